@@ -1,6 +1,7 @@
 """Tests of the site that `make docs` builds: all pages, no outside resources, no dead links, no picture missing or too wide."""
 
 import json
+import queue
 import re
 import shutil
 import subprocess
@@ -19,8 +20,8 @@ from accelerate_recipes.arguments import recipe_parser, shown_arguments
 from accelerate_recipes.recipe import load
 
 WIDTHS = (360, 1280, 1400)
-# Loads each page in a frame of each width, and writes what is wrong as JSON.
-INSPECTION = """<!doctype html><body><pre id=found>running</pre><script>
+# Loads each page in a frame of each width, and posts what is wrong as JSON.
+INSPECTION = """<!doctype html><body><script>
 async function inspect(page, width) {
   const frame = document.createElement("iframe")
   frame.style = `width: ${width}px; height: 900px; border: 0`
@@ -43,7 +44,7 @@ async function inspect(page, width) {
 (async () => {
   const found = []
   for (const page of PAGES) for (const width of WIDTHS) found.push(...await inspect(page, width))
-  document.getElementById("found").textContent = JSON.stringify(found)
+  await fetch("found", {method: "POST", body: JSON.stringify(found)})
 })()
 </script>"""
 
@@ -111,7 +112,18 @@ def test_site_is_whole(site):
     assert f"accelerate-recipes {version}" in (site / "README.html").read_text()
 
 
-class Silent(SimpleHTTPRequestHandler):
+class Site(SimpleHTTPRequestHandler):
+    """Serves the site, and puts what the browser posts into a queue."""
+
+    def __init__(self, *args, posted: queue.SimpleQueue, **options):
+        self.posted = posted
+        super().__init__(*args, **options)
+
+    def do_POST(self):
+        self.posted.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(204)
+        self.end_headers()
+
     def log_message(self, *_):
         pass
 
@@ -123,16 +135,18 @@ def inspect(folder: Path, pages: list[str], tmp_path: Path) -> list[str]:
         pytest.skip("no Chromium is installed: apt-get install chromium")
     script = INSPECTION.replace("of PAGES", f"of {json.dumps(pages)}").replace("of WIDTHS", f"of {[*WIDTHS]}")
     (folder / "inspection.html").write_text(script)
-    handler = partial(Silent, directory=str(folder))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    posted = queue.SimpleQueue()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Site, directory=str(folder), posted=posted)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=600000", "--dump-dom"]
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]  # a port: else it ends at once
         address = f"http://127.0.0.1:{server.server_port}/inspection.html"
         run = [chromium, *flags, f"--user-data-dir={tmp_path / 'profile'}", address]
-        done = subprocess.run(run, capture_output=True, text=True, timeout=240)
-        server.shutdown()
-    (found,) = re.findall(r"<pre id=\"found\">(.*?)</pre>", done.stdout, re.DOTALL)
-    return json.loads(found.replace("&gt;", ">").replace("&lt;", "<").replace("&amp;", "&"))
+        with (tmp_path / "browser.log").open("w") as log, subprocess.Popen(run, stdout=log, stderr=log) as browser:
+            try:
+                return posted.get(timeout=400)
+            finally:
+                browser.terminate()
+                server.shutdown()
 
 
 @pytest.mark.slow
