@@ -138,7 +138,12 @@ def inspect(folder: Path, pages: list[str], tmp_path: Path) -> list[str]:
     posted = queue.SimpleQueue()
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Site, directory=str(folder), posted=posted)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]  # a port: else it ends at once
+        flags = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-port=0",
+        ]  # a port: else it ends at once
         address = f"http://127.0.0.1:{server.server_port}/inspection.html"
         run = [chromium, *flags, f"--user-data-dir={tmp_path / 'profile'}", address]
         with (tmp_path / "browser.log").open("w") as log, subprocess.Popen(run, stdout=log, stderr=log) as browser:
