@@ -3,7 +3,9 @@
 import base64
 import hashlib
 import json
+import os
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,6 +138,17 @@ def test_effective_time(write_run):
     assert old.effective is None and old.lost == [None]
 
 
+def test_a_run_that_was_killed_is_not_running(write_run):
+    folder = write_run("run", [])
+    update_status(folder, state="running")
+    (folder / "lock.json").touch()
+    assert report.facts_of(report.read_run(folder))["state"] == "running"
+    os.utime(folder / "lock.json", (time.time() - 7300,) * 2)
+    assert report.facts_of(report.read_run(folder))["state"].startswith(
+        "running: no sign of life for 2 h 01 min, so it was killed"
+    )
+
+
 class Scripts(HTMLParser):
     """Reader of a page: its scripts, images and links, and whether all tags of tables are closed."""
 
@@ -203,7 +216,7 @@ def test_a_report_never_ends_a_run(write_run, capsys, monkeypatch):
     (folder / "metrics.jsonl").unlink()
     report.write_report(folder)
     assert capsys.readouterr().err == ""
-    with pytest.raises(ConfigError, match="is not the output directory of a run that has begun to train"):
+    with pytest.raises(ConfigError, match=r"run has no metrics\.jsonl: give the --output_dir of a run"):
         report.compare([folder], Path())
     (folder / "metrics.jsonl").touch()
     (folder / "args.yaml").write_text("")

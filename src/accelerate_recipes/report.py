@@ -15,6 +15,7 @@ import yaml
 
 from accelerate_recipes.disk import read_json, read_json_lines
 from accelerate_recipes.errors import ConfigError, one_line
+from accelerate_recipes.life import lock
 from accelerate_recipes.life.attempts import of_this_run, read_attempts
 from accelerate_recipes.life.status import read_status
 from accelerate_recipes.page import Html, element, folded, html_table, picture, write_page
@@ -107,6 +108,10 @@ def read_run(folder: Path, records: list[dict] | None = None) -> Seen:
     try:
         found = read_json_lines(folder / "metrics.jsonl") if records is None else records
         args = dict(yaml.safe_load((folder / "args.yaml").read_text("utf-8")))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{folder} has no {Path(error.filename).name}: give the --output_dir of a run that has begun to train"
+        ) from error
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{folder} is not the output directory of a run that has begun to train: {error}") from error
     return Seen(folder, found, args, read_status(folder), of_this_run(read_attempts(folder)))
@@ -177,9 +182,13 @@ def facts_of(seen: Seen) -> dict[str, str]:
     """List what a reader asks first."""
     steps = [record for record in seen.records if "samples_per_second" in record]
     last, after = steps[-1] if steps else {}, seen.evaluations[-1] if seen.evaluations else {}
-    reason = seen.status.get("reason")
+    state, reason = seen.status.get("state", "unknown"), seen.status.get("reason")
+    if state == "running" and (touched := lock.touched(seen.folder / "lock.json")):
+        silent = time.time() - touched / 1e9
+        if silent > 2 * lock.SILENCE:
+            reason = f"no sign of life for {duration(silent)}, so it was killed"
     facts = {
-        "state": seen.status.get("state", "unknown") + (f": {reason}" if reason else ""),
+        "state": state + (f": {reason}" if reason else ""),
         "last step": last.get("step"),
         "loss": last.get("loss"),
         "loss, held out": after.get("eval_loss"),
