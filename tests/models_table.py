@@ -32,9 +32,11 @@ from any_model import NEW_TOKENS, PROMPTS  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from helpers import CHILDREN, IMPORTS, REPOSITORY, ForkServer, read_metrics  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from tiny import composite_config  # noqa: E402
 from tokenizers.processors import TemplateProcessing  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     BambaConfig,
     BartConfig,
@@ -214,6 +216,18 @@ ENCODER_DECODERS: dict[str, PreTrainedConfig] = {
     ),
 }  # fmt: skip
 ARCHITECTURES |= ENCODER_DECODERS
+# Models that also see images: their text part is trained.
+COMPOSITES: dict[str, PreTrainedConfig] = {
+    f"{name}, composite": composite_config(model_type, 110)
+    for name, model_type in {
+        "Gemma 3": "gemma3", "Gemma 4": "gemma4", "Llama 4": "llama4", "Mistral 3": "mistral3", "Qwen3-VL": "qwen3_vl",
+        "Qwen3.5": "qwen3_5", "Qwen3.5-MoE": "qwen3_5_moe",
+    }.items()
+}  # fmt: skip
+for whole in COMPOSITES.values():
+    text = whole.get_text_config()
+    text.pad_token_id, text.bos_token_id, text.eos_token_id = 0, 1, 2
+ROWS = ARCHITECTURES | COMPOSITES
 SIDES = ("source", "target")  # of a pair
 UNTIED = (
     "FLAN-T5",
@@ -296,14 +310,13 @@ class Model:
         self.folder = folder / re.sub(r"\W", "_", name)
         self.base = self.folder / "base"
         torch.manual_seed(0)
-        config = ARCHITECTURES[name]
-        self.attention, _ = choose("auto", config, torch.float32)
+        config = ROWS[name]
+        self.attention, _ = choose("auto", config.get_text_config(), torch.float32)
         model = self.auto_class.from_config(config, attn_implementation=self.attention)
         for name, buffer in model.named_buffers():
             if name in model.state_dict() and not buffer.any():
                 buffer.uniform_(-0.1, 0.1)  # any rank would have zeros
         model.save_pretrained(self.base)
-        self.num_layers = sum(type(module).__name__ in model._no_split_modules for module in model.modules())
         self.tokenizer = toy.make_model(toy.Args())[1]
         self.tokenizer.save_pretrained(self.base)
         self.done: dict[str, Path] = {}
@@ -312,6 +325,13 @@ class Model:
         model = load_model(str(folder or self.base), "auto", packed=True, **settings).eval()
         unpack_documents(model, mixers_in(model))  # as a run does
         return model
+
+    def with_adapter(self, adapter: Path, merged: bool = False, **settings: object) -> PreTrainedModel:
+        """Load the base by transformers, and an exported adapter beside it by PEFT."""
+        from peft import PeftModel
+
+        wrapped = PeftModel.from_pretrained(self.load(**settings), str(adapter))
+        return wrapped.merge_and_unload() if merged else wrapped.get_base_model()
 
     @torch.no_grad()
     def loss_of(self, net: PreTrainedModel, num_rows: int = 16) -> float:
@@ -365,6 +385,24 @@ class Model:
     def batch(self) -> dict[str, torch.Tensor]:
         rows = PackedRows(toy.make_rows(3), toy.LENGTH, 0, document_mask=True)
         return collate([rows[i] for i in range(3)])
+
+
+class Composite(Model):
+    """Tiny model that also sees images, of which the text part is trained. An adapter of it is one of the whole."""
+
+    auto_class = AutoModelForImageTextToText
+
+    def with_adapter(self, adapter: Path, merged: bool = False, **settings: object) -> PreTrainedModel:
+        from peft import PeftModel
+
+        whole = self.auto_class.from_pretrained(self.base, attn_implementation=self.attention, **settings)
+        wrapped = PeftModel.from_pretrained(whole, str(adapter))
+        whole = wrapped.merge_and_unload() if merged else wrapped.get_base_model()
+        net = super().load()
+        setattr(net, net.base_model_prefix, whole.get_decoder())
+        net.set_output_embeddings(whole.get_output_embeddings())
+        unpack_documents(net, mixers_in(net))
+        return net.eval()
 
 
 class EncoderDecoder(Model):
@@ -437,7 +475,8 @@ class EncoderDecoder(Model):
 
 def make(name: str, folder: Path, server: ForkServer | None) -> Model:
     """Make the tiny model of an architecture."""
-    return (EncoderDecoder if name in ENCODER_DECODERS else Model)(name, folder, server)
+    kind = EncoderDecoder if name in ENCODER_DECODERS else Composite if name in COMPOSITES else Model
+    return kind(name, folder, server)
 
 
 def trajectory(out: Path) -> list[tuple[float, float]]:
@@ -555,7 +594,8 @@ def one_trajectory(model: Model) -> None:
 def recomputation(model: Model) -> None:
     """So they are where activations are recomputed; and each layer is recomputed."""
     out = model.run("recomputed", **RECOMPUTED)
-    layers = model.num_layers
+    net = model.load()
+    layers = sum(type(module).__name__ in net._no_split_modules for module in net.modules())
     assert f"activations of {layers} of {layers} layers recomputed" in out.with_suffix(".log").read_text()
     agree(trajectory(out), trajectory(model.single), 1e-5)
 
@@ -596,8 +636,6 @@ def lora(model: Model) -> None:
 
 
 def try_lora(model: Model, ends: Sequence[str]) -> None:
-    from peft import PeftModel
-
     plain = model.load()
     layers, experts = linear_layers_and_experts(plain)
     flags = (*LORA, "--merge_adapter", "--lora_target_modules", *ends)
@@ -605,9 +643,9 @@ def try_lora(model: Model, ends: Sequence[str]) -> None:
     agree(trajectory(out), trajectory(model.run(f"lora_single_{ends[0]}", *flags, **SINGLE)), 1e-5)
     before = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
     after = dict(model.load(out / "export").named_parameters())
-    wrapped = PeftModel.from_pretrained(model.load(), str(out / "export/adapter"))
-    agree(model.loss_of(wrapped.get_base_model()), evaluations(out)[-1], 1e-5, "losses with PEFT")
-    by_peft = dict(wrapped.merge_and_unload().named_parameters())
+    adapter = out / "export/adapter"
+    agree(model.loss_of(model.with_adapter(adapter)), evaluations(out)[-1], 1e-5, "losses with PEFT")
+    by_peft = dict(model.with_adapter(adapter, merged=True).named_parameters())
     if ends != [ALL_LINEAR]:
         layers, experts = ending_with(ends, layers), ending_with(ends, experts)
     adapted = {f"{name}.weight" for name in layers} | set(experts)
@@ -625,7 +663,6 @@ def four_bits(model: Model) -> None:
 
     A recipe refuses this on a CPU, where it is slow; the test allows it.
     """
-    from peft import PeftModel
     from transformers import BitsAndBytesConfig
 
     out = model.run("4bits", *LORA, "--load_in_4bit", FOUR_BITS_ON_CPU="1")
@@ -635,9 +672,8 @@ def four_bits(model: Model) -> None:
     settings = load_settings(toy.Args(use_peft=True, load_in_4bit=True))
     assert isinstance(settings["quantization_config"], BitsAndBytesConfig)
     with mock.patch("bitsandbytes.nn.modules.has_avx512bf16", lambda: False):  # its packed weights are wider than these
-        rounded = model.load(**settings)
-    agree(model.loss_of(rounded), before, 1e-5, "losses before training")
-    agree(model.loss_of(PeftModel.from_pretrained(rounded, str(out / "export"))), after, 1e-5, "losses with PEFT")
+        agree(model.loss_of(model.load(**settings)), before, 1e-5, "losses before training")
+        agree(model.loss_of(model.with_adapter(out / "export", **settings)), after, 1e-5, "losses with PEFT")
 
 
 CELLS: dict[str, Callable[[Model], str | None]] = {
@@ -696,7 +732,7 @@ def measure(names: Sequence[str], found: dict[str, dict[str, str]]) -> list[str]
 
 def modules_of_models() -> list[str]:
     """List the modules of all architectures, for a server that imports them once."""
-    types = {config.model_type.removesuffix("_text") for config in ARCHITECTURES.values()}
+    types = {config.model_type.removesuffix("_text") for config in ROWS.values()}
     return [f"transformers.models.{name}.modeling_{name}" for name in sorted(types)]
 
 
@@ -723,12 +759,15 @@ the architecture's own config class, in fp32 on a CPU: a cell says that loss, sh
 a published model of that architecture fits on your GPUs, or learns. Measured with transformers {transformers}, torch {torch},
 accelerate {accelerate}, peft {peft}, trl {trl} and bitsandbytes {bitsandbytes}, on {cores} cores.
 """
-BY_T5 = """\
+NOTES = """\
 Of hybrids, the layers with a state were computed by transformers' kernels in torch: the fast packages run on GPUs only.
 RecurrentGemma, RWKV and xLSTM are refused: they do not see the padding of prompts. Phi-4 is a Phi-3.
 
 T5, FLAN-T5, mT5 and BART are trained by `recipes/t5.py`, which refuses other encoder-decoders; T5 v1.1 is what FLAN-T5 is.
 `tests/test_t5.py` trains a T5 under all strategies.
+
+A composite is a model that also sees images. Its text part is trained; adapters and the export are of the whole.
+`tests/test_composites.py` tests more of them, and that every other weight stays bit-equal.
 """
 
 
@@ -750,7 +789,7 @@ def page(result: dict) -> str:
     for title, meaning in zip(titles, meanings, strict=True):
         text = f"- **{title}**: {' '.join(meaning.split())}"
         lines += textwrap.wrap(text, 125, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    lines += ["", BY_T5, "The numbers in brackets:", "", *notes.lines, "", combinations.chapter()]
+    lines += ["", NOTES, "The numbers in brackets:", "", *notes.lines, "", combinations.chapter()]
     return "\n".join(lines)
 
 
@@ -759,18 +798,18 @@ def main() -> None:
     from importlib import metadata
 
     asked = sys.argv[1:]
-    if unknown := set(asked) - {"--page", *ARCHITECTURES}:
+    if unknown := set(asked) - {"--page", *ROWS}:
         sys.exit(f"{', '.join(unknown)}: there is no such architecture; there are {', '.join(ARCHITECTURES)}")
     result = json.loads(RESULT.read_text()) if asked else {"cells": {}, "cpu_minutes": 0.0}
     cells = dict(result["cells"])
     if asked != ["--page"]:
-        if red := measure(asked or list(ARCHITECTURES), cells):
+        if red := measure(asked or list(ROWS), cells):
             print(*red, f"{len(red)} cells are red; nothing was written", sep="\n", file=sys.stderr)
             sys.exit(1)
         packages = ("transformers", "torch", "accelerate", "peft", "trl", "bitsandbytes")
         machine = {name: metadata.version(name) for name in packages} | {"cores": os.cpu_count()}
         minutes = result["cpu_minutes"] if asked else round(cpu_seconds() / 60, 1)
-        cells = {name: cells[name] for name in ARCHITECTURES if name in cells}
+        cells = {name: cells[name] for name in ROWS if name in cells}
         result = {"command": "make models", "machine": machine, "cpu_minutes": minutes, "cells": cells}
         RESULT.write_text(json.dumps(result, indent=2) + "\n")
     PAGE.write_text(page(result))

@@ -11,7 +11,19 @@ import torch
 import toy
 from combinations import LEVERS, MACHINES, RECIPES, STRATEGIES, arguments, environment, generic, strategy_problems
 from helpers import ROOT
-from models_table import ARCHITECTURES, CELLS, ENCODER_DECODERS, IN_PROCESS, NAMED, REFUSED, WORKS, Model, cell, page
+from models_table import (
+    ARCHITECTURES,
+    CELLS,
+    ENCODER_DECODERS,
+    IN_PROCESS,
+    NAMED,
+    REFUSED,
+    ROWS,
+    WORKS,
+    Model,
+    cell,
+    page,
+)
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, MarianConfig, T5Config
 
 from accelerate_recipes.adapters import add_adapters
@@ -44,7 +56,7 @@ SAMPLE = [
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in ROWS]
 )
 def test_packing_and_losses(models, name):
     """Packing is proved for each class, by us and by trl, and the loss without logits; or the refusal is the page's."""
@@ -126,7 +138,7 @@ def test_the_page_is_what_is_generated():
 
 
 def test_every_cell_is_there_and_none_is_empty():
-    assert RESULT["cells"].keys() == ARCHITECTURES.keys() and len(ARCHITECTURES) >= 30
+    assert RESULT["cells"].keys() == ROWS.keys() and len(ROWS) >= 50
     for name, cells in RESULT["cells"].items():
         assert cells.keys() == {"attention", *CELLS}
         for title, said in cells.items():
@@ -149,7 +161,7 @@ def test_a_red_cell_fails_the_command(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(models_table, "ForkServer", lambda *_: type("Server", (), {"close": lambda _: None})())
     monkeypatch.setattr(models_table, "RESULT", tmp_path / "result.json")
     monkeypatch.setattr(models_table, "PAGE", tmp_path / "page.md")
-    monkeypatch.setattr(models_table, "ARCHITECTURES", {"GPT-2": ARCHITECTURES["GPT-2"]})
+    monkeypatch.setattr(models_table, "ROWS", {"GPT-2": ROWS["GPT-2"]})
     checks = {
         "export": raises(AssertionError("losses differ by 1")),
         "generation": raises(ConfigError("no")),

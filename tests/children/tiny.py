@@ -84,20 +84,21 @@ COMPOSITE = {
 }  # fmt: skip
 
 
-def tiny_composite(model_type: str, vocab_size: int = 100, **changes: object) -> PreTrainedModel:
-    """Make a tiny model of a composite type, with random weights; `changes` are of the whole.
-
-    Its last ten tokens are for images.
-    """
+def composite_config(model_type: str, vocab_size: int = 100, **changes: object) -> PreTrainedConfig:
+    """Make the configuration of a tiny composite; `changes` are of the whole. Its last ten tokens are for images."""
     text, vision, whole = COMPOSITE[model_type]
     text = SIZES | text | {"vocab_size": vocab_size, "initializer_range": 0.1}
     if "vocab_size_per_layer_input" in text:
         text["vocab_size_per_layer_input"] = vocab_size
     whole = {k: v + vocab_size - 100 if isinstance(v, int) and v >= 90 else v for k, v in whole.items()}
-    config = CONFIG_MAPPING[model_type](text_config=text, vision_config=vision, **whole | changes)
+    return CONFIG_MAPPING[model_type](text_config=text, vision_config=vision, **whole | changes)
+
+
+def tiny_composite(model_type: str, vocab_size: int = 100, **changes: object) -> PreTrainedModel:
+    """Make a tiny model of a composite type, with random weights; see `composite_config`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return AutoModelForImageTextToText.from_config(config)
+        return AutoModelForImageTextToText.from_config(composite_config(model_type, vocab_size, **changes))
 
 
 def tiny_config(model_type: str = "llama", **changes: object) -> PreTrainedConfig:
