@@ -7,7 +7,7 @@
         --config recipes/configs/dpo/arithmetic.yaml
 
 A row has `prompt`, `chosen` and `rejected`: texts or messages. Or a row is one judged answer, with `prompt`, `completion`
-and `score`; the best and the worst answer to a prompt make a pair (docs/rewards.md). Rows of other forms are converted to
+and `score`; the best and the worst answer to a prompt make a pair (docs/dpo.md). Rows of other forms are converted to
 such pairs (docs/rows.md). Before and after training, loss, accuracy and margin are measured on held-out pairs. All pairs of
 a prompt lie on one side.
 """

@@ -8,7 +8,7 @@
 
 A row has a `prompt`, a text or a list of messages; its other columns go to the rewards. For each prompt of a step, the model
 draws `--num_generations` answers. Answers that earn more than the mean of their group become more likely. `--rewards` runs
-code: each FILE.py:FUNCTION is loaded as a program of yours (docs/rewards.md). Before and after training, the same rewards
+code: each FILE.py:FUNCTION is loaded as a program of yours (docs/grpo.md). Before and after training, the same rewards
 score answers to held-out prompts: the most likely answers, and drawn ones.
 """
 

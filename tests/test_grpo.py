@@ -228,7 +228,7 @@ def test_conversations(forks, base, rewards_file, tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "dpo"])
 def test_presets_run(forks, base, tmp_path, name):
-    """The presets for sums run as on docs/rewards.md, after that of sft.py, which has made the base."""
+    """The presets for sums run as on docs/dpo.md and docs/grpo.md, after that of sft.py, which has made the base."""
     args = (
         "--config",
         ROOT / f"recipes/configs/{name}/arithmetic.yaml",

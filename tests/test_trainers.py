@@ -198,7 +198,7 @@ def test_whole_steps():
 @pytest.mark.parametrize("name, config", [("sft", SFTConfig), ("dpo", DPOConfig), ("grpo", GRPOConfig)])
 def test_flags_of_trl_are_kept_or_refused_by_name(name, config):
     """The page names each field of trl's own that is refused, and of those of transformers the ones that a loss would use."""
-    page = (ROOT / "docs/rewards.md").read_text().partition("## Flags of trl")[2].partition("\n## ")[0]
+    page = (ROOT / "docs/names.md").read_text().partition("## Flags of trl")[2].partition("\n## ")[0]
     named = set(re.findall(r"`--(\w+)`", page))
     args = recipe.load(ROOT / f"recipes/{name}.py").Args
     inherited = {field.name for field in fields(TrainingArguments)}
