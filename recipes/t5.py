@@ -6,9 +6,10 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         recipes/t5.py --config recipes/configs/t5/laptop.yaml
 
-Batches hold pairs of similar length, padded to a multiple of 8; padding has no loss. Before and after training and every
---eval_steps, the recipe measures the loss, and metrics of generated texts, on the same held-out pairs. Each rank generates
-texts for its share of the sources, while the weights stay sharded. The texts are written to predictions/step-<n>.jsonl.
+Micro-batches hold pairs of similar length, padded to a multiple of 8; padding has no loss. Before and after training and
+every --eval_steps, the recipe measures the loss, and metrics of generated texts, on the same held-out pairs. Each rank
+generates texts for its share of the sources, while the weights stay sharded. The texts are written to
+predictions/step-<n>.jsonl.
 """
 
 import json

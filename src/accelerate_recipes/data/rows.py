@@ -19,8 +19,6 @@ from accelerate_recipes.data.prepared import check_content
 from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.errors import ConfigError, DataError
 
-LENGTH_WINDOW = 50  # global batches sorted by length together: enough for little padding, few enough to mix rows well
-
 
 class Rows(torch.utils.data.Dataset):
     """Dataset that makes a row when it is needed, by `make(item, number)` from one of `items`.
@@ -62,27 +60,6 @@ def rows_of_step(
         int(order_of_epoch(num_rows, seed, place // num_rows)[place % num_rows]) if place < end else -1
         for place in places
     ]
-
-
-def group_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int, epoch: int, seed: int) -> np.ndarray:
-    """Rearrange `order`, the rows of an epoch, so that each global batch holds rows of similar `lengths`.
-
-    Every LENGTH_WINDOW batches, the rows are sorted by length and cut into batches, and these are shuffled, so that
-    neither short nor long rows come first. The number of ranks plays no role. A batch in which two epochs meet stays as
-    it is, because its rows in this epoch cannot be sorted together with those in the other.
-    """
-    order = order.copy()
-    start = -epoch * len(order) % batch_size  # skips the rows that fill the last batch of the previous epoch
-    num_batches = max(0, len(order) - start) // batch_size
-    # The permutation has the same key; `jumped` gives draws that are independent of its draws.
-    generator = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped())
-    for first in range(0, num_batches, LENGTH_WINDOW):
-        # `window` is a view: the assignment below rearranges `order` itself.
-        last = min(first + LENGTH_WINDOW, num_batches)
-        window = order[start + first * batch_size : start + last * batch_size]
-        by_length = window[np.argsort(lengths[window], kind="stable")]
-        window[:] = generator.permutation(by_length.reshape(-1, batch_size)).ravel()
-    return order
 
 
 class StepOrder(Sampler[list[int]]):
@@ -129,20 +106,16 @@ class StepOrder(Sampler[list[int]]):
 
 
 class LengthOrder(StepOrder):
-    """StepOrder with rows of similar length in a global batch, and even more similar ones in a micro-batch.
+    """StepOrder with rows of similar length in a micro-batch.
 
-    `lengths` holds a number for each row that grows with the row's cost. In one forward pass the ranks get neighbours in
-    length, because all ranks wait for the slowest one.
+    The rows of a step stay a random draw: steps that have one length each would have gradients that differ with the length,
+    and teach less. `lengths` holds a number for each row that grows with the row's cost. In one forward pass the ranks get
+    neighbours in length, because all ranks wait for the slowest one.
     """
 
     def __init__(self, lengths: np.ndarray, args: TrainArgs, rank: int, world_size: int):
         super().__init__(len(lengths), args, rank, world_size)
         self.lengths = lengths
-        self.epoch = lru_cache(maxsize=2)(self.epoch)  # a batch may lie in two
-
-    def epoch(self, num_rows: int, seed: int, epoch: int) -> np.ndarray:
-        order = permutation(num_rows, seed, epoch)
-        return group_by_length(order, self.lengths, self.args.total_batch_size, epoch, seed)
 
     def share_of(self, rows: list[int]) -> list[int]:
         # Sort the global batch by length and deal it out: micro-batch m of rank r is number m * world_size + r.
@@ -240,7 +213,7 @@ def make_train_loader(
 ) -> StepLoader:
     """Make the loader of this rank's micro-batches, in the order of the steps.
 
-    With `lengths`, rows of similar length are trained together. `order_class` is EpochOrder for rows with random
+    With `lengths`, the micro-batches of a step have rows of similar length. `order_class` is EpochOrder for rows with random
     changes. `content` is the `checksum_of_rows`, by which a resumed run checks that the rows are the same.
     """
     position = (args, rank, world_size)

@@ -335,7 +335,7 @@ class Pairs(torch.utils.data.Dataset):
     """Dataset of tokenised pairs: `source_ids`, `target_ids` and the number `row`.
 
     Number -1 is a pair without targets. It fills a place in a batch for which no row is left. `collate` pads pairs;
-    `lengths` group pairs of similar length (see `data.rows.LengthOrder`).
+    `lengths` put pairs of similar length into a micro-batch (see `data.rows.LengthOrder`).
     """
 
     def __init__(self, rows: "datasets.Dataset", pad_token_id: int):

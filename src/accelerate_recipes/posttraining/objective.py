@@ -209,7 +209,7 @@ class Objective:
 
     left_out: ClassVar[set[str]] = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"}
     order_class: ClassVar[type[StepOrder]] = WholeSteps
-    lengths: np.ndarray | None = None  # lengths of the rows, if rows of similar length are trained together
+    lengths: np.ndarray | None = None  # lengths of the rows, if micro-batches are padded
     flops_fn: Callable[[PreTrainedModel], Flops] | None = None
     draw: DrawFn | None = None
 

@@ -189,7 +189,7 @@ class SupervisedTrainer(Objective, SFTTrainer):
         return num_targets, {"with an end": num_ended} | counts
 
     def count_flops(self, num_targets: int) -> None:
-        """Set the FLOP counter for MFU; if rows are padded to the longest of a batch, group rows of similar length."""
+        """Set the FLOP counter for MFU; if rows are padded, put rows of similar length into a micro-batch."""
         lengths = documents = lengths_of(self.train_dataset)
         if "seq_lengths" in self.train_dataset.column_names:
             documents = np.concatenate([values for _, values in chunks_of(self.train_dataset, "seq_lengths")])
