@@ -229,7 +229,7 @@ def test_full_shard_holds_its_share(like_a_user, tmp_path):
     assert 0 < max(found["peak_memory_gib"]) < 0.125
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_larger_batch_runs_out_of_memory(like_a_user, tmp_path):
     found = trial(tmp_path, 4096)
     assert found["outcome"] == "out of memory", found

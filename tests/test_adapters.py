@@ -60,7 +60,8 @@ STRATEGIES = {
 }
 CHECKPOINTED = "activation checkpointing"
 FAST = ("one process, accumulation", "ddp", "fsdp2")
-FOUR_BITS = ("fsdp2", "ddp", CHECKPOINTED)
+SLOW = ("fsdp2, accumulation", "hybrid 2 x 2", "rows shared by 2", CHECKPOINTED)
+FOUR_BITS = ("fsdp2", "ddp")
 DROPOUT = ("--lora_dropout", 0.2, "--use_dora")
 # A recipe refuses 4 bits without a GPU; tests/children/fork_server.py allows it.
 IN_4_BITS = ("--load_in_4bit",)
@@ -125,7 +126,12 @@ def loss_of(model: torch.nn.Module) -> float:
 
 @pytest.mark.parametrize(
     "name, variant",
-    [pytest.param(name, (), id=name, marks=[] if name in FAST else pytest.mark.slow) for name in STRATEGIES]
+    [
+        pytest.param(
+            name, (), id=name, marks=[] if name in FAST else pytest.mark.slow if name in SLOW else pytest.mark.long
+        )
+        for name in STRATEGIES
+    ]
     + [pytest.param("fsdp2", ("--use_dora",), id="fsdp2, dora", marks=pytest.mark.slow)]
     + [
         pytest.param(

@@ -128,7 +128,7 @@ IN_STEP_5 = {"TOY_FAULT": json.dumps({"event": "toy.loss", "path": "step 5.", "c
 RUN = ("--num_train_epochs", 1.2)
 
 
-MARKS = {"qwen3_5": [], "gemma3": pytest.mark.slow, "qwen3_vl": pytest.mark.slow}
+MARKS = {"qwen3_5": [], "gemma3": pytest.mark.slow}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, pytest.mark.long)) for name in IMAGES])

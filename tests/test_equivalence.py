@@ -194,6 +194,7 @@ def test_attention_by_documents(run_steps, name):
 
 
 IN_BF16 = {"one process", "fsdp2"}
+SLOW_IN_BF16 = {"ddp", "hybrid 2 x 2, accumulation", "activation checkpointing", "fsdp1"}
 # Half of the last place of a bf16 number is 1/512 of it. Losses of two runs that round at different places differ by less than
 # twice that, even after AdamW, which enlarges small differences of a small gradient.
 BF16 = 2**-8
@@ -223,7 +224,13 @@ ONE_HEAD = [
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in IN_BF16 else pytest.mark.slow) for name in ONE_HEAD]
+    "name",
+    [
+        pytest.param(
+            name, marks=[] if name in IN_BF16 else pytest.mark.slow if name in SLOW_IN_BF16 else pytest.mark.long
+        )
+        for name in ONE_HEAD
+    ],
 )
 def test_bf16(run_bf16, name):
     """Losses agree also on rows of 4,096 tokens, where frequencies in bf16 would be radians off; buffers stay fp32.

@@ -62,7 +62,8 @@ AFTER = {
     "in the export": (0, "open", "export.partial/config.json", 1, 10),
 }
 POINTS = TRAINING | SAVE | AFTER
-# Points that the fast tests try with all ranks killed, and with one. `make test-slow` tries the others.
+# Points that the fast tests try with all ranks killed, and with one. `make test-slow` tries the others; not the end of one
+# rank in a save, which leaves the files that the end of all leaves: `make test-long`.
 ALL_RANKS = ["in a step", "before the marker", "in the middle of the removal"]
 ONE_RANK = ["before the other rank's random state", "between renaming and retention"]
 
@@ -98,7 +99,12 @@ def assert_resumed(out: Path, newest: int, log: str, undisturbed: dict[int, floa
         for point in POINTS
     ]
     + [
-        pytest.param(point, False, id=f"one, {point}", marks=[] if point in ONE_RANK else pytest.mark.slow)
+        pytest.param(
+            point,
+            False,
+            id=f"one, {point}",
+            marks=[] if point in ONE_RANK else pytest.mark.long if point in SAVE else pytest.mark.slow,
+        )
         for point in POINTS
     ],
 )

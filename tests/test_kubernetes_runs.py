@@ -88,8 +88,8 @@ def chess_losses(forks, tmp_path_factory) -> dict[int, float]:
     return losses(out)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pytorchjob", pytest.param("trainjob", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
 def test_chess(chess_losses, tmp_path, kind):
     with Pods(kind, tmp_path, *ONE, *FP32, *CHESS, *OUT) as pods:
         pods.finish()
@@ -107,7 +107,7 @@ def slow_save(tmp_path: Path, step: int, seconds: int) -> dict[str, str]:
     return {"TOY_FAULT": json.dumps(fault | {"command": command})}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_pod_is_deleted_during_a_long_save(toy_losses, tmp_path):
     """The save takes longer than the launcher's default of 30 s, but the grace period counts."""
     job = [*ONE, "--grace-seconds", "75"]

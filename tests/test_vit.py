@@ -120,7 +120,12 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "fsdp2, accumulation" else pytest.mark.slow) for name in STRATEGIES]
+    "name",
+    [
+        "fsdp2, accumulation",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp2 on 4", "recomputed")),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("accumulation", "hybrid", "fsdp1", "offload")),
+    ],
 )
 def test_one_trajectory(run, name):
     """Losses and gradient norms on augmented and mixed images agree to 1e-5 under any division."""
