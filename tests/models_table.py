@@ -250,7 +250,7 @@ REFUSED |= {
     (name, "4 bits, on a CPU"): EXPERTS_4_BITS
     for name in (
         "Qwen3-MoE", "Mixtral", "GPT-OSS", "DeepSeek V3", "Llama 4", "GLM 4.5 MoE", "Qwen3-Next", "Qwen3.5-MoE", "Kimi-Linear",
-        "LFM2-MoE", "Granite 4", "Nemotron-H", "MiniMax"
+        "LFM2-MoE", "Granite 4", "Nemotron-H", "MiniMax", "Llama 4, composite", "Qwen3.5-MoE, composite",
     )
 }  # fmt: skip
 REFUSED |= {
@@ -302,7 +302,7 @@ class Model:
     """Tiny model of an architecture in a folder, and the runs that its cells share; each run is made once."""
 
     auto_class = AutoModelForCausalLM
-    script, flags = CHILDREN / "any_model.py", ()
+    script, flags, lora = CHILDREN / "any_model.py", (), LORA
     killed_at = ("any_model.loss", f"pass {STEPS}.", 1)
 
     def __init__(self, name: str, folder: Path, server: ForkServer | None):
@@ -391,6 +391,11 @@ class Composite(Model):
     """Tiny model that also sees images, of which the text part is trained. An adapter of it is one of the whole."""
 
     auto_class = AutoModelForImageTextToText
+    lora = (
+        *LORA,
+        "--learning_rate",
+        1e-2,
+    )  # with larger steps, the last bits of two strategies soon differ in the fifth digit
 
     def with_adapter(self, adapter: Path, merged: bool = False, **settings: object) -> PreTrainedModel:
         from peft import PeftModel
@@ -399,8 +404,12 @@ class Composite(Model):
         wrapped = PeftModel.from_pretrained(whole, str(adapter))
         whole = wrapped.merge_and_unload() if merged else wrapped.get_base_model()
         net = super().load()
-        setattr(net, net.base_model_prefix, whole.get_decoder())
-        net.set_output_embeddings(whole.get_output_embeddings())
+        whole_texts = [module for module in whole.modules() if type(module) is type(net)]
+        if whole_texts:
+            (net,) = whole_texts
+        else:
+            setattr(net, net.base_model_prefix, whole.get_decoder())
+            net.set_output_embeddings(whole.get_output_embeddings())
         unpack_documents(net, mixers_in(net))
         return net.eval()
 
@@ -638,7 +647,7 @@ def lora(model: Model) -> None:
 def try_lora(model: Model, ends: Sequence[str]) -> None:
     plain = model.load()
     layers, experts = linear_layers_and_experts(plain)
-    flags = (*LORA, "--merge_adapter", "--lora_target_modules", *ends)
+    flags = (*model.lora, "--merge_adapter", "--lora_target_modules", *ends)
     out = model.run(f"lora_{ends[0]}", *flags)
     agree(trajectory(out), trajectory(model.run(f"lora_single_{ends[0]}", *flags, **SINGLE)), 1e-5)
     before = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
@@ -665,7 +674,7 @@ def four_bits(model: Model) -> None:
     """
     from transformers import BitsAndBytesConfig
 
-    out = model.run("4bits", *LORA, "--load_in_4bit", FOUR_BITS_ON_CPU="1")
+    out = model.run("4bits", *model.lora, "--load_in_4bit", FOUR_BITS_ON_CPU="1")
     trajectory(out)
     before, after = evaluations(out)
     assert after < before - 0.05

@@ -20,11 +20,20 @@ from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import check_base, read_marker
 from accelerate_recipes.checkpoint.published import composite_files, whole_content, with_older_fields
 from accelerate_recipes.checkpoint.weight_files import saved_tensors
-from accelerate_recipes.composites import COMPOSITES, check_tokens, names_of_class
+from accelerate_recipes.composites import (
+    COMPOSITES,
+    check_tokens,
+    layers_in_whole,
+    name_in_whole,
+    names_of_class,
+    places_of_parts,
+    text_part,
+)
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.models import CAUSAL, load_model
 from accelerate_recipes.pretrained import check_model, mapped_weights
 from accelerate_recipes.tokenizers import new_bpe_tokenizer
+from accelerate_recipes.weights import linear_layers_and_experts
 
 SCRIPT = CHILDREN / "toy.py"
 VOCABULARY = 110  # the last ten tokens are for images
@@ -92,6 +101,23 @@ def test_the_text_part_computes_what_the_whole_does(model_type, tied, tmp_path):
     settings = with_older_fields(whole_content(model.config))
     assert type(model.config)(**settings).rope_parameters == model.config.rope_parameters
     assert torch.equal(logits_of(model), logits_of(AutoModelForImageTextToText.from_pretrained(base)))
+
+
+@pytest.mark.parametrize("model_type", COMPOSITES)
+def test_adapters_find_their_layers_in_the_whole(model_type):
+    """All of them, also those that lie beside the layers, and none of other parts."""
+    with torch.device("meta"):
+        whole = tiny_composite(model_type)
+        text = AutoModelForCausalLM.from_config(text_part(whole.config))
+    places = places_of_parts(text, whole.state_dict())
+    names = [*linear_layers_and_experts(text)[0], "lm_head"]
+    pattern = layers_in_whole({name.rpartition(".")[2] for name in names}, places)
+    found = {
+        name
+        for name, module in whole.named_modules()
+        if isinstance(module, torch.nn.Linear) and re.fullmatch(pattern, name)
+    }
+    assert found == {name_in_whole(name, places) for name in names}
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ weights differently. Files of different versions also differ: `language_model.mo
 """
 
 import copy
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -115,6 +116,23 @@ def places_of_parts(model: PreTrainedModel, names: Collection[str]) -> dict[str,
             above = above[: above.rfind(".", 0, -1) + 1]
         found[part] = above + part
     return found
+
+
+def name_in_whole(name: str, places: dict[str, str]) -> str:
+    """Return the name in the whole of a weight or layer of its text part; see `places_of_parts`."""
+    return next(
+        ((place + f"{name}.".removeprefix(part))[:-1] for part, place in places.items() if f"{name}.".startswith(part)),
+        name,
+    )
+
+
+def layers_in_whole(ends: Collection[str], places: dict[str, str]) -> str:
+    """Return PEFT's pattern for the layers of the text part in the whole whose names are or end with one of `ends`.
+
+    A layer may itself be one of the parts in `places`, such as the output layer.
+    """
+    parts, ends = ({re.escape(name.removesuffix(".")) for name in some} for some in (places.values(), ends))
+    return rf"(?=({'|'.join(sorted(parts))})(\.|$))(.*\.)?({'|'.join(sorted(ends))})"
 
 
 def names_of_class(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:

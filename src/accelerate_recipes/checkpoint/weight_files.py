@@ -1,7 +1,6 @@
 """Weights of a checkpoint as files of safetensors: a whole model, merged or not, and adapters."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from accelerate_recipes import adapters
 from accelerate_recipes.base import Base
 from accelerate_recipes.checkpoint.published import COMPOSITE
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
-from accelerate_recipes.composites import places_of_parts
+from accelerate_recipes.composites import layers_in_whole, name_in_whole, places_of_parts
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.pretrained import model_class, output_is_embedding
 
@@ -92,17 +91,13 @@ def write_adapter_of_whole(checkpoint: Path, folder: Path) -> None:
         whole = AutoModelForImageTextToText.from_config(settings)
     places = places_of_parts(model, whole.state_dict())
 
-    def name_in_whole(name: str) -> str:
-        return next((place + name.removeprefix(part) for part, place in places.items() if name.startswith(part)), name)
-
-    tensors = {name_in_whole(name): tensor for name, tensor in read_adapter(checkpoint).items()}
+    tensors = {name_in_whole(name, places): tensor for name, tensor in read_adapter(checkpoint).items()}
     save_tensors({adapters.peft_name(name): t for name, t in tensors.items()}, folder / "adapter_model.safetensors")
     config = adapters.read_config(checkpoint)
-    inside, ends = ("|".join(map(re.escape, sorted(names))) for names in (places.values(), config.target_modules or ()))
-    config.target_modules = rf"({inside})(.*\.)?({ends})"
+    config.target_modules = layers_in_whole(config.target_modules or (), places)
     rows = config.trainable_token_indices
     if isinstance(rows, dict):
-        config.trainable_token_indices = {name_in_whole(f"{layer}.").rstrip("."): ids for layer, ids in rows.items()}
+        config.trainable_token_indices = {name_in_whole(layer, places): ids for layer, ids in rows.items()}
     config.task_type = None  # PEFT would choose another class by it
     config.auto_mapping = {"base_model_class": type(whole).__name__, "parent_library": "transformers"}
     config.save_pretrained(str(folder))
