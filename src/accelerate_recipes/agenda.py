@@ -97,7 +97,10 @@ class Agenda:
         is_done = 0 < self.step == self.total_steps
         if self.accelerator.is_main_process:
             if is_done:
-                print(f"All {self.step} steps are done: nothing is trained; for another run, give another --output_dir")
+                print(
+                    f"All {self.step} steps are done: nothing is trained, only the export is written again; for another run, "
+                    "give another --output_dir"
+                )
             if not (is_done and saved_args.exists()):  # the arguments of a finished run are those that trained it
                 self.args.save(saved_args)
         self.log = MetricsLog(self.accelerator, self.output_dir, self.total_steps, self.flops, self.step)

@@ -60,8 +60,8 @@ class RowsArgs:
                 continue
             files = [file for file in files if Path(file).suffix or not self.is_elsewhere(file)]  # it may be a folder
             found += self.file_problems(name, SUFFIXES, files)
-            if len({*map(file_kind, files)}) > 1:
-                found.append(f"--{name} must all be of one kind")
+            if len(kinds := {file_kind(file): file for file in files}) > 1:
+                found.append(f"--{name} must all be of one kind; these are not: {', '.join(map(str, kinds.values()))}")
         return found
 
     @property

@@ -147,7 +147,10 @@ def add_to(plans: dict[tuple[str, str], Wanted], need: Need, max_shards: int | N
         raise
     # For a failing network or server, the Hub's client and datasets raise errors without a common class.
     except Exception as error:
-        raise Unavailable(f"{need} cannot be downloaded from {constants.ENDPOINT}: {first_line(error)}") from None
+        raise Unavailable(
+            f"{need} cannot be downloaded from {constants.ENDPOINT}: {first_line(error)}; where there is no internet, download "
+            "it elsewhere (docs/offline.md), or give a folder"
+        ) from None
     plan.files |= chosen
     plan.asked[need.key] = list(chosen)
     plans[key] = plan

@@ -48,7 +48,8 @@ def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
 
     Raises:
         DataError: for files that cannot be read, and for rows that hold no text or messages.
-        ConfigError: for columns that trl cannot use, for conversations without a chat template, and if a side is empty.
+        ConfigError: for columns that trl cannot use, for conversations without a chat template, for an end that is no token,
+            and if a side is empty.
     """
     rows = args.read_rows_for(tokenizer)
     features = rows["train"].features
@@ -60,7 +61,15 @@ def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
         )
     are_chats = any(isinstance(features[name], datasets.List) for name in columns)
     if are_chats and not (tokenizer.chat_template or args.chat_template_path):
-        raise ConfigError(f"{args.base_model or args.tokenizer_name} has no chat template; give --chat_template_path")
+        raise ConfigError(
+            f"{args.base_model or args.tokenizer_name} has no chat template; give --chat_template_path, such as "
+            "recipes/chat_templates/chatml.jinja (docs/sft.md has the whole command)"
+        )
+    if args.eos_token and not args.template_model and args.eos_token not in tokenizer.get_vocab():
+        raise ConfigError(
+            f"--eos_token {args.eos_token!r} is no token of the tokenizer; add it, with the other marks of the template: "
+            f"--new_tokens {args.eos_token!r}"
+        )
     if "prompt" not in columns and are_chats != (columns == FORMATS[0]):
         raise ConfigError(
             f"the column {columns[0]} holds {'messages' if are_chats else 'texts'}; lists of messages belong into messages, "
@@ -171,8 +180,8 @@ class SupervisedTrainer(Objective, SFTTrainer):
             last = next(kept, self.first[0].ids)[-2:]
             raise ConfigError(
                 f"no row ends with a target at which the model would stop: generation stops at {stops}, the first row ends "
-                f"with {self.processing_class.decode(last)!r}; name the token that ends an answer by --eos_token, raise "
-                "--max_length, or mend the chat template"
+                f"with {self.processing_class.decode(last)!r}; name the token that ends an answer by --eos_token (and by "
+                "--new_tokens, if the tokenizer does not have it), raise --max_length, or mend the chat template"
             )
         on_first_rank(lambda: self.compare(exported, ends))
         if "messages" in self.source_rows[0] and not self.args.assistant_only_loss:
