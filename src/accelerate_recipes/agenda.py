@@ -98,8 +98,8 @@ class Agenda:
         if self.accelerator.is_main_process:
             if is_done:
                 print(
-                    f"All {self.step} steps are done: nothing is trained, only the export is written again; for another run, "
-                    "give another --output_dir"
+                    f"All {self.step} steps are done: nothing is trained, only the export is written again; for another "
+                    "run, give another --output_dir"
                 )
             if not (is_done and saved_args.exists()):  # the arguments of a finished run are those that trained it
                 self.args.save(saved_args)

@@ -148,8 +148,8 @@ def add_to(plans: dict[tuple[str, str], Wanted], need: Need, max_shards: int | N
     # For a failing network or server, the Hub's client and datasets raise errors without a common class.
     except Exception as error:
         raise Unavailable(
-            f"{need} cannot be downloaded from {constants.ENDPOINT}: {first_line(error)}; where there is no internet, download "
-            "it elsewhere (docs/offline.md), or give a folder"
+            f"{need} cannot be downloaded from {constants.ENDPOINT}: {first_line(error)}; without internet, download it "
+            "elsewhere (docs/offline.md), or give a folder"
         ) from None
     plan.files |= chosen
     plan.asked[need.key] = list(chosen)
