@@ -160,7 +160,7 @@ def test_accumulation_follows_from_the_total(total, per_device, world_size, step
 
 def test_a_total_too_small_for_the_ranks_is_refused():
     """Integer division would give 0 accumulation steps."""
-    with pytest.raises(ConfigError, match="totals that work: 16"):
+    with pytest.raises(ConfigError, match=r"totals that work: 16, or --per_device_train_batch_size 2$"):
         parse(TrainArgs, ["--total_batch_size", "8", "--per_device_train_batch_size", "4"], world_size=4)
 
 

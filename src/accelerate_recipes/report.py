@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -193,7 +194,9 @@ def facts_of(seen: Seen) -> dict[str, str]:
         "loss": last.get("loss"),
         "loss, held out": after.get("eval_loss"),
         "reward": last.get("reward"),
-        "targets a second": last.get("tokens_per_second"),
+        "targets a second": statistics.median(speeds)
+        if (speeds := [step["tokens_per_second"] for step in steps])
+        else None,
         "peak memory": memory_of(seen, max((record.get("peak_memory_gib", 0) for record in steps), default=None)),
         "effective time": None,
         "launch": seen.attempts[-1].get("launch") if seen.attempts else None,

@@ -26,9 +26,15 @@ def launch(argv: Sequence[str]) -> None:
     """Do what `accelerate launch ARGV` does, with the same exit code, but print no stack of the launcher.
 
     Raises:
-        ConfigError: for arguments that `accelerate launch` refuses.
+        ConfigError: for arguments that `accelerate launch` refuses, and for files that cannot be meant.
     """
     args = parse_flags(argv)
+    if args.config_file and not os.path.exists(args.config_file):
+        meant = f"accelerate_configs/{os.path.basename(args.config_file)}"
+        found = f"; did you mean {meant}?" if os.path.exists(meant) else ""
+        raise ConfigError(f"--config_file {args.config_file}: no such file{found}")
+    if args.training_script.endswith((".yaml", ".yml")):
+        raise ConfigError(f"{args.training_script} is no recipe; a preset is given behind one: RECIPE --config FILE")
     if "LOGLEVEL" not in os.environ:
         logging.getLogger(LOGGER).setLevel(logging.CRITICAL)
     try:
