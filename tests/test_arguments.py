@@ -121,6 +121,25 @@ def test_names_of_other_programs(typed, meant, tmp_path):
     assert (meant in problems[0]) == (meant in TrainArgs.__dataclass_fields__), problems
 
 
+@pytest.mark.parametrize("flag", ["num_processes", "fsdp_activation_checkpointing", "dynamo_backend", "multi_gpu"])
+def test_flags_of_the_launcher_behind_the_recipe(flag):
+    args_class = recipe.load(ROOT / "recipes/chess.py").Args
+    _, problems = resolve(args_class, [f"--{flag}", "true"], world_size=1)
+    said = f"is not an argument of the recipe: put it before the recipe: `accelerate launch --{flag} ... RECIPE`"
+    assert problems == [f"--{flag} (on the command line) {said}"]
+
+
+def test_what_is_no_field_of_a_model_has_no_hint_at_one():
+    args_class = recipe.load(ROOT / "recipes/chess.py").Args
+    _, problems = resolve(args_class, ["--epochs", "3", "--zzzz", "1", "--num_hidden_layers", "2"], world_size=1)
+    assert problems == [
+        "unknown argument 'epochs' on the command line; did you mean 'num_train_epochs'?",
+        "unknown argument 'zzzz' on the command line",
+        "unknown argument 'num_hidden_layers' on the command line; a field of a new model's config.json is given by "
+        "--config_overrides num_hidden_layers=...",
+    ]
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_schema_describes_what_presets_may_hold(path):
     found = json.loads(json.dumps(schema(recipe.load(path).Args, path.name)))

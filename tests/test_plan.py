@@ -35,7 +35,7 @@ from transformers import LlamaConfig
 
 from accelerate_recipes.__main__ import main
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.gpus import GIB, GPUS, OUTSIDE
+from accelerate_recipes.gpus import GIB, GPUS, OUTSIDE, check_gpu, known_as
 from accelerate_recipes.launch import planning
 from accelerate_recipes.launch import preflight as preflight_module
 from accelerate_recipes.launch.planning import job_of, plan
@@ -589,6 +589,13 @@ def test_memory_of_a_node(bases):  # noqa: F811
         assert prediction.host == host and prediction.host_peak == 32 * GIB
     alone = prediction_of(job("ddp", [*command, "--use_peft"], num_processes=4), replace(found, trained=1), GPUS["l4"])
     assert alone.host_peak == (8 + 4 * 4) * GIB
+
+
+@pytest.mark.parametrize("name", ["A100 40 GB", "a100-40", "nvidia_a100-sxm4-40gb"])
+def test_the_size_of_a_gpu_decides_which_is_meant(name):
+    with pytest.raises(ConfigError, match=r"did you mean 'a100_40'\?"):
+        check_gpu(["--gpu", name])
+    assert known_as(name.replace("40", "80")) == "a100" and {known_as(known) for known in GPUS} == {*GPUS}
 
 
 @pytest.mark.parametrize("flags", [["--gpu", "tpu", "--no_search"], ["--no_search", "--gpu", "tpu"]])

@@ -55,6 +55,7 @@ def test_gpus_of_a_node(asked, flags, gpus):
         (["--gpus-per-node", "h100:8"], "h100"), (["--gpus-per-node=a100:1,h100:7"], "a100"),
         (["--gres=craynetwork:4,gpu:h200:2"], "h200"), (["--gres=gres/gpu:l40s"], "l40s"),
         (["--gres=gpu:l4:2", "--gpus-per-node=4"], ""), (["--gres=gpu:nvidia_a100-sxm4-40gb:4"], "a100_40"),
+        (["--gpus-per-node=a100_40:4"], "a100_40"), (["--gres=gpu:a100-80:4"], "a100"),
     ],
     ids=str,
 )  # fmt: skip

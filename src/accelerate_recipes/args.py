@@ -34,7 +34,6 @@ OWNED_ELSEWHERE = {
     "fsdp_config": "choose a file of accelerate_configs/",
     "deepspeed": "this collection shards with FSDP: choose a file of accelerate_configs/",
     "use_cpu": "a machine without a GPU is recognised by itself",
-    "num_processes": "put it before the recipe: `accelerate launch --num_processes ... RECIPE`",
 }
 
 

@@ -276,6 +276,21 @@ def read_yaml(path: Path, loader: type[Yaml] = Yaml) -> Any:
         raise ConfigError(f"{path} is not YAML: {error}") from error
 
 
+def is_of_launcher(name: str) -> bool:
+    """Tell whether `accelerate launch` has this flag."""
+    from accelerate.commands.launch import launch_command_parser
+
+    return f"--{name}" in launch_command_parser()._option_string_actions
+
+
+def is_of_new_model(parser: HfArgumentParser, name: str) -> bool:
+    """Tell whether the config.json of a new model, of the type that the recipe makes by default, has this field."""
+    from transformers import CONFIG_MAPPING
+
+    model_type = parser.get_default("model_type") if parser.get_default("config_overrides") is not None else None
+    return model_type in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[model_type](), name)
+
+
 def check_group(
     parser: HfArgumentParser,
     owned_elsewhere: Mapping[str, str],
@@ -290,6 +305,12 @@ def check_group(
     if name in owned_elsewhere:
         errors.append(f"--{name} ({where}) is not an argument of the recipe: {owned_elsewhere[name]}")
         return False
+    if action is None and owned_elsewhere and is_of_launcher(name):
+        errors.append(
+            f"--{name} ({where}) is not an argument of the recipe: put it before the recipe: `accelerate launch --{name} "
+            "... RECIPE`"
+        )
+        return False
     if action is None or flag == "--config":  # a preset cannot name another
         known = {
             option.removeprefix("--")
@@ -298,9 +319,12 @@ def check_group(
         }
         meant = USUAL_NAMES.get(name)
         misspelt = f"; did you mean {meant!r}?" if meant in known else suggestion(name, known)
-        hint = misspelt or suggestion(name, known, cutoff=0.5)
-        if "config_overrides" in known and not misspelt:
-            hint += f"; a field of a new model's config.json is given by --config_overrides {name}=..."
+        if misspelt:
+            hint = misspelt
+        elif is_of_new_model(parser, name):
+            hint = f"; a field of a new model's config.json is given by --config_overrides {name}=..."
+        else:
+            hint = suggestion(name, known, cutoff=0.5)
         errors.append(f"unknown argument {name!r} {where}{hint}")
         return False
     try:

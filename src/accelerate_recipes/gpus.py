@@ -95,7 +95,7 @@ def known_as(name: str) -> str:
     part of a GPU is none of them, nor is a slower GPU of the same name.
     """
     words = "_".join(re.findall("[a-z0-9.]+", name.lower())).replace("rtx_4090", "rtx4090")
-    size = re.search(r"(\d+)gb", words)
+    size = re.search(r"_(\d\d+)(_?gi?b?)?(_|$)", words)  # a100_40, a100-40gb, a100_40_gb
     if re.search(r"(^|_)\dg[._]|rtx4090_(d|laptop)", words):  # a slice by MIG, such as 1g.10gb
         return ""
     found = [
