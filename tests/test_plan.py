@@ -443,9 +443,14 @@ def test_pairs_on_the_named_machines_come_before_more_machines():
     request = read_request([str(CONFIGS / "fsdp_full.yaml"), "--num_processes", "2", *C4, "--whole_logits", "true"])
     first = job_of(request, "l4")
     before = prediction_of(first, outcome(5 * GIB), replace(GPUS["l4"], memory=4 * GIB - 1))
-    found = Search(simulate, before, first, lambda changes: job_of(request, "l4", changes)).fitting()
+    told: list[str] = []
+    search = Search(simulate, before, first, lambda changes: job_of(request, "l4", changes), tell=told.append)
+    found = search.fitting()
     shown = [in_words(p.changes) for p in found]
     assert shown == ["--whole_logits false and --optim adafactor", "2 x as many nodes"]
+    at = told.index("No single change fits; now pairs of changes")
+    assert all(" and " not in text and "does not fit" in text for text in told[:at])
+    assert " and " in told[at + 1] and told[at + 1].count("Tried ") == 1
 
 
 @pytest.mark.parametrize(
@@ -496,6 +501,9 @@ def test_the_first_answer_comes_at_once(monkeypatch):
     assert told[0] == "1 jobs" and "30.00 of 22.30 GiB on l4" in told[1] and told[2].endswith(" jobs")
     trials = [text for text in told if text.startswith("Tried ")]
     assert len(trials) == 9 and told[3] == trials[0]
+    (fitting,) = [text for text in trials if ", does not fit" not in text and "could not be tried" not in text]
+    tried, command = fitting.splitlines()
+    assert re.search(", fits(;|$)", tried) and command.startswith("    accelerate launch --config_file ")
     last = told[-2].splitlines()
     assert "Nothing that keeps the loss trajectory makes it fit" in last
     at = last.index("It fits with these changes (another loss trajectory):")

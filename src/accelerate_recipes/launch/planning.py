@@ -11,6 +11,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,7 @@ def searched(
             for line in (f"  {proposal}", f"    {to_paste(request, proposal.changes)}")
         ]
 
-    search = Search(simulator, prediction, job, make_job, tell=tell)
+    search = Search(simulator, prediction, job, make_job, tell=tell, to_paste=partial(to_paste, request))
     if prediction.fits:
         faster, largest = search.faster(), search.largest_batch()
         rows = f"The largest --per_device_train_batch_size that fits (of doublings): {largest}"

@@ -186,7 +186,7 @@ def prediction_of(job: Job, outcome: Outcome, gpu: Gpu) -> Prediction:
 class Search:
     """Search around a predicted run; `failed` gives the reason for each change without a prediction.
 
-    `tell` gets a line for each trial.
+    `tell` gets a line for each trial; `to_paste` writes the whole command, told with a change that makes the run fit.
     """
 
     simulator: Simulator
@@ -195,6 +195,7 @@ class Search:
     make_job: MakeJob
     failed: dict[tuple[Change, ...], str] = field(default_factory=dict)
     tell: Callable[[str], None] = lambda line: None
+    to_paste: Callable[[Sequence[Change]], str] | None = None
 
     def simulate(self, choices: Iterable[tuple[Change, ...]]) -> list[Proposal]:
         """Simulate the run under each choice of changes."""
@@ -209,12 +210,14 @@ class Search:
             choice, left = tried[i], len(jobs) - done
             if isinstance(outcome, Outcome):
                 found[i] = Proposal(choice, prediction_of(jobs[choice], outcome, self.before.gpu))
-                said = f"{found[i]}{'' if found[i].prediction.fits else ', does not fit'}"
+                fits = found[i].prediction.fits
+                said = f"{found[i]}, {'fits' if fits else 'does not fit'}"
+                paste = f"\n    {self.to_paste(choice)}" if self.to_paste and fits and not self.before.fits else ""
             else:
                 self.failed[choice] = reason_of(outcome)
-                said = f"{in_words(choice)}: could not be tried"
+                said, paste = f"{in_words(choice)}: could not be tried", ""
             seconds = (time.perf_counter() - began) / done * left
-            self.tell(f"Tried {said}{f'; {left} left, about {seconds:.0f} s' if left else ''}")
+            self.tell(f"Tried {said}{f'; {left} left, about {seconds:.0f} s' if left else ''}{paste}")
         return [found[i] for i in sorted(found)]
 
     def fitting(self) -> list[Proposal]:
@@ -234,6 +237,9 @@ class Search:
             if not any(proposal.keeps_trajectory for proposal in fitting):
                 pairs = [(a, b) for a, b in itertools.combinations(saving, 2) if a.kind != b.kind]
                 pairs = [pair for pair in pairs if any(change.more_nodes > 1 for change in pair) == more]
+                if pairs:
+                    kind = " that keeps the loss trajectory" if fitting else ""
+                    self.tell(f"No single change{kind} fits; now pairs of changes")
                 fitting += [proposal for proposal in self.simulate(pairs) if proposal.prediction.fits]
         return sorted(
             fitting,
