@@ -18,11 +18,19 @@ set -uo pipefail
 
 say() { echo "submit.sh $(date +%T): $*"; }
 die() { say "error: $*" >&2; exit 1; }
+usage() { sed -n '2,/^#SBATCH/{/^#SBATCH/d;s/^# \{0,1\}//;p}' "$0"; } # the comment above
 
 # The login node checks the same as the job: offline, like the compute nodes.
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
 main() {
+    local word
+    for word in "$@"; do
+        case $word in
+        -h | --help) usage; exit ;;
+        -- | *.yaml | *.py) break ;;
+        esac
+    done
     [[ -f slurm/submit.sh ]] || die "this is $PWD; run it from the folder that holds slurm/ and recipes/"
     SRUN_FLAGS=()
     if [[ -f slurm/site.sh ]]; then site=slurm/site.sh; else site=slurm/site.plain.sh; fi

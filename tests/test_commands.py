@@ -1,6 +1,7 @@
 """Tests of the commands: whatever is wrong with what they are given, it is one message."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tiny import tiny_model
 
 from accelerate_recipes import __main__
+from accelerate_recipes.gpus import GPUS
 from accelerate_recipes.tokenizers import new_word_tokenizer
 
 
@@ -72,6 +74,7 @@ def test_usage_names_the_command(command, monkeypatch, capsys):
     name = "python -m accelerate_recipes " + " ".join(command).removesuffix(" recipes/template.py")
     said = capsys.readouterr().out
     assert said.startswith(f"usage: {'accelerate launch' if command == ['launch'] else name} "), said[:200]
+    assert command != ["plan"] or {*GPUS} <= {*re.findall(r"\w+", said)}
 
 
 def cut(file: Path) -> None:

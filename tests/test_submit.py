@@ -72,3 +72,13 @@ def test_gpus_by_the_environment(asked):
 def test_what_is_no_number(asked):
     assert "--gpus-per-node eight" in asked("--gpus-per-node=eight")
     assert "--nodes 2-4" in asked("--nodes=2-4")
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["-h"], ["--nodes=2", "--help"]], ids=str)
+def test_help_checks_and_queues_nothing(tmp_path, flags):
+    script = ["bash", str(ROOT / "slurm/submit.sh"), *flags]
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr
+    first, last = done.stdout.splitlines()[0], done.stdout.splitlines()[-1]
+    assert first.startswith("Trains on a Slurm cluster") and last.endswith("slurm/README.md has more.")
+    assert "  slurm/submit.sh [SBATCH FLAGS] -- [CONFIG [LAUNCH FLAGS] RECIPE [ARGS]] " in done.stdout

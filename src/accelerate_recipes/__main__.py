@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate_recipes.disk import print_any_text
 from accelerate_recipes.errors import ConfigError, DataError, printable
-from accelerate_recipes.gpus import check_gpu
+from accelerate_recipes.gpus import GPUS, check_gpu
 
 EXAMPLES = """\
 examples, in the order of a run's life:
@@ -69,7 +69,8 @@ def command_parser() -> argparse.ArgumentParser:
     check = add("preflight", check_launch, "check a launch before it is queued", f"[--shell] [FLAGS] {RUN}")
     check.add_argument("--shell", action="store_true", help="print assignments for a job script; messages go to stderr")
     flags = "[--nodes N --gpus-per-node G --gpu NAME --json FILE --plot FILE --no_search]"
-    add("plan", plan_run, "predict memory and time of a run, by simulating a step", f"{flags} {RUN}")
+    foreseen = add("plan", plan_run, "predict memory and time of a run, by simulating a step", f"{flags} {RUN}")
+    foreseen.epilog = f"NAME of --gpu: {', '.join(GPUS)}; default: this machine's GPU, or h100"
     job = add("k8s", print_manifest, "print a Kubernetes job for a run")
     job.add_argument("kind", choices=["pytorchjob", "trainjob"])
     job.add_argument("argv", nargs=argparse.REMAINDER, metavar=f"[FLAGS] {RUN}")
