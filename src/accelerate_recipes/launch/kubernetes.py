@@ -70,9 +70,8 @@ def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
         size = ["--nodes", job.nodes or 1, "--gpus-per-node", job.gpus_per_node or 0]
         size += [] if job.gpus_per_node else ["--cpus-per-node", job.cpus_per_node or 1]
         size += ["--gpu", INSTANCES[job.instance]["gpu"]] if job.instance in INSTANCES else []
-        size += (
-            ["--no_plan"] if problems else []
-        )  # a simulation takes minutes; what is wrong already is said without it
+        # A simulation takes minutes: what is wrong already is said without it.
+        size += ["--no_plan"] if problems else []
         volumes = (CHECKPOINTS, CACHE) if job.cache_pvc else (CHECKPOINTS,)
         with noting(problems):
             launch, found = check([run[0], *map(str, size), *run[1:]], volumes)
