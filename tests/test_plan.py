@@ -177,11 +177,13 @@ def test_the_path_of_gpus_of_each_recipe(simulator, bases, name):  # noqa: F811
     assert alone.peak < single.peak < alone.peak + 2 * single.parameters + single.at_peak["activations"] // 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "command, flags",
-    [([*T5, "DEEP", *ADAPTERS], RECOMPUTE), ([*GRPO, "TALL"], []), ([*GRPO, "TALL", "--total_batch_size", "512"], [])],
-    ids=["two stacks", "many sums", "answers"],
+    [
+        pytest.param([*T5, "DEEP", *ADAPTERS], RECOMPUTE, id="two stacks", marks=pytest.mark.long),
+        pytest.param([*GRPO, "TALL"], [], id="many sums", marks=pytest.mark.slow),
+        pytest.param([*GRPO, "TALL", "--total_batch_size", "512"], [], id="answers", marks=pytest.mark.slow),
+    ],
 )
 def test_deep_models_with_more_than_two_passes(simulator, bases, command, flags):  # noqa: F811
     """A model is extrapolated to the byte from two stacks of layers, and with passes that draw answers, also if they decide."""

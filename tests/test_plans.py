@@ -142,7 +142,7 @@ def test_what_did_not_fit_died():
     assert not memory_limits.holds(cases[0] | {"with it": [{"trained": True}, {"died": "SIGABRT"}]})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_case_under_a_limit_of_memory(tmp_path):
     (case,) = run_benchmark("memory_limits", "--cases", memory_limits.CASES[0].name, tmp_path=tmp_path)["cases"]
     assert memory_limits.holds(case), case

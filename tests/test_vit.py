@@ -399,8 +399,14 @@ def test_loss_of_mixed_images():
     torch.testing.assert_close(image_loss(Model(1, 1), batch, label_smoothing=0.1), wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", [name for name in LAYERS if name != "deepvit"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("vit", "convnext") else pytest.mark.long)
+        for name in LAYERS
+        if name != "deepvit"
+    ],
+)
 def test_pretrained_models_get_a_new_head(run, tmp_path, model_type):
     """A model of another task is fine-tuned with the same losses on one process and sharded over two, recomputed or not."""
     config = new_vision_config(architecture(model_type))
