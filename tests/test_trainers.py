@@ -639,11 +639,22 @@ def test_fewer_rows_than_a_step(forks, arguments, chats, tmp_path):
     assert step["loss"] == pytest.approx(loss_of(model, tokenizer, out, "train"), rel=1e-5)
 
 
-def test_what_trl_refuses_is_one_message(forks, arguments, chats, tmp_path):
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ((), r"--eos_token '<\|nothing\|>' is no token of the tokenizer; add it, .*: --new_tokens '<\|nothing\|>'"),
+        (
+            ("--chat_template_path",),
+            r"trl's trainer refuses this run: The specified `eos_token` \('<\|nothing\|>'\) is not found",
+        ),
+    ],
+    ids=["by us", "by trl"],  # a model whose template is taken may bring the token
+)
+def test_an_end_that_is_no_token_is_one_message(forks, arguments, chats, tmp_path, flags, said):
     args = (*arguments, "--model_name_or_path", chats / "base", "--eos_token", "<|nothing|>")
+    args = (*args, *flags, *[chats / "base" for _ in flags])
     assert forks.run(tmp_path / "out", *args, config="single") == 2
-    said = r"\nerror: trl's trainer refuses this run: The specified `eos_token` \('<\|nothing\|>'\) is not found"
-    assert re.search(said, log_of(tmp_path / "out")), log_of(tmp_path / "out")[-3000:]
+    assert re.search(f"\nerror: {said}", log_of(tmp_path / "out")), log_of(tmp_path / "out")[-3000:]
 
 
 def test_rows_that_take_too_long_to_tokenise(chats, arguments, monkeypatch, tmp_path):
