@@ -24,13 +24,7 @@ usage() { sed -n '2,/^#SBATCH/{/^#SBATCH/d;s/^# \{0,1\}//;p}' "$0"; } # the comm
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
 main() {
-    local word
-    for word in "$@"; do
-        case $word in
-        -h | --help) usage; exit ;;
-        -- | *.yaml | *.py) break ;;
-        esac
-    done
+    case ${1-} in -h | --help) usage; exit ;; esac
     [[ -f slurm/submit.sh ]] || die "this is $PWD; run it from the folder that holds slurm/ and recipes/"
     SRUN_FLAGS=()
     if [[ -f slurm/site.sh ]]; then site=slurm/site.sh; else site=slurm/site.plain.sh; fi

@@ -298,6 +298,14 @@ def first_line(error: object) -> str:
     return re.sub(r"\s+", " ", str(error)).strip()
 
 
+def beside(net: PreTrainedModel, adapter: Path, merged: bool) -> PreTrainedModel:
+    """Put an adapter into a model by PEFT; with `merged`, add it to the weights."""
+    from peft import PeftModel
+
+    wrapped = PeftModel.from_pretrained(net, str(adapter))
+    return wrapped.merge_and_unload() if merged else wrapped.get_base_model()
+
+
 class Model:
     """Tiny model of an architecture in a folder, and the runs that its cells share; each run is made once."""
 
@@ -327,11 +335,8 @@ class Model:
         return model
 
     def with_adapter(self, adapter: Path, merged: bool = False, **settings: object) -> PreTrainedModel:
-        """Load the base by transformers, and an exported adapter beside it by PEFT."""
-        from peft import PeftModel
-
-        wrapped = PeftModel.from_pretrained(self.load(**settings), str(adapter))
-        return wrapped.merge_and_unload() if merged else wrapped.get_base_model()
+        """Load the base, and an exported adapter beside it by PEFT; returns what computes the logits of a text."""
+        return beside(self.load(**settings), adapter, merged)
 
     @torch.no_grad()
     def loss_of(self, net: PreTrainedModel, num_rows: int = 16) -> float:
@@ -391,19 +396,12 @@ class Composite(Model):
     """Tiny model that also sees images, of which the text part is trained. An adapter of it is one of the whole."""
 
     auto_class = AutoModelForImageTextToText
-    lora = (
-        *LORA,
-        "--learning_rate",
-        1e-2,
-    )  # with larger steps, the last bits of two strategies soon differ in the fifth digit
+    # With larger steps, the last bits in which two strategies differ soon reach the fifth digit.
+    lora = (*LORA, "--learning_rate", 1e-2)
 
     def with_adapter(self, adapter: Path, merged: bool = False, **settings: object) -> PreTrainedModel:
-        from peft import PeftModel
-
         whole = self.auto_class.from_pretrained(self.base, attn_implementation=self.attention, **settings)
-        wrapped = PeftModel.from_pretrained(whole, str(adapter))
-        whole = wrapped.merge_and_unload() if merged else wrapped.get_base_model()
-        net = super().load()
+        whole, net = beside(whole, adapter, merged), self.load()
         whole_texts = [module for module in whole.modules() if type(module) is type(net)]
         if whole_texts:
             (net,) = whole_texts
@@ -808,7 +806,7 @@ def main() -> None:
 
     asked = sys.argv[1:]
     if unknown := set(asked) - {"--page", *ROWS}:
-        sys.exit(f"{', '.join(unknown)}: there is no such architecture; there are {', '.join(ARCHITECTURES)}")
+        sys.exit(f"{', '.join(unknown)}: there is no such architecture; there are {', '.join(ROWS)}")
     result = json.loads(RESULT.read_text()) if asked else {"cells": {}, "cpu_minutes": 0.0}
     cells = dict(result["cells"])
     if asked != ["--page"]:

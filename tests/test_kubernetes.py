@@ -279,10 +279,10 @@ def test_the_instance_names_the_gpu(monkeypatch):
     run = [FULL, *LAPTOP, *FLAGS["laptop"]]
     for instance in ("p4d.24xlarge", "ml.p5.48xlarge"):
         documents("pytorchjob", *GPUS, "--instance-type", instance, *run)
-    not_checked = "micro-batches; memory was not checked: give --instance-type\n"
+    not_checked = "\nNot checked: whether the run fits into memory; give --instance-type"
     assert not_checked in render_manifest("pytorchjob", [*GPUS, *run])[1]
     without = render_manifest("pytorchjob", [*GPUS, "--instance-type", "p5.48xlarge", FULL, "--no_plan", *run[1:]])[1]
-    assert "memory was not checked" not in without + render_manifest("pytorchjob", [*CPUS, FULL, *LAPTOP])[1]
+    assert "fits into memory" not in without + render_manifest("pytorchjob", [*CPUS, FULL, *LAPTOP])[1]
     # A mistake in the job's own flags is told before the minutes of a simulation.
     with pytest.raises(ConfigError, match="has the tag latest"):
         documents("pytorchjob", *GPUS, "--instance-type", "p5.48xlarge", "--image", "name:latest", *run)

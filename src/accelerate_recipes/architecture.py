@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBa
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.errors import ConfigError, error_list, noting, one_line, raise_problems, suggestion
-from accelerate_recipes.flags import OutOfRangeError, Range
+from accelerate_recipes.flags import OutOfRangeError, Range, field_names
 from accelerate_recipes.losses import check_head
 from accelerate_recipes.models import CAUSAL
 from accelerate_recipes.positions import max_positions
@@ -105,12 +105,6 @@ def try_config(
         return None, [f"--config_overrides: {one_line(error)}"]
     found += size_problems(config.get_text_config())
     return None if found else config, [f"--config_overrides: {problem}" for problem in found]
-
-
-def field_names(config_class: type[PreTrainedConfig]) -> set[str]:
-    """Return the names, and other names, of the fields that a class of configurations adds to those of all classes."""
-    added = {f.name for f in fields(config_class)} - {f.name for f in fields(PreTrainedConfig)}
-    return added | {*config_class.attribute_map}
 
 
 def field_problems(config_class: type[PreTrainedConfig], overrides: Mapping[str, Any], path: str = "") -> list[str]:

@@ -334,9 +334,8 @@ def batch_problems(total: int, per_device: int, world_size: int, row_size: int =
     if total % step == 0:
         return []
     nearest = [n for n in (total // step * step, (total // step + 1) * step) if n]
-    share, rest = divmod(total, world_size)
-    sizes = [n for n in range(1, min(per_device, share) + 1) if share % n == 0 and not rest]
-    smaller = f", or --per_device_train_batch_size {sizes[-1]}" if sizes else ""
+    size = max((n for n in range(1, per_device) if total % (n * world_size) == 0), default=0)
+    smaller = f", or --per_device_train_batch_size {size}" if size else ""
     return [
         f"--total_batch_size {total} is not a multiple of --per_device_train_batch_size {per_device} x "
         f"{readers(world_size, row_size)} = {step}; totals that work: {' or '.join(map(str, nearest))}{smaller}"

@@ -5,12 +5,12 @@ import inspect
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
-from transformers import HfArgumentParser
+from transformers import CONFIG_MAPPING, HfArgumentParser, PreTrainedConfig
 
 from accelerate_recipes import shipped
 from accelerate_recipes.errors import ConfigError, suggestion
@@ -283,12 +283,16 @@ def is_of_launcher(name: str) -> bool:
     return f"--{name}" in launch_command_parser()._option_string_actions
 
 
+def field_names(config_class: type[PreTrainedConfig]) -> set[str]:
+    """Return the names, and other names, of the fields that a class of configurations adds to those of all classes."""
+    added = {f.name for f in fields(config_class)} - {f.name for f in fields(PreTrainedConfig)}
+    return added | {*config_class.attribute_map}
+
+
 def is_of_new_model(parser: HfArgumentParser, name: str) -> bool:
     """Tell whether the config.json of a new model, of the type that the recipe makes by default, has this field."""
-    from transformers import CONFIG_MAPPING
-
     model_type = parser.get_default("model_type") if parser.get_default("config_overrides") is not None else None
-    return model_type in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[model_type](), name)
+    return model_type in CONFIG_MAPPING and name in field_names(CONFIG_MAPPING[model_type])
 
 
 def check_group(

@@ -67,7 +67,9 @@ def yaml_problems(path: Path, num_processes: int | None = None) -> list[str]:
     `num_processes` is the value of the launcher's flag; without it, the YAML must give the number.
     """
     if not path.is_file():
-        return [f"{path}: no such file; the shipped ones lie in accelerate_configs/"]
+        found = shipped.config_file(path.stem)
+        meant = f"did you mean {found}?" if found != path.stem else "the shipped ones lie in accelerate_configs/"
+        return [f"{path}: no such file; {meant}"]
     try:
         content = read_yaml(path)
     except ConfigError as error:

@@ -184,19 +184,19 @@ def facts_of(seen: Seen) -> dict[str, str]:
     steps = [record for record in seen.records if "samples_per_second" in record]
     last, after = steps[-1] if steps else {}, seen.evaluations[-1] if seen.evaluations else {}
     state, reason = seen.status.get("state", "unknown"), seen.status.get("reason")
-    if state == "running" and (touched := lock.touched(seen.folder / "lock.json")):
+    touched = lock.touched(seen.folder / "lock.json")
+    if state == "running" and touched and not lock.is_taken():  # a process of the run itself needs no sign
         silent = time.time() - touched / 1e9
         if silent > 2 * lock.SILENCE:
-            reason = f"no sign of life for {duration(silent)}, so it was killed"
+            state, reason = "killed", f"no sign of life for {duration(silent)}"
+    speeds = [step["tokens_per_second"] for step in steps if "tokens_per_second" in step]
     facts = {
         "state": state + (f": {reason}" if reason else ""),
         "last step": last.get("step"),
         "loss": last.get("loss"),
         "loss, held out": after.get("eval_loss"),
         "reward": last.get("reward"),
-        "targets a second": statistics.median(speeds)
-        if (speeds := [step["tokens_per_second"] for step in steps])
-        else None,
+        "targets a second, median": statistics.median(speeds) if speeds else None,
         "peak memory": memory_of(seen, max((record.get("peak_memory_gib", 0) for record in steps), default=None)),
         "effective time": None,
         "launch": seen.attempts[-1].get("launch") if seen.attempts else None,

@@ -47,6 +47,8 @@ def render_manifest(kind: str, argv: Sequence[str]) -> tuple[str, str]:
     """
     job, config, launch = check_job(kind, argv)
     said = [launch.said]
+    if job.gpus_per_node and job.instance not in INSTANCES and "--no_plan" not in argv:
+        said.append("Not checked: whether the run fits into memory; give --instance-type")
     if job.cache_pvc and launch.needs:
         needs = ", ".join(map(str, launch.needs))
         said.append(f"Not checked: whether {needs} is on the volume of {job.cache_pvc}, downloaded into {CACHE}")

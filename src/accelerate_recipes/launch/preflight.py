@@ -139,11 +139,9 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
     with mock.patch.dict(os.environ, env):
         models, found = recipe.check_models(args, needed, makes_new=not problems)
         problems += found or with_adapters(models, args)
-    is_unknown = volumes and request.num_devices and request.plans and not request.gpu
     lines = [
         f"Ready: {request.config.name} with {world_size} processes; {args.total_batch_size} sequences a step = "
         f"{readers(shares, size)} x {args.per_device_train_batch_size} x {args.accumulation_steps(shares)} micro-batches"
-        + ("; memory was not checked: give --instance-type" if is_unknown else "")
     ]
     if models and has_place:
         line, found = space_problems(args, models, env.get("FSDP_STATE_DICT_TYPE"), is_here=not volumes)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from accelerate.commands.launch import launch_command
@@ -16,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launcher import parse_flags
+from accelerate_recipes.launcher import parse_flags, yaml_problems
 
 # It logs what the ranks have said already: that a process failed, and that the others get a signal.
 LOGGER = "torch.distributed.elastic.multiprocessing.api"
@@ -30,11 +31,10 @@ def launch(argv: Sequence[str]) -> None:
     """
     args = parse_flags(argv)
     if args.config_file and not os.path.exists(args.config_file):
-        meant = f"accelerate_configs/{os.path.basename(args.config_file)}"
-        found = f"; did you mean {meant}?" if os.path.exists(meant) else ""
-        raise ConfigError(f"--config_file {args.config_file}: no such file{found}")
+        raise ConfigError(*yaml_problems(Path(args.config_file)))
     if args.training_script.endswith((".yaml", ".yml")):
-        raise ConfigError(f"{args.training_script} is no recipe; a preset is given behind one: RECIPE --config FILE")
+        preset = args.training_script
+        raise ConfigError(f"{preset} is not a recipe; give a .py file, and a preset behind it: --config {preset}")
     if "LOGLEVEL" not in os.environ:
         logging.getLogger(LOGGER).setLevel(logging.CRITICAL)
     try:
