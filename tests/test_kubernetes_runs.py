@@ -121,7 +121,7 @@ def test_a_pod_is_deleted_during_a_long_save(toy_losses, tmp_path):
     assert_undisturbed(pods, toy_losses)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_grace_period_is_too_short(toy_losses, tmp_path):
     """If the time is too short for the second save, the first one is used; the other pod notices the loss."""
     job = [*ONE, "--grace-seconds", "30"]

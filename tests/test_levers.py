@@ -199,7 +199,7 @@ def test_an_optimizer_is_resumed(forks, whole_runs, tmp_path, optim, before, aft
         assert losses(out) == pytest.approx(losses(whole), rel=tolerance(optim))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_device_in_pure_bf16_copies_no_weights(tmp_path):
     """Bytes a parameter in one step of one row. FSDP2 casts and copies each weight for both passes also at one rank, and
     sums gradients in fp32; autocast casts weights; clipping multiplies gradients."""

@@ -98,7 +98,7 @@ def test_the_page_says_what_shapes_have_shown():
     assert copies == dict.fromkeys(COPIED_BY_GLOO, 1.0) | {"allreduce": 0.0}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_shapes_have_their_simulated_peak(tmp_path):
     """Of four shapes the last two have their peak where gloo copies what it exchanges."""
     for shape in run_benchmark("plan_shapes", "--number", "4", tmp_path=tmp_path)["shapes"]:
