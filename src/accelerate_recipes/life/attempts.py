@@ -48,7 +48,8 @@ def begin_attempt(output_dir: Path, this: dict[str, Any], step: int, **facts: An
     for entry in attempts[-1:]:
         if entry.get("begun") and not entry.get("ended"):
             last = max([entry["begun"], *(file.stat().st_mtime for file in files)])
-            entry |= {"ended": last, "state": "killed", "step": max(entry["step"], step)}
+            # The time at which a process began is rounded: this one may seem older than the last file before it.
+            entry |= {"ended": min(last, _begun), "state": "killed", "step": max(entry["step"], step)}
     attempts.append({**this, "begun": _begun, "from": step, "state": "running", "step": step, "reason": "", **facts})
     write_attempts(output_dir, attempts)
 
