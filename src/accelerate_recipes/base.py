@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 import xxhash
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from accelerate_recipes.composites import is_text_part
 from accelerate_recipes.errors import ConfigError
@@ -109,7 +110,8 @@ def described(
 
 def is_decoder(model: PreTrainedModel) -> bool:
     """Tell whether the class of a model is one of causal language models."""
-    return type(model) in MODEL_FOR_CAUSAL_LM_MAPPING.values()
+    # By name: MODEL_FOR_CAUSAL_LM_MAPPING would import the code of all 200 models, for seconds.
+    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def untrained(rest: Iterable[str], name: str) -> str:

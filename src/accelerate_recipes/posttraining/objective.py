@@ -321,8 +321,8 @@ class Objective:
     ) -> TrainedRows:
         """Make the rows to compare with the export: each as it was written, and as it is trained."""
         defaults = {"text_field": "", "completion_only": False, "assistant_only": False, "template": None}
-        args = self.run.args
-        fixed = {name: value for name, value in args.values().items() if name in args.fixed_on_resume()}
+        names = self.run.args.fixed_on_resume()
+        fixed = {name: value for name, value in self.run.args.values().items() if name in names}
         return TrainedRows(rows, trained, defaults | settings, sorted(ends), fixed)
 
     def compare_with_export(self, exported: Exported, first: TrainedRows) -> None:
