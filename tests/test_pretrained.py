@@ -430,3 +430,17 @@ def test_a_model_is_known_in_another_place(models, copy):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(models / "llama" / name, as_one)
     assert model_checksum(str(as_one)) == model_checksum(str(models / "llama")), "in one file or several"
+
+
+def test_a_run_imports_no_other_models(fork_server, tmp_path):
+    """Whether a model is a causal one is known without the code of all others, which takes seconds to import."""
+    code = """\
+import sys
+from transformers import LlamaForCausalLM, LlamaConfig
+from accelerate_recipes.base import is_decoder
+
+model = LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8))
+before = {*sys.modules}
+print(is_decoder(model), is_decoder(model.model), sum(name.startswith("transformers.models.") for name in {*sys.modules} - before))
+"""
+    assert fork_server.run_python(tmp_path, code).split()[-3:] == ["True", "False", "0"]
