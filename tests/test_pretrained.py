@@ -235,7 +235,7 @@ def index_of(folder: Path, change) -> None:
         ("tied", lambda folder: set_config(folder, quantization_config={"quant_method": "fp8"}), r"are quantised \(fp8; "),
         ("tied", lambda folder: set_config(folder, quantization_config={"quant_method": "gptq", "bits": 4}), r"quantised \(gptq; "),
         ("tied", lambda folder: set_config(folder, quantization_config={"load_in_4bit": True}), r"quantised"),
-        ("tied", lambda folder: (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "other"}'), "holds adapters of other"),
+        ("tied", lambda folder: (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "other"}'), r"holds adapters \(adapter_config"),
         ("tied", lambda folder: ((folder / "config.json").rename(folder / "adapter_config.json"), (folder / "model.safetensors").unlink()), "lacks a whole model, as it holds adapters: .*export --merge_adapter"),
         ("tied", lambda folder: set_config(folder, is_encoder_decoder=True), "which has an encoder"),
         ("tied", lambda folder: (folder / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}'), "temperature"),
