@@ -41,9 +41,10 @@ def tiny(games_file, tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
-    """Output of a whole run on 2 ranks."""
+    """Output of a whole run on 2 ranks, with data workers, which other runs here do not have."""
     tmp_path = tmp_path_factory.mktemp("undisturbed")
-    done = launch_ok(tmp_path, "fsdp_full", CHESS, *tiny, "--output_dir", tmp_path / "out")
+    flags = ("--output_dir", tmp_path / "out", "--dataloader_num_workers", 1)
+    done = launch_ok(tmp_path, "fsdp_full", CHESS, *tiny, *flags)
     return tmp_path / "out", done
 
 
