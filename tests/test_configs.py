@@ -495,12 +495,12 @@ def test_an_hf_home_that_cannot_be_written_to(tmp_path, monkeypatch):
     found = {}
     for name in ("HF_DATASETS_CACHE", "HF_MODULES_CACHE"):
         monkeypatch.setenv(name, f"/proc/nowhere/{name}")
-    for name in ("chess", "sft", "c4"):
+    for name in ("chess", "t5", "sft", "template", "c4"):
         args = recipe.load(ROOT / f"recipes/{name}.py").Args(output_dir=str(tmp_path))
-        if name == "chess":
+        if name in ("chess", "t5"):
             args.data_cache_dir = str(tmp_path)
         found[name] = recipe.write_problems(args)
-    assert [len(found[name]) for name in found] == [1, 2, 0]
+    assert [len(said) for said in found.values()] == [1, 1, 2, 2, 0]
     assert found["chess"][0].startswith("/proc/nowhere/HF_MODULES_CACHE cannot be written to: ")
     assert f"set HF_HOME to a folder of your own, and HF_HUB_CACHE to {constants.HF_HUB_CACHE}" in found["chess"][0]
 

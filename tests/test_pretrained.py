@@ -11,7 +11,6 @@ import pytest
 import sentencepiece
 import torch
 from helpers import CONFIGS, ROOT, log_of
-from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model
 from transformers import AutoModel, AutoModelForMaskedLM, LlamaConfig, LlamaForCausalLM, MT5Config
@@ -342,36 +341,6 @@ def test_code_beside_a_model_never_runs(said, copy, monkeypatch, changes, of_tok
     if not message:
         load_model(str(folder), "sdpa")
     assert not ran.exists()
-
-
-@pytest.mark.parametrize(
-    "name, recipe_name, model", [("HF_DATASETS_CACHE", "template", "bert"), ("HF_MODULES_CACHE", "t5", "t5")]
-)
-@pytest.mark.parametrize("place", ["/proc/nowhere", "{file}/below"])
-def test_folders_that_libraries_write_to(name, recipe_name, model, place, models, tmp_path, monkeypatch):
-    """Where HF_HOME is read-only or cannot be made, preflight and a launch name the folder, and the variable that moves it."""
-    monkeypatch.chdir(models)
-    place = Path(place.format(file=models / "texts.jsonl"))
-    monkeypatch.setenv(name, str(place))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(place))
-    command = [
-        str(ROOT / f"recipes/{recipe_name}.py"),
-        *DATA[recipe_name],
-        "--output_dir",
-        str(tmp_path),
-        "--max_steps",
-        "1",
-    ]
-    command += ["--model_name_or_path", str(models / model)]
-    problem = re.escape(f"{place} cannot be written to: ") + ".*; set HF_HOME to a folder of your own"
-    with pytest.raises(ConfigError, match=problem) as said:
-        preflight([str(CONFIGS / "single.yaml"), *command])
-    assert len(re.findall("  - ", str(said.value))) == 1
-    module = recipe.load(command[0])
-    (found,) = recipe.problems_here(parse(module.Args, command[1:], world_size=1))
-    assert re.search(problem, found)
-    c4 = recipe.load(ROOT / "recipes/c4.py")
-    assert recipe.problems_here(parse(c4.Args, [*DATA["c4"], "--max_steps", "1"], world_size=1)) == []
 
 
 @pytest.mark.parametrize(
