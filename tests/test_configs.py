@@ -241,16 +241,9 @@ def test_a_recipe_that_cannot_be_imported(content, expected, tmp_path):
 def test_patterns_that_are_none(pattern, tmp_path):
     (tmp_path / "a.json").touch()
     c4 = [
-        "recipes/c4.py",
-        "--dataset_name",
-        str(tmp_path),
-        "--dataset_files",
-        pattern,
-        "--max_steps",
-        "3",
-        "--sed",
+        "recipes/c4.py", "--dataset_name", str(tmp_path), "--dataset_files", pattern, "--max_steps", "3", "--sed",
         "1",
-    ]
+    ]  # fmt: skip
     with pytest.raises(ConfigError, match=r"argument 'sed'(.|\n)*is no pattern of files inside "):
         preflight([str(CONFIGS / "fsdp_full.yaml"), *c4])
 
@@ -307,14 +300,8 @@ def test_no_launcher():
 
 def test_a_warm_up_that_is_longer_than_the_run(tmp_path):
     argv = [
-        str(CONFIGS / "fsdp_full.yaml"),
-        *LAPTOP,
-        "--output_dir",
-        str(tmp_path),
-        "--max_steps",
-        "6",
-        "--warmup_steps",
-    ]
+        str(CONFIGS / "fsdp_full.yaml"), *LAPTOP, "--output_dir", str(tmp_path), "--max_steps", "6", "--warmup_steps",
+    ]  # fmt: skip
     warned = "warning: --warmup_steps 100 of 6 steps: the learning rate only rises, to 5% of its peak"
     assert warned in preflight([*argv, "100"])[0]
     assert "warmup" not in preflight([*argv, "5"])[0]

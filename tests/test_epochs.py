@@ -109,15 +109,8 @@ def grpo_arguments(arguments, folder) -> tuple:
     rewards = folder / "rewards.py"
     rewards.write_text("def ones(completions, **columns):\n    return [text.count('1') for text in completions]\n")
     sizes = (
-        "--num_generations",
-        2,
-        "--total_batch_size",
-        2 * BATCH,
-        "--num_samples",
-        2 * BATCH,
-        "--num_eval_prompts",
-        4,
-    )
+        "--num_generations", 2, "--total_batch_size", 2 * BATCH, "--num_samples", 2 * BATCH, "--num_eval_prompts", 4,
+    )  # fmt: skip
     return (*arguments, *sizes, "--max_completion_length", 6, "--rewards", f"{rewards}:ones")
 
 

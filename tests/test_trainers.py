@@ -381,16 +381,9 @@ def test_packed_rows_do_not_see_each_other(forks, arguments, chats, tmp_path):
 def test_ranks_share_rows(forks, arguments, chats, tmp_path):
     """Two ranks that share each row, of any length, train and evaluate as one process does."""
     args = (
-        *arguments,
-        "--packing",
-        "true",
-        "--max_length",
-        131,
-        "--model_name_or_path",
-        chats / "base",
-        "--max_steps",
+        *arguments, "--packing", "true", "--max_length", 131, "--model_name_or_path", chats / "base", "--max_steps",
         3,
-    )
+    )  # fmt: skip
     args += ("--attn_implementation", "documents", "--per_device_train_batch_size", 2, "--save_steps", 0)
     found = {}
     for config in ("single", "fsdp_long"):
