@@ -85,16 +85,9 @@ def test_it_leaves_exactly(undisturbed):
     out, _ = undisturbed
     checkpoints = {f"checkpoint-{step}" for step in range(10, STEPS + 1, 10)}
     assert {path.name for path in out.iterdir()} == checkpoints | {
-        "args.yaml",
-        "metrics.jsonl",
-        "status.json",
-        "attempts.jsonl",
-        "report.html",
-        "result.png",
-        "rows.txt",
-        "rows.html",
-        "export",
-    }
+        "args.yaml", "metrics.jsonl", "status.json", "attempts.jsonl", "report.html", "result.png", "rows.txt",
+        "rows.html", "export",
+    }  # fmt: skip
     assert {path.name for path in (out / "export").iterdir()} == {
         "README.md", "accelerate_recipes.json", "config.json", "generation_config.json", "model.safetensors",
         "tokenizer.json", "tokenizer_config.json",
