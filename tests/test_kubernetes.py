@@ -119,11 +119,6 @@ def test_pods_get_the_resolved_arguments(tmp_path):
     assert parse(args_class, ["--config", str(tmp_path / "recipe.yaml")], world_size=4).values() == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_same_input_gives_the_same_output(kind):
-    assert render_manifest(kind, [*CPUS, FULL, *LAPTOP]) == render_manifest(kind, [*CPUS, FULL, *LAPTOP])
-
-
 def test_files_of_another_content_have_another_name():
     """Restarted pods keep their files, because files with other content have another name."""
     one, same, other = (
