@@ -65,7 +65,7 @@ def train(forks, out: Path, name: str, *args: object, begin: Path | None = None,
     if begin:
         out.mkdir(parents=True)
         shutil.copytree(begin, out / begin.name)
-    args = (*args, "--per_device_train_batch_size", batch)
+    args = (*args, "--per_device_train_batch_size", batch, *(("--save_steps", 0) if begin else ()))
     assert forks.run(out, *args, config=config, num_processes=num_processes, **options) == 0, log_of(out)[-3000:]
     assert begin is None or f"{begin.name} (step " in log_of(out)
     assert [*losses(out)] == [*range(1, STEPS + 1)]
