@@ -57,8 +57,10 @@ def rank_process(rank: int, job: dict) -> int:
         import faults
 
         from accelerate_recipes import recipe, strategy
+        from accelerate_recipes.life import watch
 
         faults.arm()
+        watch.SECONDS_TO_MISS = int(os.environ.get("TESTED_PATIENCE", watch.SECONDS_TO_MISS))
         if cache := os.environ.get("TESTED_CACHE"):  # huggingface_hub was imported with another one
             constants.HF_HUB_CACHE = cache
             use_hub(os.environ["HF_ENDPOINT"], is_offline=True)
