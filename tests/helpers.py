@@ -33,12 +33,8 @@ CHILDREN = ROOT / "tests" / "children"
 
 # Flags that follow a preset of chess.py: a small model, and a hundred games to test on.
 SMALL_CHESS = [
-    "--config_overrides",
-    "hidden_size=64",
-    "intermediate_size=128",
-    "num_hidden_layers=2",
-    "num_attention_heads=4",
-]
+    "--config_overrides", "hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "num_attention_heads=4",
+]  # fmt: skip
 SMALL_CHESS += ["--heldout_share", "0.005", "--num_positions", "20", "--eval_steps", "0"]
 
 

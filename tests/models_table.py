@@ -274,17 +274,8 @@ NAMED = {
 }  # fmt: skip
 STEPS = 4
 TRAIN = (
-    "--max_steps",
-    STEPS,
-    "--save_steps",
-    2,
-    "--async_save",
-    "false",
-    "--logging_steps",
-    1,
-    "--total_batch_size",
-    8,
-)
+    "--max_steps", STEPS, "--save_steps", 2, "--async_save", "false", "--logging_steps", 1, "--total_batch_size", 8,
+)  # fmt: skip
 LORA = ("--use_peft", "--lora_r", 3, "--lora_dropout", 0, "--learning_rate", 3e-2)
 SINGLE = {"config": "single", "num_processes": 1}
 RECOMPUTED = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}

@@ -228,14 +228,10 @@ def test_4_bits_are_refused_where_they_cannot_be(base, monkeypatch, tmp_path):
     with pytest.raises(ConfigError) as caught:
         preflight(
             [
-                "accelerate_configs/fsdp_full.yaml",
-                *chess,
-                "--use_peft",
-                "--load_in_4bit",
-                "--merge_adapter",
+                "accelerate_configs/fsdp_full.yaml", *chess, "--use_peft", "--load_in_4bit", "--merge_adapter",
                 "--use_dora",
             ]
-        )
+        )  # fmt: skip
     said = str(caught.value)
     for problem in (
         "--load_in_4bit needs a GPU, and there is none", "bitsandbytes is not installed; run: pip install bitsandbytes",

@@ -308,14 +308,9 @@ def test_a_new_model_of_trl(monkeypatch, flags, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     new = [
-        "--from_scratch",
-        "--tokenizer_name",
-        "any",
-        "--config_overrides",
-        "num_hidden_layers=1",
-        "--train_files",
+        "--from_scratch", "--tokenizer_name", "any", "--config_overrides", "num_hidden_layers=1", "--train_files",
         __file__,
-    ]
+    ]  # fmt: skip
     args, _ = resolve(sft.Args, [*new, *flags], world_size=1)
     assert args.new_model().config._attn_implementation == expected
 

@@ -63,13 +63,9 @@ def test_all_are_here():
 def test_runs(name, tmp_path):
     launcher = LAUNCH.split() if name in LAUNCHED else []
     command = [
-        sys.executable,
-        *launcher,
-        f"benchmarks/{name}.py",
-        *COMMANDS[name].split(),
-        "--out",
+        sys.executable, *launcher, f"benchmarks/{name}.py", *COMMANDS[name].split(), "--out",
         str(tmp_path / "out.json"),
-    ]
+    ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert json.loads((tmp_path / "out.json").read_text())

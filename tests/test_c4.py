@@ -183,20 +183,21 @@ def test_errors_are_one_message(forks, arguments, tmp_path, wrong, message):
     )
 
 
-def test_rows_longer_than_a_pretrained_model_reads(forks, arguments, undisturbed, tmp_path):
-    args = ("--model_name_or_path", undisturbed[0] / "export", "--max_length", 128)
-    assert forks.run(tmp_path / "out", *arguments, *args) == 2
-    assert "--max_length is 128, the model's is 64" in (tmp_path / "out.log").read_text()
-
-
-def test_a_tokenizer_that_does_not_belong_to_the_model(forks, arguments, undisturbed, tmp_path):
-    args = ("--tokenizer_name", undisturbed[0] / "export", "--config_overrides", "vocab_size=200")
-    assert forks.run(tmp_path / "out", *arguments, *args) == 2
-    log = (tmp_path / "out.log").read_text()
-    assert (
-        "the tokenizer has 300 tokens, the model's vocab_size is 200; set vocab_size in --config_overrides to 300 or more"
-        in log
-    )
+@pytest.mark.parametrize(
+    "name, more, message",
+    [
+        ("--model_name_or_path", ("--max_length", 128), "--max_length is 128, the model's is 64"),
+        (
+            "--tokenizer_name",
+            ("--config_overrides", "vocab_size=200"),
+            "vocab_size is 200; set vocab_size in --config_overrides to 300 or more",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit(forks, arguments, undisturbed, tmp_path, name, more, message):
+    """Rows are longer than it reads, or the tokenizer has more tokens."""
+    assert forks.run(tmp_path / "out", *arguments, name, undisturbed[0] / "export", *more) == 2
+    assert message in log_of(tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -98,12 +98,9 @@ def test_checksum_of_conversations():
         "at": datetime(2026, 1, 2),
     }
     others = [
-        row | {"at": datetime(2026, 1, 3)},
-        row | {"n": 2},
-        row | {"x": 0.25},
-        row | {"ok": False},
+        row | {"at": datetime(2026, 1, 3)}, row | {"n": 2}, row | {"x": 0.25}, row | {"ok": False},
         row | {"messages": row["messages"][:1]},
-    ]
+    ]  # fmt: skip
     others += [
         row | {"messages": [row["messages"][0] | change, row["messages"][1]]}
         for change in ({"role": "bot"}, {"content": "ab "})

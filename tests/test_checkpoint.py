@@ -575,14 +575,6 @@ def test_a_checkpoint_of_another_model_is_refused(make_run):
         other.resume()
 
 
-def test_an_empty_directory_is_no_checkpoint(make_run):
-    run = make_run()
-    older = save(run, 10)
-    older.with_name("checkpoint-20").mkdir()
-    with pytest.warns(UserWarning, match=r"checkpoint-20: it has no complete\.json: the save was interrupted"):
-        assert find_resume(run.args) == older
-
-
 def test_what_is_kept(make_run):
     """A run keeps the two newest, every 30th, and the best by the evaluation; the newest in any case."""
     run = make_run(keep_every_n_steps=30, metric_for_best_model="accuracy")

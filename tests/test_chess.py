@@ -41,9 +41,10 @@ def tiny(games_file, tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
-    """Output of a whole run on 2 ranks."""
+    """Output of a whole run on 2 ranks, with data workers, which other runs here do not have."""
     tmp_path = tmp_path_factory.mktemp("undisturbed")
-    done = launch_ok(tmp_path, "fsdp_full", CHESS, *tiny, "--output_dir", tmp_path / "out")
+    flags = ("--output_dir", tmp_path / "out", "--dataloader_num_workers", 1)
+    done = launch_ok(tmp_path, "fsdp_full", CHESS, *tiny, *flags)
     return tmp_path / "out", done
 
 
@@ -84,16 +85,9 @@ def test_it_leaves_exactly(undisturbed):
     out, _ = undisturbed
     checkpoints = {f"checkpoint-{step}" for step in range(10, STEPS + 1, 10)}
     assert {path.name for path in out.iterdir()} == checkpoints | {
-        "args.yaml",
-        "metrics.jsonl",
-        "status.json",
-        "attempts.jsonl",
-        "report.html",
-        "result.png",
-        "rows.txt",
-        "rows.html",
-        "export",
-    }
+        "args.yaml", "metrics.jsonl", "status.json", "attempts.jsonl", "report.html", "result.png", "rows.txt",
+        "rows.html", "export",
+    }  # fmt: skip
     assert {path.name for path in (out / "export").iterdir()} == {
         "README.md", "accelerate_recipes.json", "config.json", "generation_config.json", "model.safetensors",
         "tokenizer.json", "tokenizer_config.json",

@@ -323,12 +323,9 @@ def test_a_token_for_an_image(texts, tmp_path):
 
 
 OTHERS = (
-    "audio.embed_tokens.weight",
-    "vision_tower.embed_tokens.weight",
-    "mtp.layers.0.norm.weight",
-    "mtp.lm_head.weight",
+    "audio.embed_tokens.weight", "vision_tower.embed_tokens.weight", "mtp.layers.0.norm.weight", "mtp.lm_head.weight",
     "model.visual.norm.weight",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -241,16 +241,9 @@ def test_a_recipe_that_cannot_be_imported(content, expected, tmp_path):
 def test_patterns_that_are_none(pattern, tmp_path):
     (tmp_path / "a.json").touch()
     c4 = [
-        "recipes/c4.py",
-        "--dataset_name",
-        str(tmp_path),
-        "--dataset_files",
-        pattern,
-        "--max_steps",
-        "3",
-        "--sed",
+        "recipes/c4.py", "--dataset_name", str(tmp_path), "--dataset_files", pattern, "--max_steps", "3", "--sed",
         "1",
-    ]
+    ]  # fmt: skip
     with pytest.raises(ConfigError, match=r"argument 'sed'(.|\n)*is no pattern of files inside "):
         preflight([str(CONFIGS / "fsdp_full.yaml"), *c4])
 
@@ -307,14 +300,8 @@ def test_no_launcher():
 
 def test_a_warm_up_that_is_longer_than_the_run(tmp_path):
     argv = [
-        str(CONFIGS / "fsdp_full.yaml"),
-        *LAPTOP,
-        "--output_dir",
-        str(tmp_path),
-        "--max_steps",
-        "6",
-        "--warmup_steps",
-    ]
+        str(CONFIGS / "fsdp_full.yaml"), *LAPTOP, "--output_dir", str(tmp_path), "--max_steps", "6", "--warmup_steps",
+    ]  # fmt: skip
     warned = "warning: --warmup_steps 100 of 6 steps: the learning rate only rises, to 5% of its peak"
     assert warned in preflight([*argv, "100"])[0]
     assert "warmup" not in preflight([*argv, "5"])[0]
@@ -495,12 +482,12 @@ def test_an_hf_home_that_cannot_be_written_to(tmp_path, monkeypatch):
     found = {}
     for name in ("HF_DATASETS_CACHE", "HF_MODULES_CACHE"):
         monkeypatch.setenv(name, f"/proc/nowhere/{name}")
-    for name in ("chess", "sft", "c4"):
+    for name in ("chess", "t5", "sft", "template", "c4"):
         args = recipe.load(ROOT / f"recipes/{name}.py").Args(output_dir=str(tmp_path))
-        if name == "chess":
+        if name in ("chess", "t5"):
             args.data_cache_dir = str(tmp_path)
         found[name] = recipe.write_problems(args)
-    assert [len(found[name]) for name in found] == [1, 2, 0]
+    assert [len(said) for said in found.values()] == [1, 1, 2, 2, 0]
     assert found["chess"][0].startswith("/proc/nowhere/HF_MODULES_CACHE cannot be written to: ")
     assert f"set HF_HOME to a folder of your own, and HF_HUB_CACHE to {constants.HF_HUB_CACHE}" in found["chess"][0]
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -503,7 +504,9 @@ def test_buffers_that_are_saved_are_the_first_ranks(monkeypatch):
     module = torch.nn.Module()
     module.register_buffer("saved", torch.empty(2, device="meta"))
     module.register_buffer("unsaved", torch.zeros(2), persistent=False)
-    with upstream.hidden_buffers(module, torch.device("cpu")):
+    plugin = SimpleNamespace(cpu_ram_efficient_loading=True)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device("cpu"))
+    with upstream.hidden_buffers(accelerator, module):
         assert module.saved.tolist() == [7, 7] and module.unsaved.tolist() == [0, 0] and not module.state_dict()
     assert list(module.state_dict()) == ["saved"]
 

@@ -306,14 +306,9 @@ def test_gated_and_secret(server, commands, tmp_path):
 
 def test_all_that_cannot_be_had_at_once(commands, tmp_path):
     argv = [
-        "recipes/chess.py",
-        "--model_name_or_path",
-        "no/model",
-        "--dataset_name",
-        "tiny/games",
-        "--dataset_files",
+        "recipes/chess.py", "--model_name_or_path", "no/model", "--dataset_name", "tiny/games", "--dataset_files",
         "*.pgn",
-    ]
+    ]  # fmt: skip
     code, output = commands.run(tmp_path / "hub", "download", *argv)
     assert code == 1 and "model 'no/model' is not on http://127" in output
     assert "dataset 'tiny/games' (*.pgn) has no file that matches; there are README.md" in output

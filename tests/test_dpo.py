@@ -167,15 +167,9 @@ def test_a_step_by_trl_is_the_simulated_one(forks, simulator, base, tmp_path, fl
     file, out = tmp_path / "pairs.jsonl", tmp_path / "out"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = [
-        "--model_name_or_path",
-        str(base),
-        "--train_files",
-        str(file),
-        "--max_length",
-        "20",
-        "--total_batch_size",
+        "--model_name_or_path", str(base), "--train_files", str(file), "--max_length", "20", "--total_batch_size",
         "8",
-    ]
+    ]  # fmt: skip
     args += ["--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "2", "--max_steps", "4", *more]
     script = CHILDREN / "ledger_of_dpo.py"
     assert forks.run(out, *args, "--heldout_share", 0.2, script=script, flags=flags) == 0, log_of(out)[-3000:]

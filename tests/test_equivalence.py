@@ -45,30 +45,19 @@ STRATEGIES = {
         8,
         1,
         (
-            "--num_processes",
-            "8",
-            "--parallelism_config_dp_replicate_size",
-            "2",
-            "--parallelism_config_dp_shard_size",
-            "2",
+            "--num_processes", "8", "--parallelism_config_dp_replicate_size", "2",
+            "--parallelism_config_dp_shard_size", "2",
         ),
         5,
         1 / 4,
     ),
     "fsdp1": ("fsdp1_full", 2, 4, (), 4, 1 / 2),
     "fsdp1 by size": ("fsdp1_size_wrap", 2, 4, ("--fsdp_min_num_params", "5000"), 5, 1 / 2),
-}
+}  # fmt: skip
 FAST = (
-    "one process",
-    "accumulation",
-    "ddp",
-    "fsdp2",
-    "hybrid 2 x 2, accumulation",
-    "activation checkpointing",
-    "rows shared by 2",
-    "rows shared by 2, 2 shards",
-    "fsdp1",
-)
+    "one process", "accumulation", "ddp", "fsdp2", "hybrid 2 x 2, accumulation", "activation checkpointing",
+    "rows shared by 2", "rows shared by 2, 2 shards", "fsdp1",
+)  # fmt: skip
 NAMES = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in STRATEGIES]
 SCRIPT = CHILDREN / "steps.py"
 

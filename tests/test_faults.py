@@ -17,6 +17,7 @@ from accelerate_recipes.checkpoint.files import MARKER, candidates, damage, defe
 DROPOUT = ("--dropout", 0.1)  # reveals a random generator that is not restored
 STEPS = 10
 SCRIPT = CHILDREN / "toy.py"
+IMPATIENT = {"TESTED_PATIENCE": "1"}  # seconds in which other ranks might have their say, where none has one
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +206,7 @@ def test_a_rank_that_hangs_is_named(forks, tmp_path):
 
 def test_a_single_process_that_hangs_ends(forks, tmp_path):
     out, log = tmp_path / "out", tmp_path / "out.log"
-    assert forks.run(out, "--step_timeout", 3, TOY_HANG="5", config="single", num_processes=1) == 1
+    assert forks.run(out, "--step_timeout", 3, TOY_HANG="5", config="single", num_processes=1, **IMPATIENT) == 1
     said = "step 5 has not ended within [0-9]+ s .*; the process is in faulty_loss [(]toy.py"
     assert re.search(f"^error: {said}", log.read_text(), re.MULTILINE), log.read_text()[-3000:]
     status = json.loads((out / "status.json").read_text())
@@ -233,7 +234,7 @@ def test_letters_that_the_locale_lacks(forks, tmp_path):
 def test_bad_data_of_one_rank_fail_the_run(forks, tmp_path, step):
     """Only rank 1 finds bad data, before training or in step 5; this is no crash, which would be tried again."""
     out, log = tmp_path / "out", tmp_path / "out.log"
-    assert forks.run(out, TOY_BAD_DATA=step) == 2
+    assert forks.run(out, TOY_BAD_DATA=step, **IMPATIENT) == 2
     status = json.loads((out / "status.json").read_text())
     assert (status["state"], status["reason"]) == ("failed", "bad.jsonl, row 17: no text")
     assert log.read_text().count("error: bad.jsonl, row 17: no text") == 1

@@ -122,12 +122,7 @@ def test_preflight_refuses_experts(monkeypatch):
     with pytest.raises(ConfigError, match="MixtralForCausalLM keeps the experts of a layer in one weight"):
         preflight(
             [
-                str(config),
-                str(recipe),
-                *preset,
-                "--model_type",
-                "mixtral",
-                "--config_overrides",
+                str(config), str(recipe), *preset, "--model_type", "mixtral", "--config_overrides",
                 "num_key_value_heads=4",
             ]
-        )
+        )  # fmt: skip

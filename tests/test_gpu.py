@@ -70,15 +70,8 @@ def test_4_bits(tmp_path, base, config):
     """QLoRA under the launcher learns, and a weight has half a byte."""
     pytest.importorskip("bitsandbytes")
     args = (
-        "--model_name_or_path",
-        base,
-        "--use_peft",
-        "--lora_r",
-        3,
-        "--load_in_4bit",
-        "--output_dir",
-        tmp_path / "out",
-    )
+        "--model_name_or_path", base, "--use_peft", "--lora_r", 3, "--load_in_4bit", "--output_dir", tmp_path / "out",
+    )  # fmt: skip
     flags = ("--num_processes", "1", "--mixed_precision", "bf16")
     launch_ok(tmp_path, config, CHILDREN / "toy.py", *args, flags=flags, gpu=True)
     before, after = (r["eval_loss"] for r in read_metrics(tmp_path / "out") if "eval_loss" in r)
@@ -181,13 +174,8 @@ def test_peak_is_the_simulated_one(tmp_path):
     launch_ok(tmp_path, "fsdp_full", *recipe, flags=flags, gpu=True)
     found = next(r["peak_memory_gib"] for r in read_metrics(tmp_path / "out") if "loss" in r)
     command = [
-        "plan",
-        ROOT / "accelerate_configs/fsdp_full.yaml",
-        *flags,
-        "--no_search",
-        "--json",
-        tmp_path / "plan.json",
-    ]
+        "plan", ROOT / "accelerate_configs/fsdp_full.yaml", *flags, "--no_search", "--json", tmp_path / "plan.json",
+    ]  # fmt: skip
     subprocess.run([sys.executable, "-m", "accelerate_recipes", *map(str, (*command, *recipe))], cwd=ROOT, check=True)
     planned = json.loads((tmp_path / "plan.json").read_text())["memory"]["in_use"] / 2**30
     assert found == pytest.approx(planned, rel=0.03)

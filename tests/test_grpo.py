@@ -178,13 +178,8 @@ def test_what_is_simulated_of_answers(simulator, base, rewards_file):  # noqa: F
     """A chess model's answer is as long as the longest move; one that leaves no room for a prompt is refused."""
     model = ["--model_name_or_path", str(base), "--max_prompt_length", "11"]
     moves = [
-        str(ROOT / "recipes/chess_grpo.py"),
-        *model,
-        "--total_batch_size",
-        "8",
-        "--per_device_train_batch_size",
-        "4",
-    ]
+        str(ROOT / "recipes/chess_grpo.py"), *model, "--total_batch_size", "8", "--per_device_train_batch_size", "4",
+    ]  # fmt: skip
     rewards = ["--rewards", f"{rewards_file}:ones", "--train_files", str(DATA / "rl.jsonl")]
     long = [str(SCRIPT), *model, *rewards, "--max_completion_length", "1000"]
     found, refused = simulator([job("fsdp_full", command, *FP32, device="cpu") for command in (moves, long)])
@@ -230,13 +225,8 @@ def test_conversations(forks, base, rewards_file, tmp_path, name):
 def test_presets_run(forks, base, tmp_path, name):
     """The presets for sums run as on docs/dpo.md and docs/grpo.md, after that of sft.py, which has made the base."""
     args = (
-        "--config",
-        ROOT / f"recipes/configs/{name}/arithmetic.yaml",
-        "--model_name_or_path",
-        base,
-        "--max_steps",
-        1,
-    )
+        "--config", ROOT / f"recipes/configs/{name}/arithmetic.yaml", "--model_name_or_path", base, "--max_steps", 1,
+    )  # fmt: skip
     args += ("--num_eval_prompts", 4) if name == "grpo" else ()
     out = tmp_path / "out"
     assert forks.run(out, *args, script=ROOT / f"recipes/{name}.py", config="ddp") == 0, log_of(out)[-3000:]
@@ -363,14 +353,8 @@ def test_a_run_on_mathematics(forks, tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ("--model_name_or_path", folder, "--train_files", file, "--heldout_share", 0.2, "--max_steps", 2)
     arguments += (
-        "--rewards",
-        "accuracy_reward",
-        "think_format_reward",
-        "--max_completion_length",
-        5,
-        "--logging_steps",
-        1,
-    )
+        "--rewards", "accuracy_reward", "think_format_reward", "--max_completion_length", 5, "--logging_steps", 1,
+    )  # fmt: skip
     assert forks.run(out, *arguments, "--total_batch_size", 8, "--per_device_train_batch_size", 4) == 0, log_of(out)[
         -3000:
     ]

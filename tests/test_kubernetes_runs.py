@@ -55,15 +55,6 @@ def status(pods: Pods) -> dict:
     return json.loads((pods.out / "status.json").read_text())
 
 
-@pytest.mark.parametrize("command, code", [("kill -TERM $PPID", 75), ("touch {out}/stop", 0)], ids=["signal", "file"])
-def test_exit_code_of_a_run_that_was_stopped(forks, tmp_path, command, code):
-    """A stopped run ends with a code after which Kubernetes restarts it, unless a person stopped it."""
-    out = tmp_path / "out"
-    fault = {"rank": 0, "event": "toy.loss", "path": "step 5.", "count": 1, "command": command.format(out=out)}
-    assert forks.run(out, TOY_FAULT=json.dumps(fault), STOPPED_EXIT_CODE="75") == code
-    assert json.loads((out / "status.json").read_text())["state"] == "stopped" and last_step(out) < 10
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_pod_is_deleted(toy_losses, tmp_path, node):

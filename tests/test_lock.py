@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import socket
 import subprocess
-import sys
 import threading
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import lock, stop
 
+HEARTBEAT = lock.HEARTBEAT
 OTHER = {"host": "elsewhere", "process": 1, "job": "17", "restarts": 0, "run": "other"}
 
 
@@ -34,17 +34,23 @@ def owner_of(folder) -> dict:
 
 def test_a_second_living_run_is_an_error(tmp_path):
     """The first run is a separate process, with the real heartbeat."""
-    code = f"from accelerate_recipes.life import lock; from pathlib import Path; lock.take(Path({str(tmp_path)!r})); print(1, flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
-        first.stdout.readline()
-        lock.SILENCE = 20.0
-        with pytest.raises(
-            ConfigError, match=f"in use by process {first.pid} on {socket.gethostname()}, which is alive"
-        ):
-            lock.take(tmp_path)
-        first.kill()
-        first.wait()
-        lock.take(tmp_path)  # at once: its process is gone
+
+    def take_and_wait() -> None:
+        lock.HEARTBEAT = HEARTBEAT
+        lock.take(tmp_path)
+        is_taken.set()
+        threading.Event().wait()
+
+    fork = multiprocessing.get_context("fork")
+    is_taken, first = fork.Event(), fork.Process(target=take_and_wait)
+    first.start()
+    assert is_taken.wait(timeout=30)
+    lock.SILENCE = 20.0
+    with pytest.raises(ConfigError, match=f"in use by process {first.pid} on {socket.gethostname()}, which is alive"):
+        lock.take(tmp_path)
+    first.kill()
+    first.join()
+    lock.take(tmp_path)  # at once: its process is gone
     assert owner_of(tmp_path)["process"] == os.getpid()
     lock.release()
     assert not (tmp_path / "lock.json").exists()

@@ -158,13 +158,9 @@ def test_only_one_rotary_embedding_is_stretched(config, kind):
 PRESET = ("--config", str(PRESETS / "llama2_7b.yaml"))
 MIXTRAL = ("--config", str(PRESETS / "mixtral_8x7b.yaml"))
 SMALL = (
-    "--from_scratch",
-    "--config_overrides",
-    "hidden_size=64",
-    "num_hidden_layers=4",
-    "vocab_size=300",
+    "--from_scratch", "--config_overrides", "hidden_size=64", "num_hidden_layers=4", "vocab_size=300",
     "intermediate_size=32",
-)
+)  # fmt: skip
 
 
 def test_a_field_of_a_preset_can_be_overridden():
@@ -353,14 +349,9 @@ def test_other_encoder_decoders(model_type):
     t5 = recipe.load(ROOT / "recipes/t5.py")
     sizes = ("d_model=16", "vocab_size=300", *(("encoder_layers=1",) if model_type == "bart" else ("num_layers=1",)))
     argv = (
-        "--train_files",
-        str(ROOT / "data/en_fr/libreoffice.jsonl"),
-        "--from_scratch",
-        "--model_type",
-        model_type,
-        "--dropout_rate",
-        "0",
-    )
+        "--train_files", str(ROOT / "data/en_fr/libreoffice.jsonl"), "--from_scratch", "--model_type", model_type,
+        "--dropout_rate", "0",
+    )  # fmt: skip
     args = parse(
         t5.Args,
         [*argv, "--max_source_length", "24", "--max_target_length", "32", "--config_overrides", *sizes],

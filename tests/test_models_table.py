@@ -198,15 +198,11 @@ def test_preflight_refuses_them_too(models, monkeypatch, tmp_path):
     c4 = ("recipes/c4.py", "--train_files", "data/en_fr/libreoffice.jsonl", *where, "--model_name_or_path", gemma)
     refused = {
         (
-            *chess,
-            "--model_name_or_path",
-            gemma,
-            "--attn_implementation",
-            "sdpa",
+            *chess, "--model_name_or_path", gemma, "--attn_implementation", "sdpa",
         ): "gemma2 does not support it; give eager",
         (*chess, "--model_name_or_path", str(crosses)): "bloom models do not keep attention inside a document",
         c4: "gemma2 has final_logit_softcapping 30.0 behind .* give --whole_logits",
-    }
+    }  # fmt: skip
     for command, said in refused.items():
         _, problems = check(["accelerate_configs/fsdp_full.yaml", *command])
         assert re.search(said, " ".join(problems)), problems

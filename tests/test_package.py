@@ -89,16 +89,9 @@ def wheel(tmp_path_factory) -> Path:
     for name in ("README.md", "LICENSE", "pyproject.toml", "setup.py"):
         shutil.copy(REPOSITORY / name, copy / name)
     build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(folder),
+        sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder),
         str(copy),
-    ]
+    ]  # fmt: skip
     done = subprocess.run(build, capture_output=True, text=True, env=environment(folder), timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     return next(folder.glob("*.whl"))

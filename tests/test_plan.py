@@ -60,15 +60,9 @@ from accelerate_recipes.recipe import load as load_recipe
 from accelerate_recipes.trial import NotSimulatedError, config_of
 
 CUDA_C4 = [
-    *C4,
-    "--attn_implementation",
-    "auto",
-    "--max_length",
-    "72",
-    "--config_overrides",
-    "hidden_size=64",
+    *C4, "--attn_implementation", "auto", "--max_length", "72", "--config_overrides", "hidden_size=64",
     "max_position_embeddings=72",
-]
+]  # fmt: skip
 FSDP2 = ["fsdp_full", "fsdp_grad_op", "fsdp_hybrid", "fsdp_offload", "fsdp_no_wrap", "fsdp_full_state_dict"]
 HYBRID = ["--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size", "2"]
 
@@ -645,13 +639,9 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(ROOT)
     laptop = ["accelerate_configs/fsdp_full.yaml", "--nodes", "2", "--gpus-per-node", "8", "recipes/c4.py"]
     laptop += [
-        "--config",
-        "recipes/configs/c4/laptop.yaml",
-        "--total_batch_size",
-        "16",
-        "--per_device_train_batch_size",
+        "--config", "recipes/configs/c4/laptop.yaml", "--total_batch_size", "16", "--per_device_train_batch_size",
         "1",
-    ]
+    ]  # fmt: skip
     written = ["--json", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.png")]
     found = plan(["--gpu", "a100", "--no_search", *written, *laptop])
     assert "Memory of a GPU: " in found.text and "fits" in found.text
@@ -704,13 +694,9 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
     said, _ = preflight(["--gpu", "l4", *argv])
     assert "fits, but only just; what lies outside of tensors is not known exactly" in said.splitlines()[-1]
     large = [
-        *argv,
-        "--config_overrides",
-        "hidden_size=512",
-        "intermediate_size=4096",
-        "--per_device_train_batch_size",
+        *argv, "--config_overrides", "hidden_size=512", "intermediate_size=4096", "--per_device_train_batch_size",
         "4",
-    ]
+    ]  # fmt: skip
     needed = simulated_need(large)
     monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=needed - 1))
     with pytest.raises(ConfigError, match="does not fit; it fits with --fsdp_activation_checkpointing true: "):

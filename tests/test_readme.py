@@ -39,16 +39,10 @@ SHORT = {
     "recipes/chess.py": [*SIZES, "--per_device_train_batch_size", 4, "--num_positions", 6],
     "recipes/c4.py": [*SIZES, "--num_validation_rows", 4],
     "recipes/t5.py": [
-        "--config_overrides",
-        "d_model=16",
-        "num_layers=1",
-        "--num_eval_pairs",
-        4,
-        "--generation_max_length",
-        4,
+        "--config_overrides", "d_model=16", "num_layers=1", "--num_eval_pairs", 4, "--generation_max_length", 4,
     ],
     "recipes/vit.py": SIZES,
-}
+}  # fmt: skip
 
 
 def commands(elsewhere: bool) -> list[str]:
@@ -251,16 +245,9 @@ def test_your_model_on_your_file(fork_server, tmp_path, monkeypatch, capsys):
     out.parent.mkdir()
     config = Path(words[words.index("--config_file") + 1]).stem
     log = fork_server.succeed(
-        out,
-        *arguments,
-        "--output_dir",
-        out,
-        "--max_steps",
-        1,
-        script=ROOT / words[script],
-        config=config,
+        out, *arguments, "--output_dir", out, "--max_steps", 1, script=ROOT / words[script], config=config,
         num_processes=1,
-    )
+    )  # fmt: skip
     assert "messages (messages), read as conversations" in log
     values = {name for record in read_metrics(out) for name in record} - {"step", "time"}
     assert [name for name in values if f"`{name}`" not in PAGES["health"]] == []

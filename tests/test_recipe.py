@@ -82,21 +82,22 @@ def test_every_end_leaves_alike(run, capsys, error, code, state, reason):
 
 
 @pytest.mark.parametrize(
-    "error, exit_code, message",
+    "error, exit_code, code, message",
     [
-        (DataError("row 17"), "", "row 17"),
-        (ValueError("what nobody expected"), "", "ValueError: what nobody expected"),
-        (Stopped("SIGTERM"), "3", "Stopped by SIGTERM; the same command goes on from the newest checkpoint"),
-        (Stopped("SIGTERM"), "0", None),
-        (None, "", None),
+        (DataError("row 17"), "", 2, "row 17"),
+        (ValueError("what nobody expected"), "", 1, "ValueError: what nobody expected"),
+        (Stopped("SIGTERM"), "75", 75, "Stopped by SIGTERM; the same command goes on from the newest checkpoint"),
+        (Stopped("SIGTERM"), "0", 0, None),
+        (Stopped("file /out/stop"), "75", 0, None),  # written by a person, who wants no restart
+        (None, "", 0, None),
     ],
 )
-def test_a_run_that_fails_tells_its_launcher(run, tmp_path, monkeypatch, error, exit_code, message):
+def test_a_run_that_fails_tells_its_launcher(run, tmp_path, monkeypatch, error, exit_code, code, message):
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     if exit_code:
         monkeypatch.setenv("STOPPED_EXIT_CODE", exit_code)
-    run(error)
+    assert run(error)[0] == code
     assert (json.loads(file.read_text())["message"]["message"] if file.exists() else None) == message
 
 

@@ -47,14 +47,9 @@ def test_a_person_is_obeyed(attempt):
 
 
 DAMAGED = [
-    b"",
-    b'{\n "state": "runn',
-    b"\xff\xfe\x00",
-    b"[]",
-    b"null",
-    b'{"state": 1, "job": "5", "restarts": 0}',
+    b"", b'{\n "state": "runn', b"\xff\xfe\x00", b"[]", b"null", b'{"state": 1, "job": "5", "restarts": 0}',
     b"[" * 10**5,
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("content", DAMAGED)

@@ -372,29 +372,12 @@ def test_any_file_of_games_and_pairs(content, tmp_path):
     content=st.lists(
         st.sampled_from(
             [
-                '[Event "x"]\n',
-                '[FEN "8/8 w"]\n',
-                '[Variant "x"]\n',
-                "1. e4 ",
-                "e5 ",
-                "Ke3 ",
-                "(",
-                ")",
-                "{",
-                "}",
-                "\n\n",
-                "1-0\n\n",
-                "--",
-                "\0",
-                "é",
-                "♘f3 ",
-                "Sf3 ",
-                ";",
-                "%",
+                '[Event "x"]\n', '[FEN "8/8 w"]\n', '[Variant "x"]\n', "1. e4 ", "e5 ", "Ke3 ", "(", ")", "{", "}",
+                "\n\n", "1-0\n\n", "--", "\0", "é", "♘f3 ", "Sf3 ", ";", "%",
             ]
         )
     ).map("".join)
-)
+)  # fmt: skip
 def test_any_pgn(content, tmp_path):
     file = tmp_path / "a.pgn"
     file.write_text(content)

@@ -38,14 +38,9 @@ LORA = ["--model_name_or_path", "LLAMA", "--use_peft", "--lora_r", "4"]
 # Other recipes; the name of a model follows.
 STEP = ["--total_batch_size", "8", "--per_device_train_batch_size", "2"]
 T5 = [
-    str(ROOT / "recipes/t5.py"),
-    "--max_source_length",
-    "24",
-    "--max_target_length",
-    "14",
-    *STEP,
+    str(ROOT / "recipes/t5.py"), "--max_source_length", "24", "--max_target_length", "14", *STEP,
     "--model_name_or_path",
-]
+]  # fmt: skip
 TEXTS = str(ROOT / "data/en_fr/libreoffice.jsonl")  # any file: nothing is read
 SFT = [str(ROOT / "recipes/sft.py"), "--max_length", "20", "--train_files", TEXTS, *STEP, "--model_name_or_path"]
 DPO = [str(ROOT / "recipes/dpo.py"), *SFT[1:]]
@@ -138,19 +133,9 @@ def job(config: str, command: list[str], *flags: str, num_processes: int = 2, **
 
 PACKED = ["--attn_implementation", "auto", "--whole_logits", "true", "--model_name_or_path"]
 NEW_T5 = [
-    *T5[:-1],
-    "--train_files",
-    TEXTS,
-    "--from_scratch",
-    "--config_overrides",
-    "vocab_size=203",
-    "d_model=48",
-    "d_kv=48",
-    "d_ff=100",
-    "num_layers=2",
-    "num_heads=4",
-    "feed_forward_proj=gated-gelu",
-]
+    *T5[:-1], "--train_files", TEXTS, "--from_scratch", "--config_overrides", "vocab_size=203", "d_model=48",
+    "d_kv=48", "d_ff=100", "num_layers=2", "num_heads=4", "feed_forward_proj=gated-gelu",
+]  # fmt: skip
 CASES = [
     ("fsdp_full", FP32, 2, [[]]),
     pytest.param("fsdp_full", FP32, 2, [LORA, [*PACKED, "OPT"]], marks=pytest.mark.slow),

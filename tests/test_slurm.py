@@ -237,13 +237,8 @@ def test_preemption(jobs, tmp_path):
     """A job of a higher partition takes both nodes of a run with replicas between nodes, and starts at once."""
     out = tmp_path / "out"
     hybrid = [
-        "accelerate_configs/fsdp_hybrid.yaml",
-        "--mixed_precision",
-        "no",
-        *TOY,
-        "--per_device_train_batch_size",
-        2,
-    ]
+        "accelerate_configs/fsdp_hybrid.yaml", "--mixed_precision", "no", *TOY, "--per_device_train_batch_size", 2,
+    ]  # fmt: skip
     flags = ("--num_processes", "4")
     launch_ok(tmp_path, "fsdp_hybrid", *TOY, *hybrid[-2:], "--output_dir", tmp_path / "reference", flags=flags)
     urgent = f"sbatch --partition=urgent --nodes=2 --gpus-per-node=2 --output={tmp_path}/urgent.out --wrap 'sleep 5'"
@@ -322,15 +317,8 @@ def test_a_person_stops_it(jobs, tmp_path):
 def test_wrong_requests(jobs, tmp_path):
     """One message lists everything that is wrong with the run and with the request; nothing is queued."""
     wrong = [
-        "--total_batch_size",
-        7,
-        "--lerning_rate",
-        1,
-        "--from_scratch",
-        "false",
-        "--model_name_or_path",
-        "no/model",
-    ]
+        "--total_batch_size", 7, "--lerning_rate", 1, "--from_scratch", "false", "--model_name_or_path", "no/model",
+    ]  # fmt: skip
     done = jobs.try_submit(Path("/proc/out"), [*FP32, *CHESS, *wrong], "--gpus-per-node=3", "--partition=nowhere")
     assert done.returncode == 1
     for expected in (

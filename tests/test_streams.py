@@ -775,28 +775,17 @@ def test_steps_of_epochs(source, epochs, least):
     """As many steps as the rows of so many epochs need, whatever the shards are, also of documents that are long enough."""
     args = TrainArgs(total_batch_size=12, num_train_epochs=epochs)
     loader = StreamLoader(
-        source,
-        args,
-        0,
-        1,
-        max_length=MAX_LENGTH,
-        num_streams=NUM_STREAMS,
-        shuffle_block=BLOCK,
+        source, args, 0, 1, max_length=MAX_LENGTH, num_streams=NUM_STREAMS, shuffle_block=BLOCK,
         min_document_tokens=least,
-    )
+    )  # fmt: skip
     batches = iter(loader)
     first = [[next(batches)["row"].tolist() for _ in range(12)] for _ in range(loader.num_steps())]
     epoch_of = [row[0][0] for step in first for row in step]
     if epochs < 1:
         whole = StreamLoader(
-            source,
-            TrainArgs(total_batch_size=12),
-            0,
-            1,
-            max_length=MAX_LENGTH,
-            num_streams=NUM_STREAMS,
+            source, TrainArgs(total_batch_size=12), 0, 1, max_length=MAX_LENGTH, num_streams=NUM_STREAMS,
             min_document_tokens=least,
-        )
+        )  # fmt: skip
         assert len(first) in (-(-whole.num_steps() // 2), whole.num_steps() // 2)
     else:
         assert epoch_of[-12] < epochs, "no step too many"

@@ -148,15 +148,11 @@ def test_one_trajectory(run, name):
 
 
 def test_the_end_of_a_run_that_had_ended(forks, arguments, undisturbed, tmp_path):
-    """A finished run in another output directory exports, and shows the same texts; with fewer steps it is refused."""
+    """A finished run in another output directory exports, and shows the same texts."""
     whole, _ = undisturbed
     args = (*arguments, *EVALUATED, "--resume_from_checkpoint", whole / f"checkpoint-{STEPS}")
-    out, log = tmp_path / "out", tmp_path / "out.log"
-    forks.succeed(out, *args)
-    assert predictions(out) == predictions(whole) and "from the best chrf to the worst" in log.read_text()
-    assert forks.run(tmp_path / "less", *args, "--max_steps", 3, config="single", num_processes=1) == 2
-    said = (tmp_path / "less.log").read_text()
-    assert "checkpoint-6 is further on than the 3 steps of this run" in said and "Traceback" not in said
+    printed = forks.succeed(tmp_path / "out", *args)
+    assert predictions(tmp_path / "out") == predictions(whole) and "from the best chrf to the worst" in printed
 
 
 @pytest.mark.slow
@@ -256,6 +252,7 @@ def test_a_tied_output_layer_stays_one(run):
     assert "lm_head.weight" not in load_file(found / "export/model.safetensors")
 
 
+@pytest.mark.slow
 def test_best_checkpoint_by_a_metric(run):
     best = ("--metric_for_best_model", "chrf", "--eval_steps", 1, "--save_steps", 1, "--save_total_limit", 1)
     out = run(*best)

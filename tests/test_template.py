@@ -67,7 +67,7 @@ def arguments(tmp_path_factory):
 def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, arguments, tmp_path):
     """The page's recipe trains sharded over two processes; after a kill, its steps are those of an uninterrupted run.
 
-    Meanwhile the model was moved; another model cannot take its place.
+    Meanwhile the model was moved; another model cannot take its place, nor can other data.
     """
     whole, killed, begun = tmp_path / "whole", tmp_path / "killed", time.time()
     profiled = ("--profile_steps", "3-4", "--profile_ranks", 1, "--eval_steps", 4)
@@ -114,6 +114,11 @@ def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, arguments, tmp
     found = json.loads((whole / "profile/rank-1.json").read_text())
     assert 0 < found["communication"] < 1 and 0 < found["computation"] < 1 and 0 <= found["idle"] < 1
 
+    rows, others = Path(arguments[arguments.index("--train_files") + 1]).read_text(), tmp_path / "others.jsonl"
+    others.write_text("".join(reversed(rows.splitlines(keepends=True))))
+    assert forks.run(whole, *arguments, "--train_files", others, "--max_steps", 9, script=typed) == 2
+    assert "error: the training data are others than the checkpoint's" in log_of(whole), log_of(whole)[-3000:]
+
 
 @pytest.mark.slow
 def test_second_example(forks, arguments, tmp_path):
@@ -143,17 +148,6 @@ def test_second_example(forks, arguments, tmp_path):
     rows.write_text(rows.read_text() + json.dumps({"text": "w1 w2", "tags": "O"}) + "\n")
     assert forks.run(tmp_path / "bad", *arguments, "--train_files", rows, script=script) == 2
     assert "rows.jsonl, row 200 has 2 words and 1 tags; give each word a tag" in log_of(tmp_path / "bad")
-
-
-def test_other_data_are_noticed(forks, typed, arguments, tmp_path):
-    """A resumed run notices other data."""
-    out, texts = tmp_path / "out", tmp_path / "texts.jsonl"
-    lines = Path(arguments[arguments.index("--train_files") + 1]).read_text().splitlines()
-    texts.write_text("\n".join(lines) + "\n")
-    assert forks.run(out, *arguments, "--train_files", texts, "--max_steps", 2, script=typed) == 0, log_of(out)[-3000:]
-    texts.write_text("\n".join(reversed(lines)) + "\n")
-    assert forks.run(out, *arguments, "--train_files", texts, "--max_steps", 4, script=typed) == 2
-    assert "Traceback" not in log_of(out)
 
 
 def test_too_few_texts_to_hold_any_out(forks, typed, arguments, tmp_path):

@@ -224,25 +224,6 @@ def pairs(chats) -> Path:
     return chats
 
 
-def test_sft_has_one_trajectory(forks, arguments, chats, tmp_path):
-    """SFT has one trajectory, even if the output layer is sharded, and a loss reads it without calling it."""
-    found = {}
-    for name, config, batch in (("one", "single", 2), ("ddp", "ddp", 4), ("fsdp2", "fsdp_full", 2)):
-        out = tmp_path / name
-        size = ("--per_device_train_batch_size", batch, "--model_name_or_path", chats / "base")
-        assert forks.run(out, *arguments, *size, config=config) == 0, log_of(out)[-3000:]
-        steps = [record for record in read_metrics(out) if "loss" in record]
-        norms = [record["grad_norm"] for record in steps]
-        targets = [record["tokens_per_second"] / record["samples_per_second"] for record in steps]  # targets of a row
-        assert all(5 < count < 64 for count in targets) and max(targets) > min(targets) + 1
-        found[name] = [*losses(out).values(), *norms, *targets, *evaluations(out)]
-    assert len(found["one"]) == 3 * STEPS + 2
-    assert found["ddp"] == pytest.approx(found["one"], rel=1e-5)
-    assert found["fsdp2"] == pytest.approx(found["one"], rel=1e-5)
-    before, after = evaluations(tmp_path / "fsdp2")
-    assert after < before - 0.2
-
-
 @pytest.mark.slow
 def test_sft_in_4_bits(forks, arguments, chats, tmp_path):
     args = (*arguments, "--per_device_train_batch_size", 4, "--model_name_or_path", chats / "base")
@@ -381,16 +362,9 @@ def test_packed_rows_do_not_see_each_other(forks, arguments, chats, tmp_path):
 def test_ranks_share_rows(forks, arguments, chats, tmp_path):
     """Two ranks that share each row, of any length, train and evaluate as one process does."""
     args = (
-        *arguments,
-        "--packing",
-        "true",
-        "--max_length",
-        131,
-        "--model_name_or_path",
-        chats / "base",
-        "--max_steps",
+        *arguments, "--packing", "true", "--max_length", 131, "--model_name_or_path", chats / "base", "--max_steps",
         3,
-    )
+    )  # fmt: skip
     args += ("--attn_implementation", "documents", "--per_device_train_batch_size", 2, "--save_steps", 0)
     found = {}
     for config in ("single", "fsdp_long"):

@@ -173,17 +173,9 @@ TOUCHED = [
 SOURCES = [*(ROOT / "src/accelerate_recipes").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
 # Names of the standard library, or names that are public in spite of the underscore.
 NOT_UPSTREAM = {
-    "_C",
-    "_SubParsersAction",
-    "_actions",
-    "_asdict",
-    "_check_value",
-    "_current_frames",
-    "_exit",
-    "_field_defaults",
-    "_fields",
-    "_option_string_actions",
-}
+    "_C", "_SubParsersAction", "_actions", "_asdict", "_check_value", "_current_frames", "_exit", "_field_defaults",
+    "_fields", "_option_string_actions",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("owner, name, user, why, parameters", TOUCHED, ids=[f"{row[2]}-{row[1]}" for row in TOUCHED])

@@ -120,10 +120,8 @@ def places_of_parts(model: PreTrainedModel, names: Collection[str]) -> dict[str,
 
 def name_in_whole(name: str, places: dict[str, str]) -> str:
     """Return the name in the whole of a weight or layer of its text part; see `places_of_parts`."""
-    return next(
-        ((place + f"{name}.".removeprefix(part))[:-1] for part, place in places.items() if f"{name}.".startswith(part)),
-        name,
-    )
+    part = next((part for part in places if f"{name}.".startswith(part)), "")
+    return (places.get(part, "") + f"{name}.".removeprefix(part)).removesuffix(".")
 
 
 def layers_in_whole(ends: Collection[str], places: dict[str, str]) -> str:
@@ -137,10 +135,5 @@ def layers_in_whole(ends: Collection[str], places: dict[str, str]) -> str:
 
 def names_of_class(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
     """Map `names` (see `places_of_parts`) to the names in the class of the text part; leave out names of other parts."""
-    places = places_of_parts(model, names)
-    return {
-        name: (part + f"{name}.".removeprefix(place)).removesuffix(".")
-        for name in names
-        for part, place in places.items()
-        if f"{name}.".startswith(place)
-    }
+    parts = {place: part for part, place in places_of_parts(model, names).items()}
+    return {name: name_in_whole(name, parts) for name in names if f"{name}.".startswith(tuple(parts))}

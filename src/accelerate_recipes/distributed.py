@@ -205,11 +205,7 @@ def prepare(
             accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
         upstream.leave_embedding_to_accelerate(model)
         placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
-        with (
-            upstream.hidden_buffers(model, accelerator.device)
-            if upstream.reads_once(accelerator, model)
-            else contextlib.nullcontext()
-        ):
+        with upstream.hidden_buffers(accelerator, model):
             model, _ = accelerator.prepare(model, placeholder)
         accelerator._optimizers.clear()
         if is_new:

@@ -12,14 +12,7 @@ from accelerate_recipes.composites import COMPOSITES, UNBALANCED, is_text_part, 
 from accelerate_recipes.errors import ConfigError, one_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.positions import Stretch, stretched_positions
-from accelerate_recipes.pretrained import (
-    Kind,
-    load_config,
-    load_text_config,
-    mapped_weights,
-    names_in_files,
-    with_weights,
-)
+from accelerate_recipes.pretrained import Kind, load_config, load_text_config, weights_in_files, with_weights
 from accelerate_recipes.probes import check_packing, sees_later_tokens
 from accelerate_recipes.ranks import is_first, on_first_rank, ranks_a_row
 from accelerate_recipes.sharing import check_sharing
@@ -73,9 +66,7 @@ def load_model(
     if by_slices:
         model = slices.load_on_meta(model, name, settings)
     else:
-        files = mapped_weights(cache.folder("model", name))
-        weights = {weight: files[of_file] for weight, of_file in names_in_files(model, name, files).items()}
-        model = with_weights(model, name, weights, settings)
+        model = with_weights(model, name, weights_in_files(model, name), settings)
     if is_first() and config.model_type in UNBALANCED:
         print(f"Experts of {name} are not balanced: {type(model).__name__} computes no loss for that", flush=True)
     model.placeholders = placeholders(load_config(name))  # see `composites.check_tokens`

@@ -5,8 +5,6 @@ random values to weights that are missing in the files, and only prints a table 
 """
 
 import contextlib
-import json
-import pickle
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +14,6 @@ from typing import Any
 import torch
 import transformers
 import xxhash
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -98,8 +95,11 @@ def load_config(name: str) -> PreTrainedConfig:
         if "auto_map" in settings and settings.get("model_type") not in transformers.CONFIG_MAPPING:
             raise ConfigError(needs_code(f"model {name}")) from error
         raise ConfigError(f"the config.json of {name} cannot be used: {first_line(error)}") from error
-    if (file := Path(cache.folder("model", name) or "", "adapter_config.json")).is_file():
-        raise ConfigError(adapters_beside(name, file))
+    if Path(cache.folder("model", name) or "", "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{name} holds adapters (adapter_config.json), and would be read as their base model with them; if its own "
+            "weights are what to train, move adapter_config.json away, else merge the adapters, and give the result"
+        )
     if quantization := getattr(config, "quantization_config", None):
         method = quantization.get("quant_method", "an unknown way") if isinstance(quantization, dict) else quantization
         raise ConfigError(
@@ -117,18 +117,6 @@ def load_text_config(name: str) -> PreTrainedConfig:
         ConfigError: like `load_config`.
     """
     return text_part(load_config(name), name)
-
-
-def adapters_beside(name: str, file: Path) -> str:
-    """Say why a folder with adapters is refused: transformers would read the base model of the adapters instead."""
-    try:
-        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError):
-        base = "a model that it does not name"
-    return (
-        f"{name} holds adapters of {base} (adapter_config.json), and would be read as that model with them; if its own "
-        "weights are what to train, move adapter_config.json away, else merge the adapters, and give the result"
-    )
 
 
 def needs_code(what: str) -> str:
@@ -208,8 +196,7 @@ def silence() -> Iterator[None]:
 
 def loaded_on_meta(model: PreTrainedModel, name: str, kind: Kind) -> PreTrainedModel:
     """Let transformers load weights without values into a model of the same class. Raises ConfigError, as `check_model`."""
-    files = mapped_weights(cache.folder("model", name))
-    weights = {weight: files[of_file].to("meta") for weight, of_file in names_in_files(model, name, files).items()}
+    weights = {weight: tensor.to("meta") for weight, tensor in weights_in_files(model, name).items()}
     model_class: Any = type(model)
     settings = {"config": model.config, "state_dict": weights, "device_map": "meta"}
     settings |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # so that all differences are reported
@@ -273,6 +260,12 @@ def names_in_files(model: PreTrainedModel, name: str, files: Collection[str]) ->
     return {weight: of_file for of_file, weight in names_of_class(model, files).items()}
 
 
+def weights_in_files(model: PreTrainedModel, name: str) -> dict[str, torch.Tensor]:
+    """Open the weights of the pretrained model `name`, by their names in the class of `model`."""
+    files = mapped_weights(cache.folder("model", name))
+    return {weight: files[of_file] for weight, of_file in names_in_files(model, name, files).items()}
+
+
 def mapped_weights(place: Path) -> dict[str, torch.Tensor]:
     """Open the weights in all files of a folder; the files are memory-mapped, not read.
 
@@ -286,15 +279,7 @@ def mapped_weights(place: Path) -> dict[str, torch.Tensor]:
                 found = load_file(file)
             else:  # files from before torch 1.6 are not archives, and cannot be mapped
                 found = dict(torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True))
-        except (
-            SafetensorError,
-            RuntimeError,
-            ValueError,
-            TypeError,
-            OSError,
-            EOFError,
-            pickle.UnpicklingError,
-        ) as error:
+        except Exception as error:  # torch and safetensors raise many kinds
             raise ConfigError(
                 f"{file} cannot be read: {first_line(error)}; it has {file.stat().st_size:,} bytes, and is cut, damaged or "
                 "no file of weights: copy or download it again"

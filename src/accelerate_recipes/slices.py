@@ -12,7 +12,6 @@ whole, converted and cut.
 import copy
 import json
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -134,9 +133,12 @@ class Source:
         made = conversion.convert(weight, model=self.model, config=self.model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
-    def whole(self, weight: str) -> torch.Tensor:
-        """Read a weight of the model as a whole."""
-        return self.convert(weight)[weight]
+    def rows(self, weight: str, start: int, stop: int) -> torch.Tensor:
+        """Read rows of a weight that is one tensor in the files, or that `stacks`."""
+        if not isinstance(self.conversions[weight], WeightRenaming):
+            return self.convert(weight, range(start, stop))[weight]
+        (tensor,) = self.parts[weight]
+        return self.read(tensor, start, stop)
 
     def stacks(self, weight: str) -> bool:
         """Tell whether a weight is made of one tensor for each of its rows, such as an expert, and row by row."""
@@ -168,7 +170,9 @@ def load_on_meta(model: PreTrainedModel, name: str, settings: dict[str, Any]) ->
     # Without values, transformers does not tie weights that the files hold twice.
     for weight, origin in loaded.all_tied_weights_keys.items():
         both = weight in source.parts and origin in source.parts
-        if both and on_first_rank(lambda pair=(weight, origin): torch.equal(*map(source.whole, pair))):
+        if both and on_first_rank(
+            lambda pair=(weight, origin): torch.equal(*(source.convert(each)[each] for each in pair))
+        ):
             path, _, key = weight.rpartition(".")
             setattr(loaded.get_submodule(path), key, loaded.get_parameter(origin))
     loaded.source = source
@@ -246,13 +250,11 @@ def rows_of_tokens(layer: Any, tokens: Sequence[int], model: PreTrainedModel) ->
 def read_slices(model: PreTrainedModel, source: Source, device: torch.device, storage: torch.device) -> None:
     """Give a sharded model on the meta device its values. What the files do not hold, such as constants, its class computes.
 
-    Parameters come to lie on `storage`, buffers on `device`. Parameters with values, such as those of adapters, stay. Prints
-    the bytes that all ranks read, and the time.
+    Parameters come to lie on `storage`, buffers on `device`. Parameters with values, such as those of adapters, stay.
 
     Raises:
         ConfigError: on all ranks, if a file cannot be read on one of them.
     """
-    start, before = time.perf_counter(), len(source.sizes)
     empty = {place.name for place in all_places(model) if place.tensor.is_meta}
 
     def with_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -271,7 +273,7 @@ def read_slices(model: PreTrainedModel, source: Source, device: torch.device, st
                 continue
             calls = reads_of(tensors[weight], weight, source)
             if calls is not None:
-                reads += [threads.submit(*call) for call in calls]
+                reads += [threads.submit(read_rows, *call, source) for call in calls]
                 filled.add(id(tensors[weight]))
             else:  # one after the other, because a whole weight needs much memory
                 for name, value in source.convert(weight).items():
@@ -289,38 +291,23 @@ def read_slices(model: PreTrainedModel, source: Source, device: torch.device, st
     if lost := [place.name for place in rest if isinstance(place.tensor, nn.Parameter)]:
         raise ConfigError(f"the files of the model give {len(lost)} of its weights no values, such as {min(lost)}")
     draw_values(model, 0, device, {id(place.tensor) for place in rest})
-    total = sum(on_all_ranks(sum(source.sizes[before:])))
-    seconds = time.perf_counter() - start
-    if is_first():
-        size = sum(tensor.nbytes for tensor in source.tensors.values())
-        print(
-            f"Weights: each rank has read its part; together {total / 1e9:.3g} GB in {seconds:.3g} s "
-            f"({total / seconds / 1e9:.3g} GB/s), the files hold {size / 1e9:.3g} GB",
-            flush=True,
-        )
 
 
-def reads_of(tensor: torch.Tensor, weight: str, source: Source) -> list[tuple[Any, ...]] | None:
-    """List calls that read this rank's rows of a weight into `tensor`; None if the weight must be read whole."""
+def reads_of(tensor: torch.Tensor, weight: str, source: Source) -> list[tuple[torch.Tensor, str, int]] | None:
+    """Divide this rank's rows of a weight into arguments of `read_rows`; None if the weight must be read whole."""
     local, first = tensor.detach(), 0
     if isinstance(local, DTensor):
         numbers = torch.arange(len(local), device=local.device)
         numbers = distribute_tensor(numbers, local.device_mesh, local.placements, src_data_rank=None).to_local()
         local, first = local.to_local(), int(numbers[0]) if len(numbers) else 0
     if source.stacks(weight):
-        return [(read_expert, local[row], weight, first + row, source) for row in range(len(local))]
-    if not isinstance(source.conversions[weight], WeightRenaming):
+        step = 1
+    elif local.ndim and isinstance(source.conversions[weight], WeightRenaming):
+        step = max(1, BLOCK * len(local) // max(1, local.nbytes))
+    else:
         return None
-    (of_file,) = source.parts[weight]
-    if not local.ndim:
-        return [(read_rows, local, of_file, 0, source)]
-    step = max(1, BLOCK * len(local) // max(1, local.nbytes))
-    return [(read_rows, local[row : row + step], of_file, first + row, source) for row in range(0, len(local), step)]
+    return [(local[row : row + step], weight, first + row) for row in range(0, len(local), step)]
 
 
-def read_rows(rows: torch.Tensor, of_file: str, first: int, source: Source) -> None:
-    rows.copy_(source.read(of_file, first, first + len(rows)) if rows.ndim else source.read(of_file))
-
-
-def read_expert(row: torch.Tensor, weight: str, number: int, source: Source) -> None:
-    row.copy_(source.convert(weight, range(number, number + 1))[weight][0])
+def read_rows(rows: torch.Tensor, weight: str, first: int, source: Source) -> None:
+    rows.copy_(source.rows(weight, first, first + len(rows)))

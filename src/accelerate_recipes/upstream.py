@@ -112,22 +112,18 @@ def keep_masks(accelerator: Accelerator) -> None:
     accelerator._prepare_cp = lambda *prepared: prepared
 
 
-def reads_once(accelerator: Accelerator, model: nn.Module) -> bool:
-    """Tell whether Accelerate sends the first rank's weights to all ranks (fsdp_cpu_ram_efficient_loading)."""
-    is_packed = any(type(parameter).__name__ == "Params4bit" for parameter in model.parameters())
-    return accelerator.state.fsdp_plugin.cpu_ram_efficient_loading and not is_packed
-
-
 @contextlib.contextmanager
-def hidden_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
+def hidden_buffers(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     """Copy the first rank's saved buffers to all ranks, and mark them as not saved while Accelerate shards the model.
 
-    DeepSeek V3 has such a buffer in its router. Accelerate 1.15 (fsdp2_load_full_state_dict) takes each entry of the
-    state for a sharded parameter, and fails at a buffer. tests/test_distributed.py fails once upstream no longer needs
-    this.
+    Only where Accelerate sends the first rank's weights to all (fsdp_cpu_ram_efficient_loading). DeepSeek V3 has such a
+    buffer in its router. Accelerate 1.15 (fsdp2_load_full_state_dict) takes each entry of the state for a sharded
+    parameter, and fails at a buffer. tests/test_distributed.py fails once upstream no longer needs this.
     """
-    hidden = []
-    for module in model.modules():
+    is_packed = any(type(parameter).__name__ == "Params4bit" for parameter in model.parameters())
+    is_sent = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading and not is_packed
+    device, hidden = accelerator.device, []
+    for module in model.modules() if is_sent else ():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
@@ -191,16 +187,11 @@ def restore_rng_in_recompute(model: nn.Module) -> None:
     """Make activation checkpointing draw the same dropout mask again when it recomputes.
 
     Accelerate 1.15 (fsdp2_apply_ac) passes preserve_rng_state=False. With dropout, the gradients would then belong to
-    another mask than the loss. A model without dropout is not changed, so it does not pay the small cost.
+    another mask than the loss.
     """
-    config = getattr(model, "config", None)
-    kinds = ("attention_dropout", "activation_dropout", "dropout")  # BART's
-    kinds += ("attention_probs_dropout_prob", "drop_path_rate")  # of models of images
-    by_function = [getattr(config, kind, 0.0) for kind in kinds]
-    if any(m.p > 0 for m in model.modules() if isinstance(m, nn.Dropout)) or any(by_function):
-        for module in model.modules():
-            if isinstance(module, CheckpointWrapper):
-                module.checkpoint_fn.keywords["preserve_rng_state"] = True
+    for module in model.modules():
+        if isinstance(module, CheckpointWrapper):
+            module.checkpoint_fn.keywords["preserve_rng_state"] = True
 
 
 def compile_inside_recompute(model: nn.Module, plugin: TorchDynamoPlugin) -> None:

@@ -8,6 +8,7 @@ later. What still runs after `seconds` is killed. The answer is a line with the 
 with 99.
 """
 
+import gc
 import importlib
 import json
 import locale
@@ -56,8 +57,10 @@ def rank_process(rank: int, job: dict) -> int:
         import faults
 
         from accelerate_recipes import recipe, strategy
+        from accelerate_recipes.life import watch
 
         faults.arm()
+        watch.SECONDS_TO_MISS = int(os.environ.get("TESTED_PATIENCE", watch.SECONDS_TO_MISS))
         if cache := os.environ.get("TESTED_CACHE"):  # huggingface_hub was imported with another one
             constants.HF_HUB_CACHE = cache
             use_hub(os.environ["HF_ENDPOINT"], is_offline=True)
@@ -98,6 +101,7 @@ def group_process(job: dict) -> int:
 
 for module in sys.argv[1:]:
     importlib.import_module(module)
+gc.freeze()  # else each rank collects among what is imported: a tenth of its time
 for line in sys.stdin:
     _, status = os.waitpid(group_process(json.loads(line)), 0)
     print(os.waitstatus_to_exitcode(status), flush=True)
