@@ -27,7 +27,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils._verification import compute_file_hash
 
-from accelerate_recipes.disk import existing, own_suffix, write_atomically
+from accelerate_recipes.disk import existing, own_suffix, readable, write_atomically
 from accelerate_recipes.errors import ConfigError, first_line, raise_problems
 from accelerate_recipes.hub import cache
 from accelerate_recipes.hub.cache import HubDataset, HubModel, Need
@@ -317,10 +317,6 @@ def listing() -> str:
 def total(files: dict[str, dict]) -> int:
     """Return the size of all files, in bytes."""
     return sum(entry["size"] for entry in files.values())
-
-
-def readable(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.3f} MiB"
 
 
 def some(names: dict[str, dict]) -> str:

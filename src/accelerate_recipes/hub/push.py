@@ -16,10 +16,10 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import HFValidationError, disable_progress_bars, validate_repo_id
 
-from accelerate_recipes.disk import read_json
+from accelerate_recipes.disk import read_json, readable
 from accelerate_recipes.errors import ConfigError, first_line, raise_problems
 from accelerate_recipes.hub import cache
-from accelerate_recipes.hub.download import hub_checksum, readable, tree
+from accelerate_recipes.hub.download import hub_checksum, tree
 
 # Files that `from_pretrained` reads if they are present, although no other file names them.
 READ_BESIDE = {
