@@ -218,7 +218,7 @@ class Checkpointer:
         files.remove_leftovers(final.parent)
         # The next checkpoint will be as large as the last one. Without room, fail before anything is written.
         if self.newest is not None and self.newest.is_dir():
-            needed, free = files.size_of(self.newest), shutil.disk_usage(final.parent).free
+            needed, free = files.total_size(self.newest), shutil.disk_usage(final.parent).free
             if free < needed:
                 remedy = "make room, or lower --save_total_limit"
                 raise OSError(f"{readable(free)} are free, the last checkpoint has {readable(needed)}; {remedy}")

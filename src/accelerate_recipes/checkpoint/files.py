@@ -97,7 +97,7 @@ def write_marker(checkpoint: Path, marker: dict) -> None:
     fsync(checkpoint / MARKER)
 
 
-def size_of(checkpoint: Path) -> int:
+def total_size(checkpoint: Path) -> int:
     """Add up the bytes of a checkpoint's files, as its marker lists them."""
     return sum(entry["size"] for entry in read_marker(checkpoint)["files"].values())
 

@@ -27,7 +27,7 @@ def space_needed(
     """
     present = [path for path in files.candidates(Path(args.output_dir)) if files.defect(path) is None]
     # The size of a real checkpoint is better than a computed one.
-    size = files.size_of(present[-1]) if present else checkpoint_bytes(args, trained, state_dict_type)
+    size = files.total_size(present[-1]) if present else checkpoint_bytes(args, trained, state_dict_type)
     saves = math.ceil(args.max_steps / args.save_steps) if args.max_steps > 0 and args.save_steps else 1
     at_once = saves
     if args.save_total_limit:
