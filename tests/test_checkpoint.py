@@ -419,7 +419,7 @@ def test_too_little_room_is_known_before(make_run, monkeypatch):
     run = make_run()
     save(run, 10)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 10, 10))
-    with pytest.raises(SaveError, match=r"0\.00 GiB are free, the last checkpoint has .*; make room"):
+    with pytest.raises(SaveError, match=r"0\.000 MiB are free, the last checkpoint has .*; make room"):
         save(run, 20)
     assert contents(Path(run.args.output_dir)) == {"checkpoint-10"}
 

@@ -406,8 +406,12 @@ def test_output_directory(monkeypatch, tmp_path):
     short = [config, *LAPTOP, *out, "--max_steps", "100", "--save_steps", "10", "--save_total_limit"]
     needs = 3 * 12 * 1_357_952 + 4 * 1_357_952
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(2**60, 0, needs))
-    assert f"Parameters: 1,357,952; {tmp_path}/new/out needs 0.05 GiB for 3 checkpoints" in preflight([*short, "2"])[0]
-    with pytest.raises(ConfigError, match=r"needs 0.07 GiB for 4 checkpoints of .*, but has 0.05 GiB free; make room"):
+    assert (
+        f"Parameters: 1,357,952; {tmp_path}/new/out needs 51.802 MiB for 3 checkpoints" in preflight([*short, "2"])[0]
+    )
+    with pytest.raises(
+        ConfigError, match=r"needs 67.342 MiB for 4 checkpoints of .*, but has 51.802 MiB free; make room"
+    ):
         preflight([*short, "3"])
     assert not (tmp_path / "new").exists()
     leftover = tmp_path / "new/out/checkpoint-5.partial/state"

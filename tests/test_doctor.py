@@ -123,7 +123,7 @@ def figures(fork_server, tmp_path_factory):
     """Figures of all proofs on this machine; tests/test_equivalence.py has more strategies."""
     runs = Runs(tmp_path_factory.mktemp("runs"), forked(fork_server))
     runs.fitting = lambda: ["fsdp_full", "fsdp_long"]
-    return prove([*proofs.PROOFS], runs, print)
+    return prove([*proofs.PROOFS], runs)
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_all_proofs_pass_here(figures, tmp_path):
 @pytest.mark.long
 def test_a_repetition_differs_only_in_memory_and_times(fork_server, figures, tmp_path):
     names = ["resume", "export"]
-    again = prove(names, Runs(tmp_path, forked(fork_server)), print)
+    again = prove(names, Runs(tmp_path, forked(fork_server)))
     assert [f for f in again if not f.varies] == [f for f in figures if f.proof in names and not f.varies]
 
 
@@ -164,7 +164,7 @@ def test_a_run_that_fails_is_a_figure(tmp_path, capsys):
         log.write_text("ValueError: a | b\nlast line\n")
         return 0 if "--kill_at_step" in argv or "--dropout" in argv else 1
 
-    figures = prove(["trajectory", "resume"], Runs(tmp_path, start), print)
+    figures = prove(["trajectory", "resume"], Runs(tmp_path, start))
     assert [figure.why for figure in figures] == ["single ended with 1: ValueError: a | b", "it was not killed"]
     assert "trajectory: 0 s, FAILED" in capsys.readouterr().out
     text = write_card(
@@ -175,7 +175,7 @@ def test_a_run_that_fails_is_a_figure(tmp_path, capsys):
     assert json.loads((tmp_path / "card.json").read_text())["verdict"] == "FAILED"
     late = Runs(tmp_path, start)
     late.deadline = 0
-    assert prove(["export"], late, print)[0].why == "no time left of 600 s"
+    assert prove(["export"], late)[0].why == "no time left of 600 s"
 
 
 def test_lost_and_different_records():
@@ -270,7 +270,7 @@ def test_links_are_measured():
 
 
 def test_the_command_says_what_it_finds(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(command, "versions", lambda: (["torch is not installed"], ["peft is 1"]))
+    monkeypatch.setattr(machine, "versions", lambda: (["torch is not installed"], ["peft is 1"]))
     monkeypatch.setattr(machine, "write_speed", lambda path: 1e9)
     assert not command.doctor(tmp_path, [], proves=False)
     said = capsys.readouterr().out
@@ -299,7 +299,7 @@ def test_a_planted_fault_fails_its_proof(fork_server, tmp_path, monkeypatch, nam
     runs = Runs(tmp_path / "runs", forked(fork_server, **env))
     runs.folder.mkdir()
     monkeypatch.setattr(runs, "fitting", lambda: [fault.config])
-    found = prove([fault.proof], runs, print)
+    found = prove([fault.proof], runs)
     print(*found, sep="\n")
     assert [
         figure for figure in found if figure.limit is not None and figure.value is not None and not figure.passed

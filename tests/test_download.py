@@ -320,13 +320,13 @@ def test_all_that_cannot_be_had_at_once(commands, tmp_path):
 
 def test_too_little_space(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "not/yet"))
-    plan = download.Wanted("model", "a/b", "main", "0" * 40, "a/b", {"w": {"size": 2**60, "checksum": "sha256:00"}})
+    plan = {"type": "model", "name": "a/b", "files": {"w": {"size": 2**60, "checksum": "sha256:00"}}}
     with pytest.raises(ConfigError, match=r"1073741824.00 GiB are to be fetched, but .* has .* GiB free; .*HF_HOME"):
         download.check_download_fits([plan])
     (tmp_path / "not/yet/models--a--b/blobs").mkdir(parents=True)
     with open(tmp_path / "not/yet/models--a--b/blobs/00", "wb") as blob:
         blob.truncate(5)
-    plan.files["w"]["size"] = 5
+    plan["files"]["w"]["size"] = 5
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(5, 5, 0))
     download.check_download_fits([plan])  # nothing to fetch
 

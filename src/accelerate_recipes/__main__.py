@@ -299,14 +299,14 @@ def export_checkpoint(args: argparse.Namespace) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    from accelerate_recipes.evaluate import evaluate_export
+    from accelerate_recipes.evaluate import SETTINGS, evaluate_export
 
     for name in ("batch_size", "limit"):
         if (number := getattr(args, name)) is not None and number < 1:
             raise ConfigError(f"--{name} is {number}; it must be at least 1")
     tasks = [task for words in args.tasks for task in words.split(",") if task]
-    options = {name: getattr(args, name) for name in ("batch_size", "limit", "num_fewshot", "apply_chat_template")}
-    print(evaluate_export(args.export, tasks, args.include_path, **options))
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    print(evaluate_export(args.export, tasks, args.include_path, args.batch_size, settings))
     print(f"{args.export / 'README.md'} shows these results")
 
 

@@ -84,6 +84,11 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+def readable(size: int) -> str:
+    """Write a number of bytes."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.3f} MiB"
+
+
 def own_suffix() -> str:
     """Return an ending for names of unfinished files. No other process of the cluster uses the same ending."""
     return f".partial-{socket.gethostname()}-{os.getpid()}"

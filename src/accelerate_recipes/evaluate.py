@@ -4,7 +4,6 @@ The export's `evaluation.json` keeps the results of each task, and its model car
 """
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from importlib import metadata
@@ -26,22 +25,16 @@ RESULTS = "evaluation.json"
 HEADING = "## Evaluation by lm-evaluation-harness"
 OWN_TASKS = HOME / "recipes/tasks"
 REQUIREMENTS = "requirements-eval.txt"
+SETTINGS = ("limit", "num_fewshot", "apply_chat_template")  # those of the harness that change its figures
 
 
 def evaluate_export(
-    export: Path,
-    tasks: Sequence[str],
-    include_path: Sequence[Path] = (),
-    *,
-    batch_size: int = 8,
-    limit: int | None = None,
-    num_fewshot: int | None = None,
-    apply_chat_template: bool = False,
+    export: Path, tasks: Sequence[str], include_path: Sequence[Path], batch_size: int, settings: dict[str, Any]
 ) -> str:
     """Evaluate an export on tasks of lm-evaluation-harness, and return a table of the results.
 
     The tasks are found in `include_path`, in recipes/tasks, and in lm-evaluation-harness; most tasks of the latter read
-    datasets from the Hub. `limit` is the number of examples of each task. A new result of a task replaces the earlier one.
+    datasets from the Hub. `settings` has a value for each of SETTINGS. A new result of a task replaces the earlier one.
 
     Raises:
         ConfigError: for an export that cannot be evaluated, for unknown tasks, and without lm-evaluation-harness.
@@ -68,14 +61,10 @@ def evaluate_export(
         model=HFLM(**model, device="cuda" if torch.cuda.is_available() else "cpu", batch_size=batch_size),
         tasks=list(tasks),
         task_manager=manager,
-        limit=limit,
-        num_fewshot=num_fewshot,
-        apply_chat_template=apply_chat_template,
         log_samples=False,
+        **settings,
     )
-    settings = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
-    settings = {name: value for name, value in settings.items() if value}
-    keep(export, results_of(found, settings))
+    keep(export, results_of(found, {name: value for name, value in settings.items() if value}))
     return table(read_results(export))
 
 
@@ -91,18 +80,14 @@ def model_args(export: Path) -> dict[str, Any]:
             raise ConfigError(f"{export} is a {architectures[0]}; lm-evaluation-harness evaluates language models")
         config = AutoConfig.from_pretrained(export, trust_remote_code=False)
         if is_composite(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ConfigError(
-                f"{export} is a {architectures[0]}, which lm-evaluation-harness does not load as a language model; export "
-                "the checkpoint with --text_only_export, and evaluate that"
-            )
+            remedy = "export the checkpoint with --text_only_export"
+            raise ConfigError(f"{export} is a {architectures[0]}, no language model to lm-evaluation-harness; {remedy}")
         return {"pretrained": str(export)}
     settings = read_json(export / "adapter_config.json")
-    name, revision = settings["base_model_name_or_path"], settings.get("revision")
-    if os.path.isdir(name):
-        return {"pretrained": name, "peft": str(export), "tokenizer": str(export)}
-    revision = revision or cache.revision("model", name)
-    if revision is None or cache.folder("model", name) is None:
+    name = settings["base_model_name_or_path"]
+    if cache.folder("model", name) is None:
         raise ConfigError(f"{export} holds adapters of {name}, which is not here; run: hf download {name}")
+    revision = settings.get("revision") or cache.revision("model", name) or "main"  # a folder has none
     return {"pretrained": name, "revision": revision, "peft": str(export), "tokenizer": str(export)}
 
 
@@ -110,13 +95,12 @@ def results_of(found: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any
     """Return the results by task: measures, their standard errors, and the settings of the evaluation."""
     results = {}
     for task, values in found["results"].items():
-        measures = {}
-        for key, value in values.items():
-            name, _, kind = key.partition(",")
-            if kind and isinstance(value, int | float) and not name.endswith("_stderr"):
-                error = values.get(f"{name}_stderr,{kind}")
-                measure = name if kind == "none" else f"{name} ({kind})"
-                measures[measure] = [value, error if isinstance(error, int | float) else None]
+        numbers = {key: value for key, value in values.items() if "," in key and isinstance(value, int | float)}
+        measures = {
+            key.removesuffix(",none"): [value, numbers.get(key.replace(",", "_stderr,"))]
+            for key, value in numbers.items()
+            if "_stderr," not in key
+        }
         if measures:
             examples = found.get("n-samples", {}).get(task, {}).get("effective")
             versions = {"lm_eval": metadata.version("lm_eval"), "task": found.get("versions", {}).get(task)}
@@ -140,21 +124,17 @@ def keep(export: Path, results: dict[str, Any]) -> None:
     section = f"{HEADING}\n\n{table(results)}\n"
     # The table ends at the next heading, or with the card.
     earlier = re.compile(rf"^{re.escape(HEADING)}\n.*?(?=^#|\Z)", re.MULTILINE | re.DOTALL)
-    if earlier.search(card):
-        card = earlier.sub(lambda _: section, card, count=1)
-    else:
+    if not earlier.search(card):
         before, arguments, after = card.partition("## Arguments\n")
-        card = f"{before.rstrip()}\n\n{section}{arguments}{after}" if arguments else f"{card.rstrip()}\n\n{section}"
-    write_atomically(export / "README.md", card)
+        card = f"{before.rstrip()}\n\n{HEADING}\n{arguments}{after}"
+    write_atomically(export / "README.md", earlier.sub(lambda _: section, card, count=1))
 
 
 def table(results: dict[str, Any]) -> str:
     """Write results as a table in Markdown."""
     lines = ["| task | examples | measure | value | standard error |", "|---|---|---|---|---|"]
     for task, result in sorted(results.items()):
-        said = ", ".join(
-            f"{name} {result[name]}" for name in ("limit", "num_fewshot", "apply_chat_template") if name in result
-        )
+        said = ", ".join(f"{name} {result[name]}" for name in SETTINGS if name in result)
         first = [f"{task} ({said})" if said else task, "" if result["examples"] is None else f"{result['examples']:,}"]
         for name, (value, error) in result["measures"].items():
             lines.append(f"| {' | '.join(first)} | {name} | {value:.5g} | {'' if error is None else f'{error:.2g}'} |")

@@ -10,27 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from accelerate_recipes.checkpoint.export import arguments_of
 from accelerate_recipes.checkpoint.files import MARKER
 from accelerate_recipes.checkpoint.published import Published
-from accelerate_recipes.data.rendering import (
-    SETTINGS,
-    Rendering,
-    differences,
-    parsed,
-    prompt_alone,
-    shown_ends,
-    without_nulls,
-)
+from accelerate_recipes.data import rendering
+from accelerate_recipes.data.rendering import Rendering, differences, prompt_alone, shown_ends
 from accelerate_recipes.disk import read_json, write_atomically
 from accelerate_recipes.errors import ConfigError, first_line, raise_problems
 from accelerate_recipes.positions import max_positions
@@ -56,7 +42,7 @@ def read_exported(folder: Path) -> Exported:
     return Exported(AutoTokenizer.from_pretrained(folder, **runs_no_code), config, stops_of(settings))
 
 
-def as_exported(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Exported:
+def as_exported(model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Exported:
     """Return a model's tokenizer and settings as users of its export get them: saved, then loaded by transformers.
 
     Raises:
@@ -107,13 +93,11 @@ class TrainedRows:
         if self.settings["template"]:
             found += [said for said in self.own_differences(tokenizer) if said not in self.accepted]
         if lost := {*self.ends} - stops:
-            found.append(
-                f"rows end with {shown_ends(tokenizer, sorted(lost))}, where its generation would not stop: it stops at "
-                f"{shown_ends(tokenizer, sorted(stops))}; name that end in its generation_config.json (eos_token_id)"
-            )
+            said, known = (shown_ends(tokenizer, sorted(ends)) for ends in (lost, stops))
+            remedy = "name that end in its generation_config.json (eos_token_id)"
+            found.append(f"rows end with {said}, where its generation would not stop: it stops at {known}; {remedy}")
         largest = max((token for ids, _ in self.trained for token in ids), default=0)
-        if config and largest >= config.get_text_config().vocab_size:
-            number = config.get_text_config().vocab_size
+        if config and largest >= (number := config.get_text_config().vocab_size):
             found.append(f"rows have the token {largest}, its config.json a vocab_size of {number}")
         return found
 
@@ -125,9 +109,7 @@ class TrainedRows:
         """
         file = folder / ROWS
         if file.exists() and not is_of_a_run(file):
-            raise ConfigError(
-                f"{file} was not written by a run, and would be overwritten; move it away, or change --output_dir"
-            )
+            raise ConfigError(f"{file} was not written by a run, and would be overwritten; move it away")
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(vars(self), default=str) + "\n")
 
@@ -208,9 +190,7 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
     try:
         names = read_json(export / "config.json").get("architectures") if (export / "config.json").is_file() else None
         if any(name.endswith("ForImageClassification") for name in names or ()):
-            raise ConfigError(
-                f"{export} holds a model of images, which answers no prompt; see docs/vision.md for how it is loaded"
-            )
+            raise ConfigError(f"{export} holds a model of images, which answers no prompt; see docs/vision.md")
         tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
         model: Any = load_export(export).eval()
     except ConfigError:
@@ -242,19 +222,11 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
         raise ConfigError("--prompt has no tokens; give a text")
     longest = max_positions(model.config) - (0 if model.config.is_encoder_decoder else len(ids))
     if max_new_tokens > longest:
-        raise ConfigError(
-            f"--max_new_tokens {max_new_tokens} behind a prompt of {len(ids)} tokens is more than the model is made for; "
-            f"give at most {longest}"
-        )
+        said = f"--max_new_tokens {max_new_tokens} behind a prompt of {len(ids)} tokens"
+        raise ConfigError(f"{said} is more than the model is made for; give at most {longest}")
     inputs = torch.tensor([ids])
-    with torch.no_grad():
-        written = model.generate(
-            input_ids=inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            pad_token_id=tokenizer.pad_token_id,
-        )[0].tolist()
+    settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+    written = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), **settings)[0].tolist()
     written = written if model.config.is_encoder_decoder else written[len(ids) :]
     how = "an end token" if written and written[-1] in ends else f"--max_new_tokens {max_new_tokens}"
     lines.append(f"Prompt: {tokenizer.decode(ids)!r}")
@@ -265,10 +237,8 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
 def ends_of_adapters(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], stops: set[int]) -> str:
     """Say that adapters learn to end with a token at which generation, by the settings of their model, does not stop."""
     lost, known = (shown_ends(tokenizer, sorted(tokens)) for tokens in ({*ends} - stops, stops))
-    return (
-        f"Rows end with {lost}, but adapters are loaded with the settings of their model, which stop at {known}; "
-        "give the end to `generate` as eos_token_id, or merge the adapters (--merge_adapter)"
-    )
+    said = f"Rows end with {lost}, but adapters are loaded with the settings of their model, which stop at {known}"
+    return f"{said}; give the end to `generate` as eos_token_id, or merge the adapters (--merge_adapter)"
 
 
 def load_export(export: Path) -> transformers.PreTrainedModel:
@@ -295,11 +265,11 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | None, first: Tr
         asked = [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
         return prompt_alone(tokenizer, asked, {})
     if first:
-        row = without_nulls(first.rows[0])
+        row = rendering.without_nulls(first.rows[0])
         asked = row.get("prompt")
         if "messages" in row:
             asked = list(itertools.takewhile(lambda message: message.get("role") != "assistant", row["messages"]))
-        tools, more = (parsed(row.get(name), name, 0, "") for name in SETTINGS)
+        tools, more = (rendering.parsed(row.get(name), name, 0, "") for name in rendering.SETTINGS)
         settings = {"tools": tools or None} | (more or {})
         return prompt_alone(tokenizer, asked, settings) if asked else first.trained[0].ids[:8]
     begin: Any = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id

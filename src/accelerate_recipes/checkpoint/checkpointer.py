@@ -1,12 +1,14 @@
 """Checkpointer of a run: saves the run in the background, and restores it exactly on any number of ranks."""
 
 import contextlib
+import itertools
 import json
 import math
 import random
 import shutil
 import time
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,24 +31,11 @@ from transformers import GenerationConfig
 
 from accelerate_recipes import adapters
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.checkpoint.files import (
-    MARKER,
-    SaveError,
-    check_base,
-    complete_checkpoints,
-    defect,
-    describe,
-    difference,
-    is_of_the_disk,
-    read_marker,
-    remove_leftovers,
-    set_aside,
-    step_of,
-    write_marker,
-)
+from accelerate_recipes.checkpoint import files
+from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
-from accelerate_recipes.checkpoint.weight_files import write_adapter, write_safetensors
-from accelerate_recipes.disk import fsync, read_json, read_json_lines
+from accelerate_recipes.checkpoint.weight_files import saved_tensors, write_adapter, write_safetensors
+from accelerate_recipes.disk import fsync, read_json, read_json_lines, readable
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import update_status
@@ -138,31 +127,25 @@ class Checkpointer:
         self.wait()
         start = time.perf_counter()
         final = Path(self.args.output_dir) / f"checkpoint-{step}"
-        unfinished = final.with_name(f"{final.name}.partial")
         data_states, broken = zip(*on_all_ranks((data_state, broken_weight(self.model)), self.group), strict=True)
         if name := next(filter(None, broken), None):
-            raise SaveError(
-                f"{final.name} is not saved: {name} holds NaN or infinity; lower --learning_rate, or look at what the last "
-                f"steps logged. Last good checkpoint: {self.newest or 'none yet'}"
-            )
+            remedy = "lower --learning_rate, or look at what the last steps logged"
+            raise SaveError(f"{final.name} is not saved: {name} holds NaN or infinity; {remedy}. {self._last_good()}")
         # A save goes into `<name>.partial`, which no run resumes. A rename gives it its final name only when all files, and
         # the marker with their checksums, are on the disk. So a kill leaves a complete checkpoint or an unfinished name.
-        with self._all_or_none(unfinished):
+        with self._all_or_none(final):
             if self.accelerator.is_main_process:
-                self._make_room(unfinished, final)
-                shutil.copy(final.parent / "metrics.jsonl", unfinished)
-                (unfinished / "data.json").write_text(json.dumps(data_states), encoding="utf-8")
+                self._begin(final, data_states)
         # With `async_save`, torch copies the state now and writes it in a thread of its own. Our thread waits for this, then
         # completes the checkpoint. The random state is read now too: the next step changes it.
-        model_state, optimizer_state = self._trained_state()
-        settings = {"checkpoint_id": unfinished / "state", "process_group": self.group}
-        state = {"model": model_state, "optimizer": optimizer_state}
+        settings = {"checkpoint_id": files.unfinished(final) / "state", "process_group": self.group}
+        state = self._trained_state()
         if self.args.async_save:
             write = dcp.async_save(state, async_stager=self.stager, **settings).result
-            self.in_flight = self.background.submit(self._complete, step, start, unfinished, final, write, rng_state())
+            self.in_flight = self.background.submit(self._complete, final, start, write, rng_state())
             self.in_flight.add_done_callback(ask_to_stop_if_failed)
         else:
-            self._complete(step, start, unfinished, final, partial(dcp.save, state, **settings), rng_state())
+            self._complete(final, start, partial(dcp.save, state, **settings), rng_state())
         return final
 
     def wait(self) -> None:
@@ -175,26 +158,25 @@ class Checkpointer:
             in_flight, self.in_flight = self.in_flight, None
             in_flight.result()
 
-    def _complete(
-        self, step: int, start: float, unfinished: Path, final: Path, write: Callable[[], Any], rng: dict
-    ) -> None:
+    def _complete(self, final: Path, start: float, write: Callable[[], Any], rng: dict) -> None:
         """Do the part of a save that training need not wait for. The save began at `start`; `write` writes the state."""
-        rank = self.accelerator.process_index
-        with self._all_or_none(unfinished):
+        rank, unfinished = self.accelerator.process_index, files.unfinished(final)
+        with self._all_or_none(final):
             write()
             with (unfinished / f"rng-{rank}.pt").open("wb") as file:
                 torch.save(rng, file)
             # Each rank syncs and checksums the files that it wrote: DCP names them after the rank.
             mine = [*(unfinished / "state").glob(f"__{rank}_*"), unfinished / f"rng-{rank}.pt"]
-            described = [describe(file, unfinished) for file in mine]
+            described = [files.describe(file, unfinished) for file in mine]
         # This collective is also a barrier: all ranks have written their files before rank 0 writes the marker.
-        files = {name: entry for part in on_all_ranks(described, self.group) for name, entry in part}
-        with self._all_or_none(unfinished):
+        entries = dict(ChainMap(*itertools.chain(*on_all_ranks(described, self.group))))
+        with self._all_or_none(final):
             if rank == 0:
-                self._finish(step, unfinished, final, files)
+                self._finish(final, entries)
         self.newest = final
         longest = stop.save_took(time.perf_counter() - start)
         if rank == 0:
+            step = files.step_of(final)
             update_status(final.parent, step=step, checkpoint=str(final), longest_save_seconds=round(longest, 2))
             try:
                 remove_old(final.parent, self.args)
@@ -202,7 +184,7 @@ class Checkpointer:
                 warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=2)
 
     @contextlib.contextmanager
-    def _all_or_none(self, unfinished: Path) -> Iterator[None]:
+    def _all_or_none(self, final: Path) -> Iterator[None]:
         """Make a part of a save fail on all ranks if it fails on one: all raise SaveError, and written files are removed.
 
         A rank that fails because of a bug raises its own error.
@@ -214,39 +196,40 @@ class Checkpointer:
             problems = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
         except Exception as error:  # any error: the other ranks must not wait, and written files must not stay
             problems, failure = {self.accelerator.process_index: str(error)}, error
-        found = on_all_ranks(problems, self.group)
-        problems = {rank: problem for part in found for rank, problem in part.items()}
+        problems = dict(ChainMap(*on_all_ranks(problems, self.group)))
         if problems:
             if self.accelerator.is_main_process and not lock.is_lost():  # else another run owns the directory
-                shutil.rmtree(unfinished, ignore_errors=True)
-            if failure is not None and not is_of_the_disk(failure):
+                shutil.rmtree(files.unfinished(final), ignore_errors=True)
+            if failure is not None and not files.is_of_the_disk(failure):
                 raise failure
-            raise SaveError(
-                f"{unfinished.with_suffix('')} could not be written: "
-                f"{', '.join(f'rank {rank}: {problem}' for rank, problem in sorted(problems.items()))}. "
-                f"Last good checkpoint: {self.newest or 'none yet'}"
-            )
+            said = ", ".join(f"rank {rank}: {problem}" for rank, problem in sorted(problems.items()))
+            raise SaveError(f"{final} could not be written: {said}. {self._last_good()}")
 
-    def _make_room(self, unfinished: Path, final: Path) -> None:
+    def _last_good(self) -> str:
+        return f"Last good checkpoint: {self.newest or 'none yet'}"
+
+    def _begin(self, final: Path, data_states: Sequence[dict]) -> None:
+        """Make the unfinished directory, if there is room, with the files that are known before the state."""
         if lock.is_lost():
             raise OSError(f"another run has taken over {final.parent}")
         if final.exists():
-            assert defect(final), f"{final} is complete"  # find_resume refuses such a run
-            set_aside(final)  # damaged, or written by another program; an unfinished checkpoint has another name
-        remove_leftovers(final.parent)
+            assert files.defect(final), f"{final} is complete"  # find_resume refuses such a run
+            files.set_aside(final)  # damaged, or written by another program; an unfinished checkpoint has another name
+        files.remove_leftovers(final.parent)
         # The next checkpoint will be as large as the last one. Without room, fail before anything is written.
         if self.newest is not None and self.newest.is_dir():
-            needed = sum(entry["size"] for entry in read_marker(self.newest)["files"].values())
-            free = shutil.disk_usage(final.parent).free
+            needed, free = files.total_size(self.newest), shutil.disk_usage(final.parent).free
             if free < needed:
-                raise OSError(
-                    f"{free / 2**30:.2f} GiB are free, the last checkpoint has {needed / 2**30:.2f} GiB; "
-                    "make room, or lower --save_total_limit"
-                )
+                remedy = "make room, or lower --save_total_limit"
+                raise OSError(f"{readable(free)} are free, the last checkpoint has {readable(needed)}; {remedy}")
+        unfinished = files.unfinished(final)
         unfinished.mkdir(parents=True)
+        shutil.copy(final.parent / "metrics.jsonl", unfinished)
+        (unfinished / "data.json").write_text(json.dumps(data_states), encoding="utf-8")
 
-    def _finish(self, step: int, unfinished: Path, final: Path, files: dict[str, dict]) -> None:
-        """Add the files that only one rank writes, then the marker. `files` are the marker's entries of the other files."""
+    def _finish(self, final: Path, entries: dict[str, dict]) -> None:
+        """Add the files that only one rank writes, then the marker, with these `entries` of the other files."""
+        unfinished = files.unfinished(final)
         self.args.save(unfinished / "args.yaml")
         for artifact in [*self.artifacts, *([self.adapter.config] if self.adapter else [])]:
             artifact.save_pretrained(unfinished)
@@ -256,14 +239,13 @@ class Checkpointer:
                 write_adapter(unfinished, unfinished)
             else:
                 write_safetensors(unfinished, unfinished, dtype=None, max_shard_size=2**63)
-        for file in sorted(unfinished.rglob("*")):
-            if file.is_file() and str(file.relative_to(unfinished)) not in files:
-                name, entry = describe(file, unfinished)
-                files[name] = entry
-        for folder in (unfinished / "state", unfinished):
-            fsync(folder)
+        for path in sorted(unfinished.rglob("*")):
+            if path.is_dir():
+                fsync(path)
+            elif str(path.relative_to(unfinished)) not in entries:
+                entries |= files.describe(path, unfinished)
         marker = {
-            "step": step,
+            "step": files.step_of(final),
             "world_size": self.accelerator.num_processes,
             "strategy": strategy_name(self.accelerator),
             "mixed_precision": self.accelerator.mixed_precision,
@@ -271,10 +253,9 @@ class Checkpointer:
             "base_model": self.base,
             "model_checksum": self.model_checksum,
             "versions": library_versions(),
-            "files": files,
+            "files": entries,
         }
-        write_marker(unfinished, marker)
-        fsync(unfinished / MARKER)
+        files.write_marker(unfinished, marker)
         fsync(unfinished)
         unfinished.rename(final)
         fsync(final.parent)
@@ -288,34 +269,31 @@ class Checkpointer:
         if self.resumed_from is None:
             return 0
         checkpoint = self.newest = self.resumed_from
-        marker = read_marker(checkpoint)
+        marker = files.read_marker(checkpoint)
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        on_first_rank(lambda: check_base(checkpoint, marker, self.base))
-        model_state, optimizer_state = self._trained_state()
-        state = {"model": model_state, "optimizer": optimizer_state}
-        check_shapes(checkpoint, model_state)
+        on_first_rank(lambda: files.check_base(checkpoint, marker, self.base))
+        state = self._trained_state()
+        check_shapes(checkpoint, state["model"])
         dcp.load(state, storage_reader=StateReader(checkpoint / "state"), planner=StatePlanner())
         set_state_dict(
             self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
             options=StateDictOptions(strict=self.adapter is None),  # frozen weights are not saved
         )  # fmt: skip
         if name := next(filter(None, on_all_ranks(broken_weight(self.model))), None):
-            raise ConfigError(
-                f"{checkpoint} is of no use: {name} holds NaN or infinity; move it away, and an older is taken"
-            )
+            remedy = "move it away, and an older is taken"
+            raise ConfigError(f"{checkpoint} is of no use: {name} holds NaN or infinity; {remedy}")
         # The state of the optimizer has brought the hyperparameters of the checkpoint; put those of the command line back.
         for group, now in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(now)
         seek(self.scheduler, marker["step"])
         self.data_states = read_json(checkpoint / "data.json")
         self.restore_rng()
-        self.accelerator.on_main_process(print)(
-            f"Resumed {checkpoint} (step {marker['step']}, saved by {marker['world_size']} x {marker['strategy']})",
-            flush=True,
-        )
+        if is_first():
+            saved_by = f"{marker['world_size']} x {marker['strategy']}"
+            print(f"Resumed {checkpoint} (step {marker['step']}, saved by {saved_by})", flush=True)
         return marker["step"]
 
-    def _trained_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _trained_state(self) -> dict[str, dict[str, Any]]:
         """Return the sharded state of the model (with adapters, only of the adapters) and of the optimizer."""
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         if self.adapter:
@@ -323,12 +301,12 @@ class Checkpointer:
             named = self.model.named_parameters()
             trained = [WRAPPERS.sub("", name) for name, parameter in named if parameter.requires_grad]
             model_state = {name: model_state[name] for name in trained}
-        return model_state, optimizer_state
+        return {"model": model_state, "optimizer": optimizer_state}
 
     def restore_rng(self) -> None:
         """Restore the random generators from `resumed_from`. Call it again if something has drawn numbers after `resume`."""
         assert self.resumed_from is not None
-        marker = read_marker(self.resumed_from)
+        marker = files.read_marker(self.resumed_from)
         if marker["world_size"] == self.accelerator.num_processes:
             file = self.resumed_from / f"rng-{self.accelerator.process_index}.pt"
             set_rng_state(torch.load(file, weights_only=True))
@@ -338,10 +316,8 @@ class Checkpointer:
 
 def broken_weight(model: nn.Module) -> str | None:
     """Return the name of a trained weight that is not finite in this rank's shard, or None."""
-    held = {
-        name: local_shard(parameter.detach()) for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
-    held = {name: tensor for name, tensor in held.items() if tensor.numel()}
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    held = {name: shard for name, parameter in trained if (shard := local_shard(parameter.detach())).numel()}
     # The largest absolute value is NaN if any element is. It takes no memory; a mask of all elements would.
     largest = [torch.linalg.vector_norm(tensor, float("inf")).float() for tensor in held.values()]
     are_finite = torch.isfinite(torch.stack(largest)).tolist() if held else []
@@ -354,16 +330,13 @@ def check_shapes(checkpoint: Path, model_state: dict[str, torch.Tensor]) -> None
     Raises:
         ConfigError: naming the first parameter that differs, with both shapes.
     """
-    saved = StateReader(checkpoint / "state").read_metadata().state_dict_metadata
-    there = {name.removeprefix("model."): tuple(e.size) for name, e in saved.items() if name.startswith("model.")}
-    here = {name: tuple(tensor.size()) for name, tensor in model_state.items()}
+    sides = (saved_tensors(checkpoint), model_state)
+    there, here = ({name: tuple(tensor.size()) for name, tensor in side.items()} for side in sides)
     for name in sorted(there.keys() | here.keys()):
-        if there.get(name) != here.get(name):
-            raise ConfigError(
-                f"{checkpoint} holds another model: {name} has the shape {there.get(name, 'of nothing')} there and "
-                f"{here.get(name, 'of nothing')} here; resume with the model it was saved from, or give another "
-                "--output_dir"
-            )
+        was, now = there.get(name, "of nothing"), here.get(name, "of nothing")
+        if was != now:
+            said = f"{checkpoint} holds another model: {name} has the shape {was} there and {now} here"
+            raise ConfigError(f"{said}; resume with the model it was saved from, or give another --output_dir")
 
 
 def ask_to_stop_if_failed(save: Future) -> None:
@@ -378,19 +351,19 @@ def ask_to_stop_if_failed(save: Future) -> None:
 
 def remove_old(output_dir: Path, args: TrainArgs) -> None:
     """Remove the complete checkpoints that `args` do not ask to keep."""
-    present = complete_checkpoints(output_dir)
+    present = files.complete_checkpoints(output_dir)
     keep = to_keep(present, args)
     for old in present:
         if old not in keep:
             # Rename first: an interrupted removal must not leave a directory with the name of a checkpoint.
-            shutil.rmtree(old.rename(old.with_name(f"{old.name}.partial")))
+            shutil.rmtree(old.rename(files.unfinished(old)))
 
 
 def to_keep(checkpoints: Sequence[Path], args: TrainArgs) -> set[Path]:
     """Choose the newest `save_total_limit`, each `keep_every_n_steps`, and the best. `checkpoints` are sorted by step."""
     keep = set(checkpoints[-args.save_total_limit :])  # all, if the limit is 0
     if args.keep_every_n_steps:
-        keep |= {checkpoint for checkpoint in checkpoints if step_of(checkpoint) % args.keep_every_n_steps == 0}
+        keep |= {checkpoint for checkpoint in checkpoints if files.step_of(checkpoint) % args.keep_every_n_steps == 0}
     scores = {checkpoint: found for checkpoint in checkpoints if (found := score(checkpoint, args)) is not None}
     if scores:
         keep.add(max(scores, key=scores.__getitem__))
@@ -402,28 +375,22 @@ def score(checkpoint: Path, args: TrainArgs) -> float | None:
 
     None if it was not measured, if it is not finite, or if the checkpoint's metrics.jsonl is damaged.
     """
-    if not args.metric_for_best_model or difference(checkpoint, "metrics.jsonl", read_marker(checkpoint)):
+    if not args.metric_for_best_model or files.difference(checkpoint, "metrics.jsonl", files.read_marker(checkpoint)):
         return None
     key = f"eval_{args.metric_for_best_model}"
     records = read_json_lines(checkpoint / "metrics.jsonl")
-    values = [record[key] for record in records if key in record and record["step"] == step_of(checkpoint)]
-    greater_is_better = args.greater_is_better
-    if greater_is_better is None:
-        greater_is_better = not args.metric_for_best_model.endswith("loss")
+    values = [record[key] for record in records if key in record and record["step"] == files.step_of(checkpoint)]
     if not values or not math.isfinite(values[-1]):
         return None
-    return values[-1] if greater_is_better else -values[-1]
+    is_loss = args.metric_for_best_model.endswith("loss")
+    return values[-1] if args.greater_is_better or (args.greater_is_better is None and not is_loss) else -values[-1]
 
 
 def seek(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
     """Move a fresh schedule to its state after `step` steps. The state depends on the step alone."""
-    scheduler.last_epoch = step
-    scheduler._step_count = step + 1
-    for group, base_lr, factor in zip(
-        scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-    ):
-        group["lr"] = base_lr * factor(step)
-    scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
+    scheduler.last_epoch = step - 1
+    scheduler._step_count += 1  # a first step of the schedule before one of the optimizer would be warned of
+    scheduler.step()
 
 
 def rng_state() -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """Export of a checkpoint into a folder that `from_pretrained` loads, one safetensors shard at a time."""
 
+import contextlib
 import json
 import re
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -12,23 +14,9 @@ from transformers import AutoConfig
 
 from accelerate_recipes import adapters
 from accelerate_recipes.base import Base, described, folder_of_base, open_base, untrained
-from accelerate_recipes.checkpoint.files import (
-    EXPORT,
-    SaveError,
-    check_base,
-    holds_adapter,
-    is_of_the_disk,
-    read_marker,
-    unfinished_export,
-)
+from accelerate_recipes.checkpoint import files, weight_files
+from accelerate_recipes.checkpoint.files import EXPORT, SaveError
 from accelerate_recipes.checkpoint.published import COMPOSITE
-from accelerate_recipes.checkpoint.weight_files import (
-    model_on_meta,
-    write_adapter,
-    write_adapter_of_whole,
-    write_merged,
-    write_safetensors,
-)
 from accelerate_recipes.disk import read_json, read_json_lines, write_atomically
 from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError
@@ -65,19 +53,18 @@ def export(
     checkpoint, out = checkpoint.resolve(), out.resolve()
     if checkpoint in (out, *out.parents) or out in checkpoint.parents:
         raise ConfigError(f"{out} is, holds or lies in the checkpoint {checkpoint}; give another folder")
-    arguments = yaml.safe_load((checkpoint / "args.yaml").read_text(encoding="utf-8"))
+    arguments, marker = files.saved_arguments(checkpoint), files.read_marker(checkpoint)
     began_with = arguments.get("model_name_or_path", "")
     check_replaceable(out, began_with)
     if is_same_model(checkpoint, str(out)):  # needed if the base has a relative path
         raise ConfigError(is_needed(out))
-    marker = read_marker(checkpoint)
-    is_adapter = holds_adapter(marker)
+    is_adapter = files.holds_adapter(marker)
     if merge_adapter and not is_adapter:
         raise ConfigError(f"{checkpoint} holds a whole model: there is no adapter to merge")
     if merge_adapter and arguments.get("load_in_4bit"):
+        remedy = "PEFT loads them beside a model in 4 bits"
         raise ConfigError(
-            f"{checkpoint} holds adapters of a model in 4 bits: they do not fit its unrounded weights; PEFT loads them "
-            "beside a model in 4 bits"
+            f"{checkpoint} holds adapters of a model in 4 bits: they do not fit unrounded weights; {remedy}"
         )
     if is_adapter and dtype and not merge_adapter:
         raise ConfigError(f"{checkpoint} holds adapters, which stay in fp32; a dtype is for the merged model")
@@ -88,88 +75,87 @@ def export(
     base = None
     if marker.get("base_model") and (merge_adapter or not (is_adapter or text_only)):
         base = base_of(checkpoint, marker)
-    unfinished = unfinished_export(out)
+    is_whole = base is not None and not text_only
+    with replacing(out, began_with) as folder:
+        left_out = {"data.json"}
+        if is_adapter:  # `from_pretrained` would misread a file of the other kind
+            left_out |= {"adapter_config.json"} if merge_adapter else {"adapter_config.json", "config.json"}
+        copy_settings(checkpoint, folder, marker["files"].keys() - left_out, is_whole)
+        if is_adapter:
+            place = folder / "adapter" if merge_adapter else folder
+            place.mkdir(exist_ok=True)
+            if (checkpoint / COMPOSITE).is_dir() and not text_only:
+                weight_files.write_adapter_of_whole(checkpoint, place)
+            else:
+                weight_files.write_adapter(checkpoint, place)
+                shutil.copyfile(checkpoint / "adapter_config.json", place / "adapter_config.json")
+        if merge_adapter or not is_adapter:
+            default = torch.bfloat16 if computes_in_bf16(marker["mixed_precision"]) else marker["param_dtype"]
+            dtype = dtype or getattr(torch, default)
+            if merge_adapter:
+                assert base is not None
+                weight_files.write_merged(checkpoint, folder, dtype, max_shard_size, base, text_only)
+            else:
+                weight_files.write_safetensors(checkpoint, folder, dtype, max_shard_size, base if is_whole else None)
+            say_dtype(folder / "config.json", str(dtype).removeprefix("torch."))
+        if base and is_whole and base.rest:
+            description += f" {untrained(base.rest, marker['base_model']['name'])}."
+        (folder / "README.md").write_text(model_card(checkpoint, description), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(out: Path, base_model: str) -> Iterator[Path]:
+    """Give a folder for an export, which takes the place of `out` when it is written; see `export` for the errors."""
+    folder = files.unfinished(out)
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        list_files(unfinished)
-        write_export(checkpoint, marker, unfinished, description, dtype, max_shard_size, merge_adapter, base, text_only)
-        list_files(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        list_files(folder)
+        yield folder
+        list_files(folder)
     except Exception as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if is_of_the_disk(error):
+        shutil.rmtree(folder, ignore_errors=True)
+        if files.is_of_the_disk(error):
             raise SaveError(f"{out} could not be written: {error}") from None
         raise
-    check_replaceable(out, began_with)  # check again: writing took some time
+    check_replaceable(out, base_model)  # check again: writing took some time
     try:
         remove_export(out)
-        unfinished.rename(out)
+        folder.rename(out)
     except OSError as error:
-        raise SaveError(f"{unfinished} is whole, but cannot take its place: {error}; move it by hand") from None
+        raise SaveError(f"{folder} is whole, but cannot take its place: {error}; move it by hand") from None
 
 
-def write_export(
-    checkpoint: Path,
-    marker: dict,
-    out: Path,
-    description: str,
-    dtype: torch.dtype | None,
-    max_shard_size: int | str,
-    merge_adapter: bool,
-    base: Base | None,
-    text_only: bool,
-) -> None:
-    """Fill the folder of an export; see `export`."""
-    is_adapter = holds_adapter(marker)
-    left_out = {"data.json"}
-    if is_adapter:  # `from_pretrained` would misread a file of the other kind
-        left_out |= {"adapter_config.json"} if merge_adapter else {"adapter_config.json", "config.json"}
-    for name in marker["files"].keys() - left_out:
+def copy_settings(checkpoint: Path, out: Path, names: Iterable[str], is_whole: bool) -> None:
+    """Copy the files of a checkpoint that `from_pretrained` reads besides the weights; for a whole composite, its own."""
+    for name in sorted(names, key=lambda name: name.startswith(COMPOSITE)):
         is_artifact = "/" not in name and name.endswith((".json", ".jinja", ".model", ".py", ".txt"))
         if (is_artifact and "model.safetensors" not in name) or name.startswith("additional_chat_templates/"):
-            (out / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(checkpoint / name, out / name)  # without the mode of the checkpoint, which may be read-only
-    is_whole = base is not None and not text_only
-    for name in marker["files"]:
-        if is_whole and name.startswith(f"{COMPOSITE}/"):
-            shutil.copyfile(checkpoint / name, out / Path(name).name)
-    if is_adapter:
-        folder = out / "adapter" if merge_adapter else out
-        folder.mkdir(exist_ok=True)
-        if (checkpoint / COMPOSITE).is_dir() and not text_only:
-            write_adapter_of_whole(checkpoint, folder)
+            target = out / name
+        elif is_whole and name.startswith(f"{COMPOSITE}/"):
+            target = out / Path(name).name
         else:
-            write_adapter(checkpoint, folder)
-            shutil.copyfile(checkpoint / "adapter_config.json", folder / "adapter_config.json")
-    if merge_adapter or not is_adapter:
-        if dtype is None:
-            dtype = (
-                torch.bfloat16 if computes_in_bf16(marker["mixed_precision"]) else getattr(torch, marker["param_dtype"])
-            )
-        if merge_adapter:
-            assert base is not None
-            write_merged(checkpoint, out, dtype, max_shard_size, base, text_only)
-        else:
-            write_safetensors(checkpoint, out, dtype, max_shard_size, base if is_whole else None)
-        config = read_json(out / "config.json")
-        for part in (config, config.get("text_config", {})):
-            said = {"dtype", "torch_dtype"} & part.keys()  # transformers 4 reads the latter
-            if part is config and not (is_whole and said):
-                said = {"dtype", "torch_dtype"}
-            part |= dict.fromkeys(sorted(said), str(dtype).removeprefix("torch."))
-        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if base and is_whole and base.rest:
-        description += f" {untrained(base.rest, marker['base_model']['name'])}."
-    (out / "README.md").write_text(model_card(checkpoint, description), encoding="utf-8")
+            continue
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(checkpoint / name, target)  # without the mode of the checkpoint, which may be read-only
+
+
+def say_dtype(file: Path, dtype: str) -> None:
+    """Write the dtype of the weights into a config.json, by the name that it uses, or by those of transformers 4 and 5."""
+    config, names = read_json(file), {"dtype", "torch_dtype"}
+    text = config.get("text_config", {})
+    config |= dict.fromkeys(sorted(names & config.keys() or names), dtype)
+    text |= dict.fromkeys(names & text.keys(), dtype)
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def base_of(checkpoint: Path, marker: dict) -> Base:
     """Open the model that the run of a checkpoint began with. Raises ConfigError if its weights have changed."""
     name, revision = marker["base_model"]["name"], marker["base_model"]["revision"]
-    model, _ = model_on_meta(checkpoint)
+    model, _ = weight_files.model_on_meta(checkpoint)
     base = open_base(model, name, revision)
-    weights = mapped_weights(folder_of_base(name, revision)) if holds_adapter(marker) else base.rest
-    check_base(checkpoint, marker, described(name, revision, weights))
+    weights = mapped_weights(folder_of_base(name, revision)) if files.holds_adapter(marker) else base.rest
+    files.check_base(checkpoint, marker, described(name, revision, weights))
     return base
 
 
@@ -180,9 +166,7 @@ def check_shard_size(text: str) -> None:
     except (ValueError, OverflowError):  # OverflowError: infinity
         number = 0
     if number < 1:
-        raise ConfigError(
-            f"--max_shard_size {text!r} is not a size; give a number with KB, MB, GB or TB, such as 500MB"
-        )
+        raise ConfigError(f"--max_shard_size {text!r} is not a size; give a number with KB, MB, GB or TB")
 
 
 def list_files(export: Path) -> None:
@@ -208,7 +192,7 @@ def exported_files(folder: Path) -> list[str]:
     listed = listed_files(folder)
     if not listed:
         raise ConfigError(
-            f"{folder} is no export: it holds no {EXPORT}; `python -m accelerate_recipes export` turns a checkpoint into one"
+            f"{folder} is no export: it holds no {EXPORT}; the command `export` makes one of a checkpoint"
         )
     if "README.md" not in listed:  # the list is written first and last
         raise ConfigError(f"{folder} is an export that was not finished; make it again")
@@ -229,11 +213,8 @@ def arguments_of(export: Path) -> dict:
     Raises:
         ConfigError: if the card does not have them.
     """
-    found = re.search(
-        r"^## Arguments\n\n```yaml\n(.*?)^```",
-        (export / "README.md").read_text(encoding="utf-8"),
-        re.MULTILINE | re.DOTALL,
-    )
+    card = (export / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"^## Arguments\n\n```yaml\n(.*?)^```", card, re.MULTILINE | re.DOTALL)
     if found is None:
         raise ConfigError(f"{export / 'README.md'} does not say the arguments of the run under `## Arguments`")
     return yaml.safe_load(found[1])
@@ -253,18 +234,14 @@ def check_replaceable(out: Path, base_model: str) -> None:
     other = next((path for path in out.rglob("*") if str(path.relative_to(out)) not in listed), None)
     if other:
         raise ConfigError(f"{out} holds {other.name}, which no export wrote; move that away, or give another folder")
-    unfinished = unfinished_export(out)
-    if (
-        unfinished.exists()
-        and not (unfinished / EXPORT).exists()
-        and (unfinished.is_file() or any(unfinished.iterdir()))
-    ):
+    unfinished = files.unfinished(out)
+    if any(unfinished.glob("*")) and not (unfinished / EXPORT).exists():
         raise ConfigError(f"{unfinished}, where the export is written first, holds something else; move that away")
 
 
 def is_same_model(checkpoint: Path, name: str) -> bool:
     """Tell whether a checkpoint's run began with this model, even if the model lies in another place."""
-    then = read_marker(checkpoint).get("model_checksum")
+    then = files.read_marker(checkpoint).get("model_checksum")
     try:
         return bool(then and name) and then == model_checksum(name)
     except ConfigError:  # a damaged model is not the same
@@ -289,18 +266,15 @@ def remove_export(out: Path) -> None:
 def model_card(checkpoint: Path, description: str) -> str:
     """Write the README.md of an export: what was trained, the result, and the arguments."""
     arguments = (checkpoint / "args.yaml").read_text(encoding="utf-8")
-    marker = read_marker(checkpoint)
-    base = marker["base_model"] if holds_adapter(marker) else None
+    marker = files.read_marker(checkpoint)
+    base = marker["base_model"] if files.holds_adapter(marker) else None
     if base:
         at = f" at commit {base['revision']}" if base["revision"] else ""
         description += f" Low-rank adapters of {base['name']}{at}, by PEFT."
     records = read_json_lines(checkpoint / "metrics.jsonl")
     result = next((record for record in reversed(records) if is_evaluation(record)), {})
-    measured = "".join(
-        f"| {name.removeprefix('eval_')} | {value:.5g} |\n"
-        for name, value in result.items()
-        if name.startswith("eval_")
-    )
+    values = {name.removeprefix("eval_"): value for name, value in result.items() if name.startswith("eval_")}
+    measured = "".join(f"| {name} | {value:.5g} |\n" for name, value in values.items())
     return f"""# {Path(yaml.safe_load(arguments)["output_dir"]).name}
 
 {description} Trained with accelerate-recipes {marker["versions"]["accelerate_recipes"]}.

@@ -5,10 +5,13 @@ import os
 import re
 import shutil
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 import xxhash
+import yaml
 from safetensors import SafetensorError
 
 from accelerate_recipes.disk import checksum, fsync, read_json
@@ -58,8 +61,9 @@ def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
     The check reads every `parts`-th file, beginning with file `part`.
     """
     marker = read_marker(checkpoint)
-    names = sorted(marker["files"])[part::parts]
-    return next(filter(None, (difference(checkpoint, name, marker) for name in names)), None)
+    with ThreadPoolExecutor() as threads:  # hashing does not hold the interpreter's lock
+        found = threads.map(lambda name: difference(checkpoint, name, marker), sorted(marker["files"])[part::parts])
+        return next(filter(None, found), None)
 
 
 def difference(checkpoint: Path, name: str, marker: dict) -> str | None:
@@ -82,19 +86,28 @@ def read_marker(checkpoint: Path) -> dict:
     marker = read_json(checkpoint / MARKER)
     if not isinstance(marker, dict) or "args.yaml" not in marker.get("files", ()):
         raise ValueError("it does not list the files of a checkpoint")
-    found, written = checksum_of(marker), marker.pop("checksum", None)
-    if written != found:
-        raise ValueError(f"its checksum is {found} instead of {written}")
+    written = marker.pop("checksum", None)
+    if written != checksum_of(marker):
+        raise ValueError(f"its checksum is {checksum_of(marker)} instead of {written}")
     return marker
 
 
 def write_marker(checkpoint: Path, marker: dict) -> None:
     (checkpoint / MARKER).write_text(json.dumps(marker | {"checksum": checksum_of(marker)}, indent=1), encoding="utf-8")
+    fsync(checkpoint / MARKER)
+
+
+def total_size(checkpoint: Path) -> int:
+    """Add up the bytes of a checkpoint's files, as its marker lists them."""
+    return sum(entry["size"] for entry in read_marker(checkpoint)["files"].values())
 
 
 def checksum_of(marker: dict) -> str:
-    content = {name: value for name, value in marker.items() if name != "checksum"}
-    return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps(marker).encode())
+
+
+def saved_arguments(checkpoint: Path) -> dict[str, Any]:
+    return yaml.safe_load((checkpoint / "args.yaml").read_text(encoding="utf-8"))
 
 
 def candidates(output_dir: Path) -> list[Path]:
@@ -126,8 +139,8 @@ def set_aside(checkpoint: Path) -> None:
 def leftovers(output_dir: Path) -> list[Path]:
     """List the unfinished directories that killed runs have left in their output directory; they can be removed."""
     found = [path for path in output_dir.glob("checkpoint-*.partial") if NAME.fullmatch(path.stem)]
-    unfinished = unfinished_export(output_dir / "export")
-    return [*found, unfinished] if (unfinished / EXPORT).is_file() else found
+    export = unfinished(output_dir / "export")
+    return [*found, export] if (export / EXPORT).is_file() else found
 
 
 def remove_leftovers(output_dir: Path) -> None:
@@ -158,18 +171,17 @@ def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None] | Non
     before = marker.get("base_model")  # absent for a whole model, where names are compared
     if before and (base is None or before["checksum"] != base["checksum"]):
         was, now = (f"{b['name']} ({b['revision'] or 'a folder'})" for b in (before, base or before))
-        raise ConfigError(
-            f"{checkpoint} holds {'adapters' if holds_adapter(marker) else 'the trained part'} of {was}; {now} has other "
-            "weights now. Restore the weights that it was trained from, or train anew in another --output_dir"
-        )
+        part = "adapters" if holds_adapter(marker) else "the trained part"
+        remedy = "Restore the weights that it was trained from, or train anew in another --output_dir"
+        raise ConfigError(f"{checkpoint} holds {part} of {was}; {now} has other weights now. {remedy}")
 
 
-def describe(file: Path, root: Path) -> tuple[str, dict]:
-    """Sync a file to the disk; return its name and its entry in the marker."""
+def describe(file: Path, root: Path) -> dict[str, dict]:
+    """Sync a file to the disk; return its entry in the marker, by its name."""
     fsync(file)
-    return str(file.relative_to(root)), {"size": file.stat().st_size, "checksum": checksum(file)}
+    return {str(file.relative_to(root)): {"size": file.stat().st_size, "checksum": checksum(file)}}
 
 
-def unfinished_export(out: Path) -> Path:
-    """Return the folder in which an export is written, before it is renamed to its final name."""
-    return out.with_name(f"{out.name}.partial")
+def unfinished(folder: Path) -> Path:
+    """Return the folder in which a checkpoint or an export is written, before it is renamed to its final name."""
+    return folder.with_name(f"{folder.name}.partial")

@@ -8,6 +8,7 @@ forms are written.
 
 import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,29 +48,27 @@ class Published:
     def __init__(self, config: PreTrainedConfig, tokenizer: Any):
         self.config = config
         self.base, self.before = config_of_base(config.name_or_path)
-        self.files = (
-            tokenizer_files(tokenizer) if isinstance(tokenizer, PreTrainedTokenizerBase) else written(tokenizer)
-        )
+        is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
+        self.files = tokenizer_files(tokenizer) if is_tokenizer else written(tokenizer)
         if is_from_composite(config):
             self.files |= composite_files(config, tokenizer)
 
     def save_pretrained(self, folder: str | Path) -> None:
+        folder = Path(folder)
         for name, content in self.files.items():
-            (Path(folder) / name).parent.mkdir(exist_ok=True)
-            (Path(folder) / name).write_bytes(content)
-        file = Path(folder) / CONFIG
-        settings, now = read_json(file), whole_content(self.config)
-        has_code = any(Path(folder).glob("*.py"))
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+        settings, now = read_json(folder / CONFIG), whole_content(self.config)
         if self.before.get("model_type") == now["model_type"]:
             settings = with_changes(self.base, self.before, now)
             # transformers reads fields under these other names, but does not keep the names.
             others = {*self.config.attribute_map, "num_labels"} & settings.keys() - now.keys()
             settings |= {name: getattr(self.config, name) for name in others}
-        if not has_code:  # the run did not train a model with the base's own code
+        if not any(folder.glob("*.py")):  # the run did not train a model with the base's own code
             settings.pop("auto_map", None)
         if "tie_word_embeddings" in now:
             settings["tie_word_embeddings"] = now["tie_word_embeddings"]
-        write_json(file, with_older_fields(settings))
+        (folder / CONFIG).write_bytes(as_bytes(with_older_fields(settings)))
 
 
 def is_from_composite(config: PreTrainedConfig) -> bool:
@@ -84,9 +83,7 @@ def composite_files(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
     These are the files of the base, with the run's changes to fields of the text part and to the chat template.
     """
     name = config.name_or_path
-    place = cache.folder("model", name)
-    assert place is not None
-    files = {file: (place / file).read_bytes() for file in (CONFIG, *PROCESSORS) if (place / file).is_file()}
+    files = files_of_base(name, (CONFIG, *PROCESSORS))
     base = json.loads(files[CONFIG])
     before, now = whole_content(load_text_config(name)), whole_content(config)
     changed = {field: value for field, value in now.items() if before.get(field) != value and field not in OF_CLASS}
@@ -104,18 +101,20 @@ def composite_files(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 
 def config_of_base(name: str) -> tuple[dict, dict]:
     """Return a model's config.json, and the content that this version of transformers reads from it; both may be empty."""
-    place = cache.folder("model", name) if name else None
-    if place is None or not (place / CONFIG).is_file():
+    files = files_of_base(name, [CONFIG])
+    if not files:
         return {}, {}
-    return read_json(place / CONFIG), whole_content(AutoConfig.from_pretrained(name, **cache.pinned(name)))
+    return json.loads(files[CONFIG]), whole_content(AutoConfig.from_pretrained(name, **cache.pinned(name)))
+
+
+def files_of_base(name: str, wanted: Iterable[str]) -> dict[str, bytes]:
+    """Return those of the wanted files that a model has, by name."""
+    place = cache.folder("model", name)
+    return {file: (place / file).read_bytes() for file in wanted if (place / file).is_file()} if place else {}
 
 
 def whole_content(config: PreTrainedConfig) -> dict:
     return json.loads(config.to_json_string(use_diff=False))
-
-
-def write_json(file: Path, content: dict) -> None:
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def with_changes(base: dict, before: dict, after: dict) -> dict:
@@ -155,9 +154,7 @@ def older_rope(rope: dict) -> dict:
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     """Return the files of a tokenizer by name: files of its base with the changes since, or else new files."""
     name = tokenizer.name_or_path
-    place = cache.folder("model", name) if name else None
-    base = {file: (place / file).read_bytes() for file in CARRIED if (place / file).is_file()} if place else {}
-    files = written(tokenizer)
+    base, files = files_of_base(name, CARRIED), written(tokenizer)
     settings = json.loads(files[TOKENIZER_CONFIG])
     if not base:
         return files | {TOKENIZER_CONFIG: as_bytes(with_older_class(settings, settings))}
@@ -166,7 +163,9 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     said = {file: json.loads(base[file]) for file in (TOKENIZER_CONFIG, SPECIAL) if file in base}
     config = with_changes(said.get(TOKENIZER_CONFIG, {}), before, settings)
     if "chat_template" in config and tokenizer.chat_template != original.chat_template:
-        config["chat_template"] = template_in_config(tokenizer.chat_template)
+        config["chat_template"] = template = tokenizer.chat_template
+        if isinstance(template, dict):  # several templates are a list in this file
+            config["chat_template"] = [{"name": name, "template": text} for name, text in template.items()]
     added = [t.added_tokens_decoder for t in (original, tokenizer)]
     if added[0] != added[1]:
         config["added_tokens_decoder"] = {str(id): token.__getstate__() for id, token in added[1].items()}
@@ -211,10 +210,10 @@ def as_at_rest(file: bytes, base: bytes | None) -> bytes:
         if content | STATE == theirs | STATE:
             return base
         content |= {name: theirs[name] for name in STATE}
-    elif any(content[name] for name in STATE):
-        content |= STATE
-    else:
+    elif content == content | STATE:
         return file
+    else:
+        content |= STATE
     return as_bytes(content)
 
 
@@ -231,10 +230,3 @@ def with_older_class(config: dict, written: dict) -> dict:
     if isinstance(found.get("extra_special_tokens"), list):
         found["additional_special_tokens"] = found.pop("extra_special_tokens")
     return found
-
-
-def template_in_config(template: str | dict[str, str] | None) -> Any:
-    """Return a chat template in the form of tokenizer_config.json; several templates are a list."""
-    if isinstance(template, dict):
-        return [{"name": name, "template": text} for name, text in template.items()]
-    return template

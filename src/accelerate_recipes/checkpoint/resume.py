@@ -1,28 +1,15 @@
 """Choice of the checkpoint at which a run resumes."""
 
 import copy
-import os
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import yaml
 from accelerate import Accelerator
 
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.export import check_replaceable, is_same_model
-from accelerate_recipes.checkpoint.files import (
-    NAME,
-    complete_checkpoints,
-    damage,
-    defect,
-    leftovers,
-    remove_leftovers,
-    set_aside,
-    step_of,
-)
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.life import lock
 from accelerate_recipes.ranks import on_all_ranks, on_first_rank
@@ -39,29 +26,23 @@ def find_resume(args: TrainArgs) -> Path | None:
         ConfigError: for a path that is not a complete checkpoint, for a checkpoint of other data or batches, and for an
             output directory that holds checkpoints or files which the run would overwrite.
     """
-    output_dir = Path(args.output_dir)
+    output_dir, given = Path(args.output_dir), args.resume_from_checkpoint
     check_replaceable(output_dir / "export", args.base_model)
-    present = complete_checkpoints(output_dir)
+    present = files.complete_checkpoints(output_dir)
     # No changed argument: this same command has written the newest checkpoint, so it continues there.
-    if args.resume_from_checkpoint == "latest" or (present and not changed_arguments(present[-1], args)):
+    if given == "latest" or (present and not changed_arguments(present[-1], args)):
         chosen = present[-1] if present else None
-    elif args.resume_from_checkpoint == "none":
+    elif given == "none":
         chosen = None
     else:
-        chosen = Path(args.resume_from_checkpoint)
-        if not chosen.is_dir() or not NAME.fullmatch(chosen.name):
-            raise ConfigError(
-                f"--resume_from_checkpoint {chosen}: no such checkpoint; give latest, none, or a path like "
-                "outputs/run/checkpoint-500"
-            )
-        if reason := defect(chosen):
+        chosen = Path(given)
+        if not chosen.is_dir() or not files.NAME.fullmatch(chosen.name):
+            raise ConfigError(f"--resume_from_checkpoint {given}: no such checkpoint; give latest, none, or a path")
+        if reason := files.defect(chosen):
             raise ConfigError(damaged(chosen, reason))
-    ahead = [p for p in present if step_of(p) > (step_of(chosen) if chosen else 0)]
-    if ahead:
-        raise ConfigError(
-            f"--resume_from_checkpoint {args.resume_from_checkpoint} would overwrite {ahead[-1]}, which is further on; "
-            "give another --output_dir, or latest, or move that checkpoint away"
-        )
+    if present and files.step_of(present[-1]) > (files.step_of(chosen) if chosen else 0):
+        said = f"--resume_from_checkpoint {given} would overwrite {present[-1]}, which is further on"
+        raise ConfigError(f"{said}; give another --output_dir, or latest, or move that checkpoint away")
     if chosen:
         check_arguments(chosen, args)
         if args.max_steps > 0:  # else the number of steps is known only with the data
@@ -73,11 +54,9 @@ def find_resume(args: TrainArgs) -> Path | None:
 
 def check_not_beyond(checkpoint: Path, total_steps: int) -> None:
     """Raise ConfigError for a checkpoint whose step is after the last step of a run."""
-    if step_of(checkpoint) > total_steps:
-        raise ConfigError(
-            f"{checkpoint} is further on than the {total_steps} steps of this run; give as many steps or more, or "
-            "begin anew in another --output_dir"
-        )
+    if files.step_of(checkpoint) > total_steps:
+        remedy = "give as many steps or more, or begin anew in another --output_dir"
+        raise ConfigError(f"{checkpoint} is further on than the {total_steps} steps of this run; {remedy}")
 
 
 def resume_problems(args: TrainArgs, *, reads: bool) -> tuple[Path | None, list[str], list[str]]:
@@ -86,17 +65,12 @@ def resume_problems(args: TrainArgs, *, reads: bool) -> tuple[Path | None, list[
         chosen = find_resume(args)
     except ConfigError as error:
         return None, [str(error)], []
-    if chosen is None or not reads:
+    reason = files.damage(chosen) if chosen and reads else None
+    if chosen is None or reason is None:
         return chosen, [], []
-    parts = os.cpu_count()
-    with ThreadPoolExecutor(parts) as threads:
-        found = threads.map(lambda part: damage(chosen, part, parts), range(parts))
-        reason = next(filter(None, found), None)
-    if reason and chosen == Path(args.resume_from_checkpoint):
+    if chosen == Path(args.resume_from_checkpoint):
         return None, [damaged(chosen, reason)], []
-    if reason:
-        return None, [], [f"{chosen} is damaged, the run would take an older one: {reason}"]
-    return chosen, [], []
+    return None, [], [f"{chosen} is damaged, the run would take an older one: {reason}"]
 
 
 def damaged(chosen: Path, reason: str) -> str:
@@ -117,29 +91,25 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
     # A damaged checkpoint is renamed, so the next turn finds an older one.
     while True:
         chosen = on_first_rank(lambda: find_in_own(args))
-        unseen = [i for i, reason in enumerate(on_all_ranks(chosen and defect(chosen))) if reason]
+        unseen = [i for i, reason in enumerate(on_all_ranks(chosen and files.defect(chosen))) if reason]
         if unseen:
-            raise ConfigError(
-                f"ranks {unseen} do not see {chosen} as rank 0 does; --output_dir must lie on a filesystem that all "
-                "machines share"
-            )
+            remedy = "--output_dir must lie on a filesystem that all machines share"
+            raise ConfigError(f"ranks {unseen} do not see {chosen} as rank 0 does; {remedy}")
         if rank:  # `find_resume` did this on rank 0
-            args.settle(saved_arguments(chosen) if chosen else {})
+            args.settle(files.saved_arguments(chosen) if chosen else {})
         if chosen is None:
             return None
-        reason = next(filter(None, on_all_ranks(damage(chosen, rank, world_size))), None)
+        reason = next(filter(None, on_all_ranks(files.damage(chosen, rank, world_size))), None)
         if reason is None:
             for name, (before, now) in changed_arguments(chosen, args).items():
-                if name not in ("output_dir", "resume_from_checkpoint"):
-                    accelerator.on_main_process(print)(
-                        f"--{name} is now {now!r}; until step {step_of(chosen)} it was {before!r}"
-                    )
+                if rank == 0 and name not in ("output_dir", "resume_from_checkpoint"):
+                    print(f"--{name} is now {now!r}; until step {files.step_of(chosen)} it was {before!r}")
             return chosen
         if chosen == Path(args.resume_from_checkpoint):
             raise ConfigError(damaged(chosen, reason))
         if rank == 0:
             warnings.warn(f"skipping {chosen}: {reason}", stacklevel=2)
-        on_first_rank(partial(set_aside, chosen))
+        on_first_rank(partial(files.set_aside, chosen))
 
 
 def find_in_own(args: TrainArgs) -> Path | None:
@@ -154,7 +124,7 @@ def find_in_own(args: TrainArgs) -> Path | None:
     try:
         lock.take(output_dir)
     except OSError as error:
-        names = ", ".join(map(str, leftovers(output_dir)))
+        names = ", ".join(map(str, files.leftovers(output_dir)))
         room = f"make room: {names} may be removed" if names else "make room, or give another"
         raise ConfigError(f"--output_dir {output_dir} cannot be written to: {error}; {room}") from None
     try:
@@ -162,21 +132,17 @@ def find_in_own(args: TrainArgs) -> Path | None:
     except ConfigError:
         lock.release()
         raise
-    remove_leftovers(output_dir)
+    files.remove_leftovers(output_dir)
     return chosen
 
 
 def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
     """Return the arguments whose values differ from those of the checkpoint, as name: (before, now)."""
-    saved, settled = saved_arguments(checkpoint), copy.copy(args)
+    saved, settled = files.saved_arguments(checkpoint), copy.copy(args)
     settled.settle(saved)
     return {
         name: (saved[name], value) for name, value in settled.values().items() if name in saved and saved[name] != value
     }
-
-
-def saved_arguments(checkpoint: Path) -> dict[str, Any]:
-    return yaml.safe_load((checkpoint / "args.yaml").read_text(encoding="utf-8"))
 
 
 def check_arguments(checkpoint: Path, args: TrainArgs) -> None:
@@ -191,5 +157,5 @@ def check_arguments(checkpoint: Path, args: TrainArgs) -> None:
         for name, (before, now) in changed_arguments(checkpoint, args).items()
         if name in fixed and not (name == "model_name_or_path" and is_same_model(checkpoint, now))
     ]
-    fatal += args.settle(saved_arguments(checkpoint))
+    fatal += args.settle(files.saved_arguments(checkpoint))
     raise_problems(f"{checkpoint} cannot be continued with these arguments", fatal)

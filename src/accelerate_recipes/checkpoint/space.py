@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.base import is_decoder, open_base
 from accelerate_recipes.checkpoint import files
-from accelerate_recipes.disk import existing
+from accelerate_recipes.disk import existing, readable
 from accelerate_recipes.hub import cache
 from accelerate_recipes.optim import checkpoint_bytes
 
@@ -26,10 +26,8 @@ def space_needed(
     If the number of steps is not known, this is a lower bound.
     """
     present = [path for path in files.candidates(Path(args.output_dir)) if files.defect(path) is None]
-    if present:  # the size of a real checkpoint is better than a computed one
-        size = sum(entry["size"] for entry in files.read_marker(present[-1])["files"].values())
-    else:
-        size = checkpoint_bytes(args, trained, state_dict_type)
+    # The size of a real checkpoint is better than a computed one.
+    size = files.total_size(present[-1]) if present else checkpoint_bytes(args, trained, state_dict_type)
     saves = math.ceil(args.max_steps / args.save_steps) if args.max_steps > 0 and args.save_steps else 1
     at_once = saves
     if args.save_total_limit:
@@ -38,10 +36,7 @@ def space_needed(
         at_once = min(saves, args.save_total_limit + bool(args.metric_for_best_model) + 1 + kept)
     coming = max(0, at_once - len(present))
     export = (num_parameters if args.merge_adapter else trained) * args.param_dtype.itemsize + rest
-    return (
-        coming * size + export,
-        f"{coming} checkpoint{'s' * (coming != 1)} of {gib(size)} and the export of {gib(export)}",
-    )
+    return coming * size + export, f"{coming} checkpoints of {readable(size)} and the export of {readable(export)}"
 
 
 def bytes_of_rest(args: TrainArgs, models: Sequence[PreTrainedModel]) -> int:
@@ -54,10 +49,6 @@ def bytes_of_rest(args: TrainArgs, models: Sequence[PreTrainedModel]) -> int:
     return sum(tensor.nbytes for tensor in rest.values())
 
 
-def gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
-
-
 def space_problems(
     args: TrainArgs, models: Sequence[PreTrainedModel], state_dict_type: str | None, *, is_here: bool
 ) -> tuple[str, list[str]]:
@@ -67,7 +58,7 @@ def space_problems(
         sum(model.num_parameters(only_trainable=only) for model in models) for only in (False, True)
     )
     needs, counted = space_needed(args, num_parameters, trained, state_dict_type, bytes_of_rest(args, models))
-    needed_space = f"{output_dir} needs {gib(needs)} for {counted}"
+    needed_space = f"{output_dir} needs {readable(needs)} for {counted}"
     of_adapters = f", of which {trained:,} are trained" if trained < num_parameters else ""
     line = f"Parameters: {num_parameters:,}{of_adapters}; {needed_space}"
     if not is_here:
@@ -76,5 +67,5 @@ def space_problems(
     unfinished = (file for folder in files.leftovers(output_dir) for file in folder.rglob("*"))
     free = shutil.disk_usage(existing(output_dir)).free + sum(f.stat().st_size for f in unfinished if f.is_file())
     remedy = "make room, lower --save_total_limit, or give another"
-    found = [f"--output_dir {needed_space}, but has {gib(free)} free; {remedy}"] if needs > free else []
-    return f"{line}; {gib(free)} are free", found
+    found = [f"--output_dir {needed_space}, but has {readable(free)} free; {remedy}"] if needs > free else []
+    return f"{line}; {readable(free)} are free", found

@@ -41,20 +41,19 @@ class MetadataUnpickler(pickle.Unpickler):
             return memory_format  # Debian's Python 3.11.2 pickles a member of an enumeration as a call of getattr
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in IN_METADATA:
-            raise ConfigError(
-                f"the checkpoint's state/.metadata names {module}.{name}, which would run: that is no checkpoint of this "
-                "project; do not load it"
-            )
+            raise foreign(f"{module}.{name}")
         return super().find_class(module, name)
+
+
+def foreign(name: str) -> ConfigError:
+    said = f"the checkpoint's state/.metadata names {name}, which would run"
+    return ConfigError(f"{said}: that is no checkpoint of this project; do not load it")
 
 
 def memory_format(owner: Any, name: str) -> Any:
     """Return a member of torch's enumeration of memory formats, the only attributes that belong in a `.metadata`."""
     if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
-        raise ConfigError(
-            f"the checkpoint's state/.metadata names an attribute {name} of {owner}, which would run: that is no checkpoint "
-            "of this project; do not load it"
-        )
+        raise foreign(f"an attribute {name} of {owner}")
     return _MEM_FORMAT_ENCODING[name]
 
 

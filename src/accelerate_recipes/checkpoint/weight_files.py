@@ -110,11 +110,8 @@ def read_adapter(checkpoint: Path) -> dict[str, torch.Tensor]:
 def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """List the model's tensors in `checkpoint/state` by name, on the meta device."""
     metadata = StateReader(checkpoint / "state").read_metadata().state_dict_metadata
-    return {
-        key.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        for key, entry in metadata.items()
-        if key.startswith("model.")
-    }
+    saved = {key.removeprefix("model."): entry for key, entry in metadata.items() if key.startswith("model.")}
+    return {name: torch.empty(e.size, dtype=e.properties.dtype, device="meta") for name, e in saved.items()}
 
 
 def read_state(checkpoint: Path, wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

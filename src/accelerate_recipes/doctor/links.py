@@ -61,17 +61,14 @@ def judge(name: str, speed: float, found: Counter[str]) -> Links:
     over = ", ".join(f"{kind} {count} times" for kind, count in sorted(found.items())) or "paths unknown"
     warnings = []
     if slow := [kind for kind in found if kind not in ("P2P", "NVLS")]:
-        warnings.append(
-            f"NCCL goes from GPU to GPU by {', '.join(slow)}, through the memory of the host; look at nvidia-smi topo -m: "
-            "unset NCCL_P2P_DISABLE, switch ACS off in the firmware, give a container all GPUs; GeForce cards have no other "
-            "path"
-        )
+        remedy = "unset NCCL_P2P_DISABLE, switch ACS off in the firmware, give a container all GPUs"
+        said = f"NCCL goes from GPU to GPU by {', '.join(slow)}, through the memory of the host"
+        warnings.append(f"{said}; look at nvidia-smi topo -m: {remedy}; GeForce cards have no other path")
     gpu = GPUS.get(known_as(name))
     if gpu and speed < SHARE * gpu.nvlink:
-        warnings.append(
-            f"a sum over all GPUs moves {speed / 1e9:.0f} GB/s, of {gpu.nvlink / 1e9:.0f} that the links of {name} have; "
-            "look at nvidia-smi nvlink --status and nvidia-smi topo -m, and at other programs on the GPUs"
-        )
+        remedy = "look at nvidia-smi nvlink --status and nvidia-smi topo -m, and at other programs on the GPUs"
+        known = f"{gpu.nvlink / 1e9:.0f} that the links of {name} have"
+        warnings.append(f"a sum over all GPUs moves {speed / 1e9:.0f} GB/s, of {known}; {remedy}")
     return Links({"interconnect": f"{over}; a sum over all moves {speed / 1e9:.1f} GB/s"}, Found([], warnings))
 
 

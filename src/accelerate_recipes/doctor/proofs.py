@@ -118,9 +118,8 @@ class Runs:
 
     def environment(self, config: str) -> dict[str, str]:
         number = ["--num_processes", str(self.processes), "--num_machines", "1"]
-        return launch_environment(
-            ["--config_file", str(CONFIGS / f"{config}.yaml"), *number, *self.flags(config), workload.__file__]
-        )
+        launch = ["--config_file", str(CONFIGS / f"{config}.yaml"), *number, *self.flags(config)]
+        return launch_environment([*launch, workload.__file__])
 
     def fitting(self) -> list[str]:
         """List the strategies that fit this machine."""
@@ -255,13 +254,8 @@ def compare_plan(runs: Runs) -> list[Figure]:
     device, gpu = ("cuda", known_as(torch.cuda.get_device_name(0))) if torch.cuda.is_available() else ("cpu", "")
     precision = {"ACCELERATE_MIXED_PRECISION": "bf16" if flags else "no"}
     with Simulator() as simulator:
-        job = Job(
-            runs.environment("fsdp_full") | precision,
-            [workload.__file__, *argv],
-            gpu or "h100",
-            device,
-            micro_batches=ALL,
-        )
+        environment = runs.environment("fsdp_full") | precision
+        job = Job(environment, [workload.__file__, *argv], gpu or "h100", device, micro_batches=ALL)
         (outcome,) = simulator([job])
     if not isinstance(outcome, Outcome):
         raise RunFailed(f"the simulation: {outcome}")
@@ -277,12 +271,10 @@ def measure_speed(runs: Runs) -> list[Figure]:
     argv, flags = speed_command(runs)
     logged = [record for record in records(runs("fsdp_full", *argv, flags=flags)) if "tokens_per_second" in record]
     args, errors = parse(workload.Args, argv, world_size=1), []
+    order = (args.total_batch_size, workload.NUM_ROWS, args.seed)
     for before, record in itertools.pairwise(logged):
         steps = range(before["step"], record["step"])
-        rows = (
-            row for step in steps for row in rows_of_step(step, args.total_batch_size, workload.NUM_ROWS, args.seed)
-        )
-        lengths = [workload.row_of(args, row)[1] for row in rows]
+        lengths = [workload.row_of(args, row)[1] for step in steps for row in rows_of_step(step, *order)]
         targets = sum(sum(row) - len(row) for row in lengths)
         errors.append(abs(record["tokens_per_second"] * (record["time"] - before["time"]) / targets - 1))
     last = logged[-1]
@@ -303,7 +295,7 @@ PROOFS = {
 }
 
 
-def prove(names: Sequence[str], runs: Runs, say: Callable[[str], None]) -> list[Figure]:
+def prove(names: Sequence[str], runs: Runs) -> list[Figure]:
     """Make the proofs of these names; a run that fails is a figure that did not pass."""
     disable_progress_bar()
     figures = []
@@ -311,10 +303,10 @@ def prove(names: Sequence[str], runs: Runs, say: Callable[[str], None]) -> list[
         begin = time.monotonic()
         try:
             found = PROOFS[name](runs)
-        except RunFailed as error:
-            found = [Figure(name, "the runs", None, 0, why=str(error))]
         except Exception as error:  # errors of reading a damaged export have no common class
-            found = [Figure(name, "the runs", None, 0, why=one_line(error))]
-        say(f"{name}: {time.monotonic() - begin:.0f} s, {'passed' if all(f.passed for f in found) else 'FAILED'}")
+            why = str(error) if isinstance(error, RunFailed) else one_line(error)
+            found = [Figure(name, "the runs", None, 0, why=why)]
+        verdict = "passed" if all(figure.passed for figure in found) else "FAILED"
+        print(f"{name}: {time.monotonic() - begin:.0f} s, {verdict}", flush=True)
         figures += found
     return figures

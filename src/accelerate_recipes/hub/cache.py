@@ -74,10 +74,8 @@ class HubDataset:
     def __post_init__(self):
         parts = Path(self.files).parts
         if self.files and (not parts or parts[0] == "/" or any("**" in part and part != "**" for part in parts)):
-            raise ConfigError(
-                f"{self.files!r} is no pattern of files inside {self.name}: write a relative one, with ** for folders, "
-                "such as data/**/*.parquet"
-            )
+            remedy = "write a relative one, with ** for folders, such as data/**/*.parquet"
+            raise ConfigError(f"{self.files!r} is no pattern of files inside {self.name}: {remedy}")
 
     def __str__(self) -> str:
         return f"dataset {self.name!r} ({self.files or self.config or 'its only configuration'})"
@@ -138,20 +136,16 @@ def parsed_manifest(file: Path) -> dict:
     try:
         manifest = json.loads(file.read_bytes())
         files, asked = manifest["files"], manifest["asked"].values()
-        names = {name for entry in asked if entry["recipes"] for name in entry["files"]}
-        texts = [*names, *(manifest[name] for name in ("type", "name", "branch", "revision"))]
-        texts += [recipe for entry in asked for recipe in entry["recipes"]]
+        texts = [manifest[name] for name in ("type", "name", "branch", "revision")]
+        texts += [text for entry in asked for text in (*entry["files"], *entry["recipes"])]
         texts += [entry["checksum"] for entry in files.values()]
-        is_whole = all(isinstance(text, str) for text in texts) and names == files.keys()
-        is_whole &= isinstance(manifest["configs"], dict) and all(isinstance(e["size"], int) for e in files.values())
+        is_whole = all(isinstance(text, str) for text in texts) and isinstance(manifest["configs"], dict)
+        is_whole &= {name for entry in asked if entry["recipes"] for name in entry["files"]} == files.keys()
+        if is_whole and all(isinstance(entry["size"], int) for entry in files.values()):
+            return manifest
     except (ValueError, RecursionError, TypeError, AttributeError, KeyError):
-        is_whole = False
-    if not is_whole:
-        raise ConfigError(
-            f"{file}, the record of a download, is damaged; remove it, and run the same `download` again, which fetches "
-            "only what is not here"
-        )
-    return manifest
+        pass
+    raise ConfigError(f"{file}, the record of a download, is damaged; remove it, and run the same `download` again")
 
 
 def revision(repo_type: str, name: str) -> str | None:
@@ -207,11 +201,15 @@ def files_of(manifest: dict, need: Need) -> list[str]:
     return [file for name in need.split_names or splits for file in splits.get(name, [f"split {name}"])]
 
 
+def snapshot(manifest: dict) -> Path:
+    """Return the folder of the files of a manifest."""
+    return repository(manifest["type"], manifest["name"]) / "snapshots" / manifest["revision"]
+
+
 def absent(manifest: dict, files: list[str]) -> list[str]:
     """List the files that are not on the disk, or have another size."""
-    snapshot = repository(manifest["type"], manifest["name"]) / "snapshots" / manifest["revision"]
     known = manifest["files"]
-    return [file for file in files if file not in known or size_of(snapshot / file) != known[file]["size"]]
+    return [file for file in files if file not in known or size_of(snapshot(manifest) / file) != known[file]["size"]]
 
 
 def size_of(file: Path) -> int | None:
@@ -295,11 +293,9 @@ def shards_of(index: Path) -> list[str]:
 def paths_of(need: HubDataset) -> list[str]:
     """List the paths of a dataset's files on this machine, in the order of their names; empty if it is not here."""
     place = folder("dataset", need.name)
-    if place is None:
-        return []
-    if not os.path.isdir(need.name) and (manifest := read_manifest("dataset", need.name)):
+    if place and not os.path.isdir(need.name) and (manifest := read_manifest("dataset", need.name)):
         return [str(place / file) for file in files_of(manifest, need)]
-    return sorted(map(str, place.glob(need.files or "**/*")))
+    return sorted(map(str, place.glob(need.files or "**/*"))) if place else []
 
 
 def bytes_of(need: HubDataset) -> int:
@@ -357,11 +353,8 @@ def saved_splits(name: str) -> dict[str, list[str]]:
         folders = {split: Path(name) / split for split in read_json(index)["splits"]}
     else:
         folders = {"train": Path(name)} if (Path(name) / "state.json").is_file() else {}
-    states = {split: read_json(place / "state.json") for split, place in folders.items()}
-    return {
-        split: [str(folders[split] / file["filename"]) for file in state["_data_files"]]
-        for split, state in states.items()
-    }
+    found = {split: read_json(place / "state.json")["_data_files"] for split, place in folders.items()}
+    return {split: [str(folders[split] / file["filename"]) for file in files] for split, files in found.items()}
 
 
 def folder_problems(flag: str, name: str) -> list[str]:
@@ -369,7 +362,4 @@ def folder_problems(flag: str, name: str) -> list[str]:
     here = str(Path(name).resolve())
     if not os.path.isdir(name) or glob.escape(here) == here or saved_splits(name):
         return []
-    return [
-        f"--{flag} {here}: `datasets` takes [, * and ? in the path for a pattern; rename the folder, or name its "
-        "files one by one"
-    ]
+    return [f"--{flag} {here}: `datasets` takes [, * and ? in the path for a pattern; rename the folder"]

@@ -17,9 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -27,8 +25,8 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils._verification import compute_file_hash
 
-from accelerate_recipes.disk import existing, own_suffix, write_atomically
-from accelerate_recipes.errors import ConfigError, first_line, raise_problems
+from accelerate_recipes.disk import existing, own_suffix, readable, write_atomically
+from accelerate_recipes.errors import ConfigError, first_line, noting, raise_problems
 from accelerate_recipes.hub import cache
 from accelerate_recipes.hub.cache import HubDataset, HubModel, Need
 
@@ -36,36 +34,11 @@ from accelerate_recipes.hub.cache import HubDataset, HubModel, Need
 MODEL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "additional_chat_templates/*")
 
 
-class Unavailable(Exception):
-    """A repository cannot be downloaded; the text gives the reason and the remedy."""
-
-
-@dataclass
-class Wanted:
-    """Files to download from one repository."""
-
-    repo_type: str
-    name: str
-    branch: str
-    revision: str
-    full_name: str  # `wmt14` has become `wmt/wmt14`; only the Hub's client knows the old name, datasets does not
-    files: dict[str, dict] = field(default_factory=dict)
-    asked: dict[str, list[str]] = field(default_factory=dict)
-    configs: dict[str, dict] = field(default_factory=dict)
-
-    @property
-    def place(self) -> tuple[str, str, str]:
-        return self.repo_type, self.name, self.revision
-
-    @property
-    def to_fetch(self) -> dict[str, dict]:
-        """Files whose contents the cache does not hold, at any commit."""
-        blobs = cache.repository(self.repo_type, self.name) / "blobs"  # named by checksums
-        return {
-            file: entry
-            for file, entry in self.files.items()
-            if cache.size_of(blobs / entry["checksum"].partition(":")[2]) != entry["size"]
-        }
+def to_fetch(plan: dict) -> dict[str, dict]:
+    """Return the files of a manifest whose contents the cache does not hold, at any commit."""
+    blobs = cache.repository(plan["type"], plan["name"]) / "blobs"  # named by checksums
+    sizes = {file: cache.size_of(blobs / entry["checksum"].partition(":")[2]) for file, entry in plan["files"].items()}
+    return {file: entry for file, entry in plan["files"].items() if sizes[file] != entry["size"]}
 
 
 def download(
@@ -84,35 +57,30 @@ def download(
     if not sys.stderr.isatty():  # a job's log: plain lines
         disable_progress_bars()
     line = shlex.join([*([] if max_shards is None else ["--max_shards", str(max_shards)]), *command])
-    plans: dict[tuple[str, str], Wanted] = {}
-    problems = []
+    plans: dict[tuple[str, str], dict] = {}  # manifests of these needs alone
+    problems: list[str] = []
     for need in needs:
-        if os.path.isdir(need.name):
-            continue
-        if cache.is_path(need.name):
-            problems.append(f"{need}: no such folder")
-            continue
-        try:
+        with noting(problems):
             add_to(plans, need, max_shards, update)
-        except Unavailable as error:
-            problems.append(str(error))
     raise_problems("This cannot be downloaded", problems)
     check_download_fits(list(plans.values()))
     for plan in plans.values():
-        size, to_fetch = total(plan.files), total(plan.to_fetch)
-        print(
-            f"{plan.repo_type} {plan.name} at commit {plan.revision[:12]}: {len(plan.files)} files, {readable(size)}, "
-            f"{f'{readable(to_fetch)} to fetch' if to_fetch else 'all here'}",
-            flush=True,
-        )
+        lacking = total(to_fetch(plan))
+        rest = f"{readable(lacking)} to fetch" if lacking else "all here"
+        files = f"{len(plan['files'])} files, {readable(total(plan['files']))}, {rest}"
+        print(f"{plan['type']} {plan['name']} at commit {plan['revision'][:12]}: {files}", flush=True)
     for plan in plans.values():
         write_manifest(plan, line)
         transfer(plan)
 
 
-def add_to(plans: dict[tuple[str, str], Wanted], need: Need, max_shards: int | None, update: bool) -> None:
-    """Add the files of a need to the plan of its repository. Raises Unavailable."""
-    api, key = HfApi(), (need.repo_type, need.name)
+def add_to(plans: dict[tuple[str, str], dict], need: Need, max_shards: int | None, update: bool) -> None:
+    """Add the files of a need to the plan of its repository. Raises ConfigError."""
+    if os.path.isdir(need.name):
+        return
+    if cache.is_path(need.name):
+        raise ConfigError(f"{need}: no such folder")
+    api, key, where = HfApi(), (need.repo_type, need.name), constants.ENDPOINT
     try:
         plan = plans.get(key)
         if plan is None:
@@ -121,38 +89,37 @@ def add_to(plans: dict[tuple[str, str], Wanted], need: Need, max_shards: int | N
             info = api.repo_info(need.name, repo_type=need.repo_type, revision=commit)
             if info.gated:
                 api.auth_check(need.name, repo_type=need.repo_type)
-            plan = Wanted(*key, need.branch, info.sha, info.id)
-        if need.branch != plan.branch:
-            raise Unavailable(f"{need} is wanted at {plan.branch} and at {need.branch}; the cache keeps one of them")
+            plan = {
+                "name": need.name, "type": need.repo_type, "branch": need.branch, "revision": info.sha,
+                "files": {}, "asked": {}, "configs": {},
+            }  # fmt: skip
+        if need.branch != plan["branch"]:
+            raise ConfigError(f"{need} is wanted at {plan['branch']} and at {need.branch}; the cache keeps one of them")
         if isinstance(need, HubModel):
-            chosen = files_of_model(plan, tree(api, *plan.place), need.weights)
+            chosen = files_of_model(plan, tree(api, *key, plan["revision"]), need.weights)
         elif need.files:
-            listed = tree(api, *plan.place, *cache.place_of(need.files))
+            listed = tree(api, *key, plan["revision"], *cache.place_of(need.files))
             chosen = {file: listed[file] for file in sorted(listed) if cache.matches(file, need.files)}
             if not chosen:
-                raise Unavailable(f"{need} has no file that matches; there are {some(listed)}")
+                raise ConfigError(f"{need} has no file that matches; there are {some(listed)}")
             chosen = dict(list(chosen.items())[:max_shards])
         else:
             chosen = files_of_config(api, plan, need)
     except GatedRepoError:
-        raise Unavailable(
-            f"{need} is gated: accept its terms at {constants.ENDPOINT}/{'datasets/' * (need.repo_type == 'dataset')}"
-            f"{need.name}, then run `hf auth login` with a token of that account, or set HF_TOKEN"
-        ) from None
+        page = f"{where}/{'datasets/' * (need.repo_type == 'dataset')}{need.name}"
+        remedy = "then run `hf auth login` with a token of that account, or set HF_TOKEN"
+        raise ConfigError(f"{need} is gated: accept its terms at {page}, {remedy}") from None
     except RepositoryNotFoundError:
-        raise Unavailable(
-            f"{need} is not on {constants.ENDPOINT}, or is private; check its name, or run `hf auth login`"
-        ) from None
-    except Unavailable:
+        remedy = "check its name, or run `hf auth login`"
+        raise ConfigError(f"{need} is not on {where}, or is private; {remedy}") from None
+    except ConfigError:
         raise
     # For a failing network or server, the Hub's client and datasets raise errors without a common class.
     except Exception as error:
-        raise Unavailable(
-            f"{need} cannot be downloaded from {constants.ENDPOINT}: {first_line(error)}; without internet, download it "
-            "elsewhere (docs/offline.md), or give a folder"
-        ) from None
-    plan.files |= chosen
-    plan.asked[need.key] = list(chosen)
+        remedy = "without internet, download it elsewhere (docs/offline.md), or give a folder"
+        raise ConfigError(f"{need} cannot be downloaded from {where}: {first_line(error)}; {remedy}") from None
+    plan["files"] |= chosen
+    plan["asked"][need.key] = list(chosen)
     plans[key] = plan
 
 
@@ -161,102 +128,90 @@ def tree(
 ) -> dict[str, dict]:
     """Return size and checksum of each file of a repository, or of a folder in it."""
     entries = api.list_repo_tree(name, inside or None, recursive=recursive, revision=revision, repo_type=repo_type)
-    files = [entry for entry in entries if isinstance(entry, RepoFile)]
-    return {
-        file.path: {
-            "size": file.size,
-            "checksum": f"sha256:{file.lfs.sha256}" if file.lfs else f"git-sha1:{file.blob_id}",
-        }
-        for file in files
-    }
+    found = {}
+    for file in (entry for entry in entries if isinstance(entry, RepoFile)):
+        checksum = f"sha256:{file.lfs.sha256}" if file.lfs else f"git-sha1:{file.blob_id}"
+        found[file.path] = {"size": file.size, "checksum": checksum}
+    return found
 
 
-def files_of_model(plan: Wanted, listed: dict[str, dict], weights: bool) -> dict[str, dict]:
+def files_of_model(plan: dict, listed: dict[str, dict], weights: bool) -> dict[str, dict]:
     names = [name for name in listed for pattern in MODEL_FILES if cache.matches(name, pattern)]
     names = [name for name in names if not name.endswith(".index.json")]
     if weights:
         found = next((name for name in cache.WEIGHTS if name in listed), None)
         if found is None:
-            raise Unavailable(f"model {plan.name!r} has no weights for PyTorch; it has {some(listed)}")
+            raise ConfigError(f"model {plan['name']!r} has no weights for PyTorch; it has {some(listed)}")
         names.append(found)
         if found.endswith(".index.json"):
-            names += cache.shards_of(Path(hf_hub_download(plan.name, found, revision=plan.revision)))
+            names += cache.shards_of(Path(hf_hub_download(plan["name"], found, revision=plan["revision"])))
     return {name: listed[name] for name in names}
 
 
-def files_of_config(api: HfApi, plan: Wanted, need: HubDataset) -> dict[str, dict]:
+def files_of_config(api: HfApi, plan: dict, need: HubDataset) -> dict[str, dict]:
     """List the files of a configuration as `datasets` finds them; record in the plan how `datasets` would read them."""
     import datasets
 
+    # `wmt14` has become `wmt/wmt14`; only the Hub's client knows the old name, datasets does not.
+    full_name = api.dataset_info(need.name, revision=plan["revision"]).id
     try:
-        builder = datasets.load_dataset_builder(plan.full_name, need.config or None, revision=plan.revision)
+        builder = datasets.load_dataset_builder(full_name, need.config or None, revision=plan["revision"])
     except ValueError as error:  # it names the existing configurations
-        raise Unavailable(f"{need}: {first_line(error)}") from None
-    prefix = f"hf://datasets/{plan.full_name}@{plan.revision}/"
-    splits = {
-        str(split): [file.removeprefix(prefix) for file in files] for split, files in builder.config.data_files.items()
-    }
+        raise ConfigError(f"{need}: {first_line(error)}") from None
+    prefix = f"hf://datasets/{full_name}@{plan['revision']}/"
+    found = builder.config.data_files.items()
+    splits = {str(split): [file.removeprefix(prefix) for file in files] for split, files in found}
     if unknown := sorted(set(need.split_names) - set(splits)):
-        raise Unavailable(f"{need} has no split {', '.join(unknown)}; it has {', '.join(splits)}")
+        raise ConfigError(f"{need} has no split {', '.join(unknown)}; it has {', '.join(splits)}")
     kind = type(builder).__module__.rpartition(".")[2]
-    plan.configs[need.config] = {"builder": kind, "options": cache.options_of(builder.config), "splits": splits}
-    listed = tree(api, *plan.place)
+    plan["configs"][need.config] = {"builder": kind, "options": cache.options_of(builder.config), "splits": splits}
+    listed = tree(api, need.repo_type, need.name, plan["revision"])
     names = [file for name in need.split_names or splits for file in splits[name]]
     return {name: listed[name] for name in names}
 
 
-def check_download_fits(plans: Sequence[Wanted]) -> None:
+def check_download_fits(plans: Sequence[dict]) -> None:
     """Check that the disk has room. Raises ConfigError."""
-    needed = sum(total(plan.to_fetch) for plan in plans)
+    needed = sum(total(to_fetch(plan)) for plan in plans)
     place = existing(Path(constants.HF_HUB_CACHE))
     free = shutil.disk_usage(place).free
     if needed > free:
-        raise ConfigError(
-            f"{readable(needed)} are to be fetched, but {place} has {readable(free)} free; make room, or set HF_HOME "
-            "to a folder on another disk"
-        )
+        remedy = "make room, or set HF_HOME to a folder on another disk"
+        raise ConfigError(f"{readable(needed)} are to be fetched, but {place} has {readable(free)} free; {remedy}")
 
 
-def write_manifest(plan: Wanted, recipe: str) -> None:
+def write_manifest(plan: dict, recipe: str) -> None:
     """Write the manifest before the files, so that it shows the missing files of a killed download.
 
     Earlier downloads stay in it. A repeated request, such as a pattern with another `max_shards`, replaces the earlier one.
     """
-    manifest: dict[str, Any] | None = cache.read_manifest(plan.repo_type, plan.name)
-    if manifest is None or (manifest["branch"], manifest["revision"]) != (plan.branch, plan.revision):
-        manifest = {
-            "name": plan.name, "type": plan.repo_type, "branch": plan.branch, "revision": plan.revision,
-            "files": {}, "asked": {}, "configs": {},
-        }  # fmt: skip
+    manifest = cache.read_manifest(plan["type"], plan["name"])
+    if manifest is None or any(manifest[name] != plan[name] for name in ("branch", "revision")):
+        manifest = plan | {"files": {}, "asked": {}, "configs": {}}
     asked = manifest["asked"]
-    for key, files in plan.asked.items():
+    for key, files in plan["asked"].items():
         before = asked[key]["recipes"] if key in asked and asked[key]["files"] == files else []
         asked[key] = {"files": files, "recipes": [*(line for line in before if line != recipe), recipe]}
-    files = manifest["files"] | plan.files
+    files = manifest["files"] | plan["files"]
     manifest["files"] = {file: files[file] for entry in asked.values() for file in entry["files"]}
-    manifest["configs"] |= plan.configs
-    place = cache.repository(plan.repo_type, plan.name)
+    manifest["configs"] |= plan["configs"]
+    place = cache.repository(plan["type"], plan["name"])
     place.mkdir(parents=True, exist_ok=True)
     write_atomically(place / cache.MANIFEST, json.dumps(manifest, indent=1), own_suffix())
 
 
-def transfer(plan: Wanted) -> None:
+def transfer(plan: dict) -> None:
     """Download the files. Raises ConfigError."""
+    repo_type, name, patterns = plan["type"], plan["name"], [glob.escape(file) for file in plan["files"]]
     try:
-        snapshot_download(
-            plan.name,
-            repo_type=plan.repo_type,
-            revision=plan.revision,
-            allow_patterns=[glob.escape(file) for file in plan.files],
-        )
+        snapshot_download(name, repo_type=repo_type, revision=plan["revision"], allow_patterns=patterns)
     except Exception as error:  # network and disk raise errors of many classes
-        raise ConfigError(
-            f"{plan.repo_type} {plan.name}: {first_line(error)}. What was fetched is kept: the same command goes on"
-        ) from error
-    if lost := cache.absent(cache.read_manifest(plan.repo_type, plan.name), list(plan.files)):
-        raise ConfigError(f"{plan.repo_type} {plan.name}: {', '.join(lost)} did not arrive; run the same command again")
+        kept = "What was fetched is kept: the same command goes on"
+        raise ConfigError(f"{repo_type} {name}: {first_line(error)}. {kept}") from error
+    if lost := cache.absent(plan, list(plan["files"])):
+        raise ConfigError(f"{repo_type} {name}: {', '.join(lost)} did not arrive; run the same command again")
     # huggingface_hub 2.4 does not continue the files of a killed download. A running download writes to its files often.
-    for rest in (cache.repository(plan.repo_type, plan.name) / "blobs").glob("*.incomplete"):
+    for rest in (cache.repository(repo_type, name) / "blobs").glob("*.incomplete"):
         if time.time() - rest.stat().st_mtime > 3600:
             rest.unlink(missing_ok=True)
 
@@ -267,30 +222,27 @@ def verify() -> str:
     Raises:
         ConfigError: names the missing and changed files, and the remedy.
     """
-    files = [
-        (manifest, name, entry) for manifest in cache.manifests() for name, entry in sorted(manifest["files"].items())
-    ]
+    files = [(manifest, name) for manifest in cache.manifests() for name in sorted(manifest["files"])]
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing does not hold the interpreter's lock
         problems = [problem for problem in threads.map(lambda one: file_problem(*one), files) if problem]
     raise_problems(f"In {constants.HF_HUB_CACHE}", problems)
-    size = sum(entry["size"] for _, _, entry in files)
+    size = sum(manifest["files"][name]["size"] for manifest, name in files)
     return f"{len(files)} files, {readable(size)}, in {constants.HF_HUB_CACHE}: complete and unchanged"
 
 
-def file_problem(manifest: dict, name: str, entry: dict) -> str | None:
-    place = cache.repository(manifest["type"], manifest["name"]) / "snapshots" / manifest["revision"] / name
+def file_problem(manifest: dict, name: str) -> str | None:
+    """Return why a downloaded file is not as the Hub has it, with the command that replaces it; None if it is."""
+    place, wanted = cache.snapshot(manifest) / name, manifest["files"][name]["checksum"]
     what = f"{manifest['type']} {manifest['name']}: {name}"
     asked = next(entry for entry in manifest["asked"].values() if name in entry["files"])
     again = f"python -m accelerate_recipes download {asked['recipes'][-1]}"
     if not place.is_file():
         return f"{what} is missing; run: {again}"
-    found = hub_checksum(place, entry["checksum"])
-    if found != entry["checksum"]:
-        return (
-            f"{what} is damaged: its checksum is {found} instead of {entry['checksum']}; "
-            f"run: rm {shlex.quote(os.path.realpath(place))} && {again}"
-        )
-    return None
+    found = hub_checksum(place, wanted)
+    if found == wanted:
+        return None
+    remove = f"rm {shlex.quote(os.path.realpath(place))}"
+    return f"{what} is damaged: its checksum is {found} instead of {wanted}; run: {remove} && {again}"
 
 
 def hub_checksum(file: Path, expected: str) -> str:
@@ -305,22 +257,16 @@ def listing() -> str:
     for manifest in cache.manifests():
         lacking = cache.absent(manifest, list(manifest["files"]))
         state = f"lacks {', '.join(lacking)}" if lacking else "complete"
-        lines = [
-            f"{manifest['type']} {manifest['name']}  commit {manifest['revision'][:12]}  "
-            f"{len(manifest['files'])} files, {readable(total(manifest['files']))}  {state}"
-        ]
+        name = f"{manifest['type']} {manifest['name']}  commit {manifest['revision'][:12]}"
+        line = f"{name}  {len(manifest['files'])} files, {readable(total(manifest['files']))}  {state}"
         recipes = {recipe: None for entry in manifest["asked"].values() for recipe in entry["recipes"]}
-        paragraphs.append("\n    for ".join([*lines, *recipes]))
+        paragraphs.append("\n    for ".join([line, *recipes]))
     return "\n".join(paragraphs) or f"nothing was downloaded to {constants.HF_HUB_CACHE}"
 
 
 def total(files: dict[str, dict]) -> int:
     """Return the size of all files, in bytes."""
     return sum(entry["size"] for entry in files.values())
-
-
-def readable(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.3f} MiB"
 
 
 def some(names: dict[str, dict]) -> str:

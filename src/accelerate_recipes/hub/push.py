@@ -16,10 +16,10 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import HFValidationError, disable_progress_bars, validate_repo_id
 
-from accelerate_recipes.disk import read_json
+from accelerate_recipes.disk import read_json, readable
 from accelerate_recipes.errors import ConfigError, first_line, raise_problems
 from accelerate_recipes.hub import cache
-from accelerate_recipes.hub.download import hub_checksum, readable, tree
+from accelerate_recipes.hub.download import hub_checksum, tree
 
 # Files that `from_pretrained` reads if they are present, although no other file names them.
 READ_BESIDE = {
@@ -33,9 +33,7 @@ ATTRIBUTES = ".gitattributes"  # the Hub's own file in a new repository
 def name_problems(repo: str) -> list[str]:
     """List what is wrong with the name of a repository, one sentence each."""
     if repo.startswith("hf_") and "/" not in repo:  # do not print it
-        return [
-            "the repository to push to looks like a token; give ORG/NAME, and the token by HF_TOKEN or `hf auth login`"
-        ]
+        return ["the repository to push to looks like a token; give ORG/NAME, and the token by HF_TOKEN"]
     if repo.count("/") != 1:
         return [f"{repo!r} is no repository to push to; give ORG/NAME, or USER/NAME"]
     try:
@@ -49,10 +47,8 @@ def push_problems(repo: str) -> list[str]:
     """List the reasons that prevent a push from this machine, one sentence each, without asking the Hub."""
     found = name_problems(repo)
     if constants.HF_HUB_OFFLINE:
-        found.append(
-            "a push needs the Hub, and HF_HUB_OFFLINE is set: unset it, or push the export later, where there is internet: "
-            "python -m accelerate_recipes push EXPORT ORG/NAME"
-        )
+        remedy = "unset it, or push the export later: python -m accelerate_recipes push EXPORT ORG/NAME"
+        found.append(f"a push needs the Hub, and HF_HUB_OFFLINE is set: {remedy}")
     try:
         token = get_token() or ""
     except Exception as error:  # a login by OIDC asks a server
@@ -77,12 +73,9 @@ def push(export: Path, files: Sequence[str], repo: str, *, public: bool = False)
     raise_problems(f"{export} cannot be pushed", push_problems(repo))
     token = str(get_token())
     again = shlex.join(["python", "-m", "accelerate_recipes", "push", *(["--public"] * public), str(export), repo])
-    size = sum((export / name).stat().st_size for name in files)
-    print(
-        f"Pushing {export}: {len(files)} files, {readable(size)}, to {constants.ENDPOINT}/{repo}; after an interruption, "
-        f"run: {again}",
-        flush=True,
-    )
+    what = f"{len(files)} files, {readable(sum((export / name).stat().st_size for name in files))}"
+    to = f"{constants.ENDPOINT}/{repo}"
+    print(f"Pushing {export}: {what}, to {to}; after an interruption, run: {again}", flush=True)
     if not sys.stderr.isatty():  # a job's log: plain lines
         disable_progress_bars()
     try:
@@ -90,9 +83,8 @@ def push(export: Path, files: Sequence[str], repo: str, *, public: bool = False)
     # For a failing network or server, or a lack of permission, the Hub's client raises errors without a common class.
     except Exception as error:
         reason = str(error) if isinstance(error, ConfigError) else said_by(error).replace(token, "<token>")
-        raise ConfigError(
-            f"{export} was not pushed: {reason}. It is whole and unchanged; to push it, run: {again}"
-        ) from None
+        said = f"{export} was not pushed: {reason}. It is whole and unchanged; to push it, run: {again}"
+        raise ConfigError(said) from None
     print(said, flush=True)
 
 
@@ -114,25 +106,17 @@ def commit(api: HfApi, export: Path, files: Sequence[str], repo: str, public: bo
     there = tree(api, "model", repo, info.sha)
     earlier = pushed_files(api, repo, info.sha) if cache.MANIFEST in there else set()
     foreign = set(there) - earlier - {ATTRIBUTES}
-    unlike = [
-        name
-        for name in foreign & set(files)
-        if hub_checksum(export / name, there[name]["checksum"]) != there[name]["checksum"]
-    ]
-    if in_the_way := sorted([*unlike, *(name for name in foreign - set(files) if is_of_a_model(name))]):
-        raise ConfigError(
-            f"{repo} holds {', '.join(in_the_way)}, which no push of an export wrote; delete that there, or give another "
-            "repository"
-        )
+    sums = {name: there[name]["checksum"] for name in foreign}
+    in_the_way = {name for name in foreign & set(files) if hub_checksum(export / name, sums[name]) != sums[name]}
+    if in_the_way := sorted(in_the_way | {name for name in foreign - set(files) if is_of_a_model(name)}):
+        remedy = "delete that there, or give another repository"
+        raise ConfigError(f"{repo} holds {', '.join(in_the_way)}, which no push of an export wrote; {remedy}")
     stale = sorted((earlier & set(there)) - set(files) - {ATTRIBUTES})
+    changes = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(export / name)) for name in files]
+    changes += [CommitOperationDelete(path_in_repo=name) for name in stale]
+    # With the parent, nothing is pushed if somebody else has pushed since.
     made = api.create_commit(
-        repo,
-        [
-            *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(export / name)) for name in files),
-            *(CommitOperationDelete(path_in_repo=name) for name in stale),
-        ],
-        commit_message="Push an export of accelerate-recipes",
-        parent_commit=info.sha,  # if somebody else has pushed since, nothing is pushed
+        repo, changes, commit_message="Push an export of accelerate-recipes", parent_commit=info.sha
     )
     now = tree(api, "model", repo, made.oid)
     if lost := [name for name in files if name not in now or now[name]["size"] != (export / name).stat().st_size]:

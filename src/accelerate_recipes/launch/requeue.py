@@ -45,10 +45,9 @@ def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple
     ended = f"{state if state != 'running' else 'killed'} at step {step}{': ' + reason if reason else ''}"
     newest = [(entry["job"], entry["step"]) for entry in attempts[-MAX_WITHOUT_PROGRESS:]]
     if newest == [(this["job"], step)] * MAX_WITHOUT_PROGRESS:
-        return 1, (
-            f"{ended}; so ended {MAX_WITHOUT_PROGRESS} attempts without a newer checkpoint; see "
-            f"{output_dir / 'attempts.jsonl'} and the logs, and submit again once it is put right (or with a longer --time)"
-        )
+        said = f"{ended}; so ended {MAX_WITHOUT_PROGRESS} attempts without a newer checkpoint"
+        remedy = "and submit again once it is put right (or with a longer --time)"
+        return 1, f"{said}; see {output_dir / 'attempts.jsonl'} and the logs, {remedy}"
     if this["restarts"] >= max_restarts:
         return 1, f"{ended}; restarted {this['restarts']} times, MAX_RESTARTS is {max_restarts}"
     return os.EX_TEMPFAIL, ended

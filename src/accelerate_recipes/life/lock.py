@@ -35,11 +35,9 @@ def take(output_dir: Path) -> None:
     owner = {"host": socket.gethostname(), "process": os.getpid(), "run": uuid.uuid4().hex, **attempt()}
     output_dir.mkdir(parents=True, exist_ok=True)
     if other := acquire(file, owner):
-        raise ConfigError(
-            f"{output_dir} is in use by process {other['process']} on {other['host']}"
-            f"{' (job ' + other['job'] + ')' if other['job'] else ''}, which is alive; stop it, or give another "
-            "--output_dir"
-        )
+        job = f" (job {other['job']})" if other["job"] else ""
+        who = f"process {other['process']} on {other['host']}{job}"
+        raise ConfigError(f"{output_dir} is in use by {who}, which is alive; stop it, or give another --output_dir")
     _mine = file, owner
     threading.Thread(target=_keep, args=_mine, daemon=True, name="lock").start()
 

@@ -152,21 +152,15 @@ class Watch:
 
     def _signs(self) -> dict[int, dict]:
         """Return the last sign of life of each rank that gave one."""
-        return {
-            rank: json.loads(self.store.get(str(rank)))
-            for rank in range(self.world_size)
-            if self.store.check([str(rank)])  # else `get` would wait for the key
-        }
+        known = [rank for rank in range(self.world_size) if self.store.check([str(rank)])]  # else `get` would wait
+        return {rank: json.loads(self.store.get(str(rank))) for rank in known}
 
     def _gone(self, before: dict[int, dict], now: dict[int, dict]) -> list[str]:
         """Return the ranks, with their hosts, that gave no sign of life between the two times."""
         silent = {"host": "a host that is not known", "beat": None}
-        signs = {rank: (before.get(rank, silent), now.get(rank, silent)) for rank in range(self.world_size)}
-        return [
-            f"rank {rank} (on {last['host']})"
-            for rank, (first, last) in signs.items()
-            if rank != self.rank and first["beat"] == last["beat"]
-        ]
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        gone = [rank for rank in others if before.get(rank, silent)["beat"] == now.get(rank, silent)["beat"]]
+        return [f"rank {rank} (on {now.get(rank, silent)['host']})" for rank in gone]
 
     def _lateness(self) -> str:
         return f"{self.doing} has not ended within {self.seconds:.0f} s (--step_timeout, --ddp_timeout)"

@@ -32,10 +32,8 @@ def start_fork_server() -> None:
     """
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > LONGEST_FOLDER:
-        raise ConfigError(
-            f"--dataloader_num_workers: the path of {folder}, which will hold a socket, is longer than "
-            f"{LONGEST_FOLDER} bytes; set TMPDIR to a shorter one, such as /tmp"
-        )
+        said = f"--dataloader_num_workers: the path of {folder}, which will hold a socket"
+        raise ConfigError(f"{said}, is longer than {LONGEST_FOLDER} bytes; set TMPDIR to a shorter one, such as /tmp")
     multiprocessing.set_start_method("forkserver", force=True)
     # The resource tracker, the server and the workers inherit the blocked signals.
     blocked = {*SIGNALS, signal.SIGINT}
