@@ -159,10 +159,8 @@ def main(args: Args) -> None:
         flops_fn=lambda model: flops_per_target(model, *lengths),
     )
     run.print(
-        f"Data: {facts['train']['pairs']:,} pairs to train on, of which {facts['train']['truncated_sources']:,} sources are "
-        f"cut at {args.max_source_length} tokens and {facts['train']['truncated_targets']:,} targets at "
-        f"{args.max_target_length}; {facts['skipped']:,} skipped; evaluated on {len(heldout):,} of "
-        f"{facts['heldout']['pairs']:,} pairs held out"
+        f"Data: {facts['train']['pairs']:,} pairs to train on; {facts['skipped']:,} skipped; evaluated on "
+        f"{len(heldout):,} of {facts['heldout']['pairs']:,} pairs held out"
     )
 
     # Training and evaluation
