@@ -157,12 +157,9 @@ def open_parquet(file: str) -> "pq.ParquetFile":
 
 
 def read_file(path: str) -> Iterator[bytes]:
-    try:
-        with open(path, "rb") as file:
-            while chunk := file.read(CHUNK):
-                yield chunk
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    with reading(path), open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            yield chunk
 
 
 def fetch(url: str, retry: Retry, on_retry: Callable[[], None]) -> Iterator[bytes]:
