@@ -71,7 +71,7 @@ def write_shards(folder: Path, flags: argparse.Namespace, pages: list[str]) -> l
 
 
 def main(flags: argparse.Namespace, folder: Path) -> None:
-    pages = list(all_texts(find_shards(str(ROOT / "data/c4_pydoc"), "en/c4-train.*.json.gz", "training"), "text"))
+    pages = list(all_texts(find_shards(str(ROOT / "data/c4_pydoc"), "en/c4-train.*.json.gz"), "text"))
     files = write_shards(folder, flags, pages)
     source = TextShards(files, new_bpe_tokenizer(pages, flags.vocab_size))
     texts = [

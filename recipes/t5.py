@@ -75,7 +75,7 @@ def requirements(args: Args) -> Requirements:
     return Requirements(
         models=[args.base_model],
         kind=ENCODER_DECODER,
-        datasets=[source.dataset for source in (*args.train_sources, *args.eval_sources) if source.split],
+        datasets=args.row_datasets,
         new_model=(lambda: make_model(args)) if args.from_scratch else None,
     )
 
@@ -128,9 +128,10 @@ def main(args: Args) -> None:
     if args.base_model:
         tokenizer = load_tokenizer(args.base_model)
     else:
-        texts = source_texts(args.train_sources)
         vocab_size = make_config(args).vocab_size
-        tokenizer = make_or_resume(lambda: new_bpe_tokenizer(texts, vocab_size, "$A </s>"), run.resumed_from)
+        tokenizer = make_or_resume(
+            lambda: new_bpe_tokenizer(source_texts(args), vocab_size, "$A </s>"), run.resumed_from
+        )
     facts, train_pairs, heldout = load_pairs(args, tokenizer)
     heldout_pairs = Pairs(heldout, tokenizer.pad_token_id)
     place = (args, run.rank, run.world_size)
@@ -158,10 +159,8 @@ def main(args: Args) -> None:
         flops_fn=lambda model: flops_per_target(model, *lengths),
     )
     run.print(
-        f"Data: {facts['train']['pairs']:,} pairs to train on, of which {facts['train']['truncated_sources']:,} sources are "
-        f"cut at {args.max_source_length} tokens and {facts['train']['truncated_targets']:,} targets at "
-        f"{args.max_target_length}; {facts['skipped']:,} skipped; evaluated on {len(heldout):,} of "
-        f"{facts['heldout']['pairs']:,} pairs held out"
+        f"Data: {facts['train']['pairs']:,} pairs to train on; {facts['skipped']:,} skipped; evaluated on "
+        f"{len(heldout):,} of {facts['heldout']['pairs']:,} pairs held out"
     )
 
     # Training and evaluation
@@ -201,8 +200,7 @@ def main(args: Args) -> None:
         return Result("\n".join(lines), Bars(bars, "Generated texts against the held-out targets", "of 100"))
 
     begin = f"A new {args.model_type}, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
-    origin = ", ".join(map(str, args.train_sources))
-    finish(run, records, f"{begin} on {facts['train']['pairs']:,} pairs of texts from {origin}.", result)
+    finish(run, records, f"{begin} on {facts['train']['pairs']:,} pairs of texts from {args.source}.", result)
 
 
 def write_predictions(file: Path, sources: list[str], references: list[list[str]], texts: list[str]) -> None:

@@ -18,7 +18,7 @@ from accelerate_recipes.data.rows import make_train_loader
 from accelerate_recipes.data.shards import shards_version
 from accelerate_recipes.data.streams import StreamLoader
 from accelerate_recipes.data.text import TextShards
-from accelerate_recipes.data.text_pairs import PairSource, source_version
+from accelerate_recipes.data.text_pairs import PairArgs
 from accelerate_recipes.data.token_shards import pretokenize
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.watch import SECONDS_TO_MISS, Watch
@@ -41,7 +41,7 @@ def test_files_of_a_folder_that_is_named_as_dataset(tmp_path):
     chess = recipe.load(ROOT / "recipes/chess.py")
     keys = [
         lambda: chess.Args(dataset_name=str(tmp_path), dataset_files="**/*.jsonl").game_key,
-        lambda: source_version(PairSource(str(tmp_path), "a", "b", split="train", files="**/*.jsonl")),
+        lambda: PairArgs(dataset_name=str(tmp_path), dataset_files="**/*.jsonl").version(),
     ]
     for key in keys:
         for i, file in enumerate(files):
@@ -53,10 +53,10 @@ def test_files_of_a_folder_that_is_named_as_dataset(tmp_path):
         before = key()
         change(tmp_path / "readme.txt", "2\n")
         assert before == key()
-    whole = PairSource(str(tmp_path), "a", "b", split="train")
-    before = source_version(whole)
+    whole = PairArgs(dataset_name=str(tmp_path))
+    before = whole.version()
     change(files[1], "7\n")
-    assert before != source_version(whole)
+    assert before != whole.version()
 
 
 def test_pairs_to_prefer_from_belong_to_the_model_that_made_them(tmp_path):

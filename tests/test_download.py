@@ -22,7 +22,7 @@ from tiny import tiny_config
 
 from accelerate_recipes import recipe
 from accelerate_recipes.__main__ import main
-from accelerate_recipes.data.text_pairs import PairSource, load_rows
+from accelerate_recipes.data.files import read_split
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games.rules import all_uci_moves
 from accelerate_recipes.hub import download
@@ -383,12 +383,12 @@ def test_configurations_of_datasets(server, commands, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     needs = recipe.needs_of([str(script)])
     assert not any(map(lacking, needs))
-    columns = ("translation.en", "translation.fr")
-    rows = load_rows(PairSource("wmt14", *columns, "train[:5]+validation", "fr-en"), tmp_path / "arrow")
+    split = "train[:5]+validation"
+    rows = read_split(HubDataset("wmt14", config="fr-en", splits=(split,)), split, tmp_path / "arrow")
     assert [row["translation"]["fr"] for row in rows] == [f"chien {i}" for i in (0, 1, 2, 3, 4, 8)]
-    assert load_rows(PairSource("tiny/table", "a", "b", "test"), tmp_path / "table")[0] == {"a": 1, "b": 2}
+    assert read_split(HubDataset("tiny/table", splits=("test",)), "test", tmp_path / "table")[0] == {"a": 1, "b": 2}
     with pytest.raises(ConfigError, match=r"dataset 'wmt14' \(cs-en\) was not downloaded"):
-        load_rows(PairSource("wmt14", *columns, "train", "cs-en"), tmp_path / "other")
+        read_split(HubDataset("wmt14", config="cs-en", splits=("train",)), "train", tmp_path / "other")
     assert lacking(HubDataset("wmt14", config="fr-en", splits=("test",))) == ["split test"]
     assert lacking(HubDataset("wmt14", config="cs-en")) == ["all of it"]
     (file,) = cache.glob("datasets--wmt14/snapshots/*/fr-en/train-00001.parquet")
@@ -418,8 +418,8 @@ def test_t5_by_revision_and_pattern(server, commands, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     needs = recipe.needs_of([str(ROOT / argv[0]), *argv[1:]])
     assert [lacking(need) for need in needs] == [[], [], []]
-    source = PairSource("wmt/wmt14", "", "", "train[:3]", "", old, "fr-en/*-0000[01].parquet")
-    assert len(load_rows(source, tmp_path / "arrow")) == 3
+    (train,) = [need for need in needs if need.name == "wmt/wmt14"]
+    assert len(read_split(train, "train[:3]", tmp_path / "arrow")) == 3
     assert lacking(HubDataset("wmt/wmt14", files="fr-en/*-0000[01].parquet")) == ["revision main"]
 
 

@@ -16,7 +16,7 @@ from accelerate_recipes import ranks, recipe
 from accelerate_recipes.args import parse
 from accelerate_recipes.data.documents import Retry, read_documents, text_of
 from accelerate_recipes.data.files import read_files
-from accelerate_recipes.data.text_pairs import PairSource, load_rows, read_columns
+from accelerate_recipes.data.text_pairs import pairs_in, text_columns
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import PositionsArgs, load_games, prepare_games, prepare_positions
@@ -243,6 +243,11 @@ def test_letters_of_the_pieces(letters):
         parse(recipe.load(ROOT / "recipes/chess.py").Args, ["--piece_letters", letters], world_size=1)
 
 
+def pairs_of(file, cache) -> list[tuple[str, list[str], str]]:
+    rows = text_columns(read_files([str(file)], cache), ("s", "t"), str(file))
+    return list(pairs_in(rows[:], ("s", "t")))
+
+
 def test_pairs_of_mixed_types(tmp_path):
     """Each bad pair is reported with its row; good pairs are unchanged."""
     rows = [
@@ -250,16 +255,16 @@ def test_pairs_of_mixed_types(tmp_path):
         {"s": 5, "t": "b"},
         {"s": "a", "t": ["b"]},
         {"s": {"x": 1}, "t": None},
+        {"s": "a", "t": ["b", 7]},
         {"s": "c", "t": "d"},
     ]
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = PairSource(str(file), "s", "t")
-    texts = read_columns(load_rows(source, tmp_path / "cache"), source, 0.0, tmp_path / "texts.arrow")
-    assert texts["defect"][:] == [
-        "", "its source is no text, but 5", "its target is no text, but ['b']", "its source is no text, but {'x': 1}", "",
+    pairs = pairs_of(file, tmp_path / "cache")
+    assert [defect for _, _, defect in pairs] == [
+        "", "its source is no text, but 5", "", "its source is no text, but {'x': 1}", "its target is no text, but 7", "",
     ]  # fmt: skip
-    assert (texts["source"][0], texts["references"][4]) == ("a", ["d"])
+    assert pairs[0][:2] == ("a", ["b"]) and pairs[2][:2] == ("a", ["b"]) and pairs[5][:2] == ("c", ["d"])
 
 
 SFT = [
@@ -351,7 +356,6 @@ def test_any_shard_of_lines(content, tmp_path):
 def test_any_file_of_games_and_pairs(content, tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(content)
-    source = PairSource(str(file), "s", "t")
     cache = tmp_path / str(time.monotonic_ns())
 
     def read_games() -> None:
@@ -359,11 +363,10 @@ def test_any_file_of_games_and_pairs(content, tmp_path):
             assert game["defect"] or all(isinstance(move, str) for move in game["Moves"])
 
     def read_pairs() -> None:
-        for pair in read_columns(load_rows(source, cache), source, 0.5, tmp_path / "texts.arrow"):
-            assert pair["defect"] or (pair["source"].strip() and all(text.strip() for text in pair["references"]))
+        for source, references, defect in pairs_of(file, cache):
+            assert defect or (source.strip() and all(text.strip() for text in references))
 
     only_our_errors(read_games)
-    (tmp_path / "texts.arrow").unlink(missing_ok=True)
     only_our_errors(read_pairs)
 
 

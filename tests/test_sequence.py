@@ -219,9 +219,7 @@ def test_what_a_launch_says(monkeypatch):
         "15 is not a multiple of --per_device_train_batch_size 4 x 2 groups of 2 processes that share rows = 8" in text
     )
     assert "totals that work: 8 or 16" in text
-    assert (
-        "25 is not a multiple of 2 groups of 2 processes that share rows; numbers of groups that work: 1, 5, 25" in text
-    )
+    assert "25 is not a multiple of 2 groups of 2 processes that share rows; numbers that work: 1, 5, 25" in text
     for name in ("sft", "dpo"):
         trl = [str(ROOT / f"recipes/{name}.py"), "--model_name_or_path", "m", "--dataset_name", "d"]
         with pytest.raises(

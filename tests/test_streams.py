@@ -70,7 +70,7 @@ def write_shard(file: Path, texts: list[str]) -> str:
 @pytest.fixture(scope="module")
 def corpus() -> list[str]:
     """Texts from the shipped pages, 1 to 40 words each, every word numbered, so that no token comes twice."""
-    (shard,) = find_shards(str(PAGES), "en/c4-validation.*.json.gz", "validation")
+    (shard,) = find_shards(str(PAGES), "en/c4-validation.*.json.gz")
     pages = [text_of(shard, *document, "text") for document in read_documents(shard, "text", 0, 1, QUICK, no_retry)]
     words = iter(" ".join(pages).split()[:3000])
     sizes = np.random.default_rng(0).integers(1, 41, size=120).tolist()
@@ -568,16 +568,16 @@ def test_another_column(tokenizer, corpus, tmp_path):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.json.gz", b"<html>busy</html>", r"a.json.gz is not gzip: .*incorrect header"),
+        ("a.json.gz", b"<html>busy</html>", r"a.json.gz cannot be read: Not a gzipped file"),
         (
             "a.json.gz",
             gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-20],
-            r"a.json.gz is cut off: .* after \d+ bytes",
+            r"a.json.gz cannot be read: .* ended before the end",
         ),
-        ("a.json.gz", b"", r"a.json.gz is cut off: .* after 0 bytes"),
-        ("a.json.zst", b"<html>busy</html>", r"a.json.zst is no whole Zstandard file: "),
-        ("a.json.zst", zstd(b'{"text": "a"}\n' * 99)[:-9], r"a.json.zst is no whole Zstandard file: Truncated"),
-        ("a.json.zst", b"", r"a.json.zst is empty"),
+        ("a.json.gz", b"", r"a.json.gz cannot be read: it is empty"),
+        ("a.json.zst", b"<html>busy</html>", r"a.json.zst cannot be read: "),
+        ("a.json.zst", zstd(b'{"text": "a"}\n' * 99)[:-9], r"a.json.zst cannot be read: Truncated"),
+        ("a.json.zst", b"", r"a.json.zst cannot be read: it is empty"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "b\n', "a.jsonl, line 2 is not JSON: "),
         ("a.jsonl", b'{"text": "a"}\n["b"]\n', "a.jsonl, line 2 is no JSON object, but a list"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', "a.jsonl, line 2 is not JSON: .*codec can't decode"),
@@ -589,7 +589,7 @@ def test_another_column(tokenizer, corpus, tmp_path):
         ),
         ("a.jsonl", b'{"text": "b\xed\xa0\x80c"}\n', "a.jsonl, line 1 is not JSON: .*codec can't decode"),
         ("a.jsonl", b'{"text": null}\n', "a.jsonl, line 1: 'text' is no text, but NoneType"),
-        ("a.parquet", b"PAR", "a.parquet is not Parquet: "),
+        ("a.parquet", b"PAR", "a.parquet cannot be read: "),
     ],
 )
 def test_files_that_are_not_what_they_should_be(name, content, message, tmp_path, tokenizer):
@@ -627,19 +627,19 @@ def test_parquet_that_is_damaged_or_holds_no_text(tmp_path, corpus, tokenizer):
         return len(read), str(error.value).removeprefix(str(file))
 
     num, found = problem(corpus)
-    assert num == 8 and found.startswith(" is damaged in rows 8 to 15: ")
+    assert num == 8 and found.startswith(", rows 8 to 15 cannot be read: ")
     num, found = problem(no_utf8.view(pa.string()))
-    assert num == 8 and found.startswith(" is damaged in rows 8 to 15: ") and "UTF8" in found
+    assert num == 8 and found.startswith(", rows 8 to 15 cannot be read: ") and "UTF8" in found
     assert problem([*corpus[:12], None]) == (12, ", row 12: 'text' is no text, but NoneType")
     assert problem(binary) == (0, ", row 0: 'text' is no text, but bytes"), "not taken for JSON"
     assert problem([{"a": "b"}]) == (0, ", row 0: 'text' is no text, but dict")
 
 
 def test_shards_of_a_folder():
-    found = find_shards(str(PAGES), "en/c4-train.*.json.gz", "train")
+    found = find_shards(str(PAGES), "en/c4-train.*.json.gz")
     assert [Path(shard).name for shard in found] == [f"c4-train.{i:05d}-of-01024.json.gz" for i in range(4)]
-    with pytest.raises(ConfigError, match=r"there is no validation split: no file of the folder .* matches 'fr/"):
-        find_shards(str(PAGES), "fr/c4-validation.*.json.gz", "validation")
+    with pytest.raises(ConfigError, match=r"no file of .*c4_pydoc' that matches 'fr/"):
+        find_shards(str(PAGES), "fr/c4-validation.*.json.gz")
 
 
 def test_shards_named_one_by_one(tmp_path, monkeypatch):
@@ -728,9 +728,7 @@ def test_held_out_documents(split_into, corpus, tokenizer, tmp_path, pretokenise
     with pytest.raises(ConfigError, match=r"heldout_share is 0\.3, the checkpoint has 0\.0; set it back"):
         state = loader.state()
         loader.start_at(1, [state | {"order": state["order"] | {"heldout_share": 0.0}}])
-    with pytest.raises(
-        DataError, match=r"no document of .* is held out to validate on by --heldout_share 1e-09; raise it"
-    ):
+    with pytest.raises(DataError, match=r"no document to validate on in .*; raise --heldout_share 1e-09, or"):
         validation_rows(
             TextShards(shards[:1], tokenizer, heldout_share=1e-9, is_heldout=True), 5, MAX_LENGTH, 0, document_mask=True
         )
@@ -903,7 +901,7 @@ def test_faults_are_overcome_and_counted(shard_server, corpus, faults, ignores_r
         (404, r"cannot be read: HTTP 404 Not Found$", 1),
         (403, r"cannot be read: HTTP 403", 1),
         ("stall", r"cannot be read from byte \d+: TimeoutError.*\(tried 4 times\)", None),
-        ("damage", r"is damaged before byte \d+.*\(tried 4 times\)", 4),
+        ("damage", r"cannot be read: .*\(tried 4 times\)", 4),
     ],
 )
 def test_faults_that_stay_are_an_error(shard_server, fault, message, num_requests):
@@ -927,7 +925,7 @@ def test_a_server_that_is_not_there(shard_server):
 def test_shards_cut_off_on_the_server(shard_server):
     body = shard_server.files["/a.json.gz"]
     shard_server.files["/a.json.gz"] = body[: len(body) // 2]
-    with pytest.raises(DataError, match=rf"is cut off: .* after {len(body) // 2} bytes \(tried 4 times\)"):
+    with pytest.raises(DataError, match=r"cannot be read: .* ended before the end.*\(tried 4 times\)"):
         list(read_documents(f"{shard_server.url}/a.json.gz", "text", 0, 1, QUICK, lambda: None))
 
 
@@ -970,22 +968,22 @@ def test_shards_on_the_hub(serve, corpus, tmp_path, monkeypatch):
     )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    found = find_shards("allenai/c4", "en/c4-train.*.json.gz", "train")
+    found = find_shards("allenai/c4", "en/c4-train.*.json.gz")
     assert found == [f"{server.url}/datasets/allenai/c4/resolve/{commit}/{name}" for name in names]
     texts = [text_of("", *document, "text") for document in read_documents(found[1], "text", 0, 1, QUICK, no_retry)]
     assert texts == corpus[1::2]
-    with pytest.raises(ConfigError, match=r"there is no validation split: .*matches 'en/c4-validation"):
-        find_shards("allenai/c4", "en/c4-validation.*.json.gz", "validation")
+    with pytest.raises(ConfigError, match=r"no file of the dataset allenai/c4 .*matches 'en/c4-validation"):
+        find_shards("allenai/c4", "en/c4-validation.*.json.gz")
     with pytest.raises(ConfigError, match="dataset 'allenai/nothing' cannot be read from"):
-        find_shards("allenai/nothing", "en/*.json.gz", "train")
+        find_shards("allenai/nothing", "en/*.json.gz")
     server.shutdown()
     server.server_close()
-    with pytest.raises(ConfigError, match=r"the Hub cannot be reached at http.*HF_HUB_OFFLINE=1"):
-        find_shards("allenai/c4", "en/c4-train.*.json.gz", "train")
+    with pytest.raises(ConfigError, match=r"cannot be read from http.*HF_HUB_OFFLINE=1"):
+        find_shards("allenai/c4", "en/c4-train.*.json.gz")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match=r"no file of 'allenai/c4' that matches 'en/c4-train"):
-        find_shards("allenai/c4", "en/c4-train.*.json.gz", "train")
+        find_shards("allenai/c4", "en/c4-train.*.json.gz")
 
 
 # Tokens
@@ -1030,7 +1028,7 @@ def test_pretokenised_shards_are_made_once(text_shards, tokenizer, tmp_path):
     broken = tmp_path / Path(shards_[2]).name
     broken.write_bytes(b"no gzip")
     folder = tmp_path / "tokens"
-    with pytest.raises(DataError, match="not gzip"):
+    with pytest.raises(DataError, match="Not a gzipped file"):
         pretokenize(folder, tokenizer, lambda: [*shards_[:2], str(broken), *shards_[3:]], {"subset": "en"})
     with pytest.raises(ConfigError, match=r"tokens is not whole: --pretokenize has not finished"):
         TokenShards(folder)

@@ -19,7 +19,7 @@ from accelerate_recipes.data import tables
 from accelerate_recipes.data.files import read_files, read_split
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.images import read_tars
-from accelerate_recipes.data.text_pairs import PairArgs, PairSource, source_version
+from accelerate_recipes.data.text_pairs import PairArgs
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.errors import DataError
 from accelerate_recipes.games.games import GamesArgs
@@ -83,8 +83,8 @@ def test_another_content_gives_other_rows(tmp_path):
 
     def keys() -> list:
         games = GamesArgs(train_files=[file]), GamesArgs(dataset_name=folder.name, dataset_files="*.jsonl")
-        pairs = PairSource(file, "s", "t"), PairSource(folder.name, "s", "t", "train")
-        return [game.game_key for game in games] + [source_version(pair) for pair in pairs]
+        pairs = PairArgs(train_files=[file]), PairArgs(dataset_name=folder.name)
+        return [game.game_key for game in games] + [pair.version() for pair in pairs]
 
     before, keys_before = seen(), keys()
     replace(file, Path(file).read_text(encoding="utf-8").replace("a", "b"))

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,8 +35,10 @@ def tokenizer():
 
 
 @pytest.fixture
-def prepare(tokenizer, tmp_path):
+def prepare(tokenizer, tmp_path, monkeypatch):
     """Return the facts and both parts, by default from local files with columns `source` and `target`."""
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "rows")
 
     def run(tokenizer=tokenizer, **settings):
         defaults = {

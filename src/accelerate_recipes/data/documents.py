@@ -1,7 +1,9 @@
 """Documents of a shard, read one by one from a disk or the network; they are decompressed on the fly and not stored."""
 
 import contextlib
+import gzip
 import http.client
+import itertools
 import json
 import os
 import random
@@ -12,7 +14,7 @@ import urllib.parse
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from huggingface_hub import constants
 from huggingface_hub.utils import build_hf_headers
@@ -79,8 +81,8 @@ def read_documents(
     def parse(chunks: Iterator[bytes], first: int) -> Iterator[bytes | str]:
         if shard.endswith(TXT):
             return whole_text(shard, chunks, first)
-        unpack = gunzip if shard.endswith(".gz") else unzstd if shard.endswith(".zst") else iter
-        return lines(shard, unpack(chunks), first, stride)
+        suffix = os.path.splitext(shard)[1]
+        return lines(shard, unpacked(chunks, suffix) if suffix in (".gz", ".zst") else chunks, first, stride)
 
     return read_again(shard, first, stride, parse, retry, on_retry)
 
@@ -95,8 +97,7 @@ def read_again(
 ) -> Iterator[tuple[int, T]]:
     """Yield items `first`, `first + stride`, ... of a shard, as (index, item). Read the shard again if it arrived damaged.
 
-    `parse(chunks, first)` yields the items from `first` on. For damage it raises an error of zlib or tarfile, or
-    EOFError.
+    `parse(chunks, first)` yields the items from `first` on. For damage it raises EOFError, or an error of tarfile.
 
     Raises:
         DataError: names the shard, the problem, and the number of tries.
@@ -109,7 +110,7 @@ def read_again(
                 yield first, item
                 first, failures = first + stride, 0
             return
-        except (zlib.error, EOFError, tarfile.TarError) as error:  # damaged on the server, or in transfer
+        except (EOFError, tarfile.TarError) as error:  # damaged on the server, or in transfer
             failures += 1
             if not is_remote(shard):
                 raise DataError(f"{shard} {error}") from None
@@ -126,25 +127,19 @@ def all_texts(shards: Sequence[str], text_column: str, retry: Retry | None = Non
 
 def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Iterator[tuple[int, str]]:
     """Read documents of a Parquet file; row groups before `first` are not read at all."""
-    import pyarrow as pa
-
-    try:
+    with reading(shard):
         file = open_parquet(shard)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{shard} is not Parquet: {first_line(error)}") from None
     if text_column not in file.schema_arrow.names:
         raise DataError(f"{shard} has the columns {file.schema_arrow.names}, but no {text_column!r}")
     start = 0
     for group in range(file.num_row_groups):
         end = start + file.metadata.row_group(group).num_rows
         if first < end:
-            try:
+            with reading(f"{shard}, rows {start} to {end - 1}"):
                 column = file.read_row_group(group, columns=[text_column]).column(0)
                 column.validate(full=True)  # also checks that text is UTF-8
                 if len(column) != end - start:
-                    raise OSError(f"there are {len(column)}")
-            except (OSError, pa.ArrowException) as error:
-                raise DataError(f"{shard} is damaged in rows {start} to {end - 1}: {first_line(error)}") from None
+                    raise ValueError(f"there are {len(column)}")
             for index in range(first, end, stride):
                 text = column[index - start].as_py()
                 if not isinstance(text, str):
@@ -162,12 +157,9 @@ def open_parquet(file: str) -> "pq.ParquetFile":
 
 
 def read_file(path: str) -> Iterator[bytes]:
-    try:
-        with open(path, "rb") as file:
-            while chunk := file.read(CHUNK):
-                yield chunk
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    with reading(path), open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            yield chunk
 
 
 def fetch(url: str, retry: Retry, on_retry: Callable[[], None]) -> Iterator[bytes]:
@@ -236,30 +228,6 @@ def wait_or_give_up(
     time.sleep(seconds)
 
 
-def gunzip(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Decompress a gzip file with one or several members.
-
-    Raises:
-        zlib.error: for damaged data. EOFError: if the data end too early.
-    """
-    inflate, ended, total = zlib.decompressobj(wbits=31), False, 0
-    for chunk in chunks:
-        total += len(chunk)
-        while chunk and not (ended and not chunk.strip(b"\0")):  # a file may be padded with zeros
-            if ended:
-                inflate = zlib.decompressobj(wbits=31)
-            try:
-                data = inflate.decompress(chunk)
-            except zlib.error as error:
-                kind = "is not gzip" if total == len(chunk) else f"is damaged before byte {total}"
-                raise zlib.error(f"{kind}: {first_line(error)}") from None
-            ended, chunk = inflate.eof, inflate.unused_data
-            if data:
-                yield data
-    if not ended:
-        raise EOFError(f"is cut off: its gzip data do not end after {total} bytes")
-
-
 class Chunks:
     """File-like object over chunks of bytes; it is read once, from start to end."""
 
@@ -277,26 +245,25 @@ class Chunks:
         """Do nothing; readers of an Arrow file call this."""
 
 
-def unzstd(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Decompress a Zstandard file with one or several frames.
+def unpacked(chunks: Iterator[bytes], suffix: str) -> Iterator[bytes]:
+    """Decompress a file of gzip or Zstandard with one or several members.
 
     Raises:
         EOFError: for damaged data, and if the data end too early.
     """
     import pyarrow as pa
 
-    stream, size = pa.CompressedInputStream(pa.PythonFile(Chunks(chunks), "r"), "zstd"), 0
-    while True:
-        try:
-            data = stream.read(CHUNK)
-        except OSError as error:
-            raise EOFError(f"is no whole Zstandard file: {first_line(error)}") from None
-        if not data:
-            break
-        size += len(data)
-        yield data
-    if not size:
-        raise EOFError("is empty")
+    if not (begin := next(chunks, b"")):
+        raise EOFError("cannot be read: it is empty")
+    file: Any = Chunks(itertools.chain([begin], chunks))
+    try:
+        # pyarrow's reader of gzip would refuse a file that is padded with zeros.
+        is_gzip = suffix == ".gz"
+        opened = gzip.GzipFile(fileobj=file) if is_gzip else pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
+        while data := opened.read(CHUNK):
+            yield data
+    except (OSError, EOFError, zlib.error) as error:
+        raise EOFError(f"cannot be read: {first_line(error)}") from None
 
 
 def lines(shard: str, chunks: Iterable[bytes], first: int, stride: int) -> Iterator[bytes]:

@@ -42,14 +42,7 @@ def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(num_rows)
 
 
-def rows_of_step(
-    step: int,
-    batch_size: int,
-    num_rows: int,
-    seed: int,
-    end: float = math.inf,
-    order_of_epoch: Callable[[int, int, int], np.ndarray] = permutation,
-) -> list[int]:
+def rows_of_step(step: int, batch_size: int, num_rows: int, seed: int, end: float = math.inf) -> list[int]:
     """List the rows of the global batch that optimizer step `step` (from 0) trains on.
 
     The epochs form one sequence without gaps, in which every row occurs once in each epoch. A step takes the next
@@ -57,8 +50,7 @@ def rows_of_step(
     """
     places = range(step * batch_size, (step + 1) * batch_size)
     return [
-        int(order_of_epoch(num_rows, seed, place // num_rows)[place % num_rows]) if place < end else -1
-        for place in places
+        int(permutation(num_rows, seed, place // num_rows)[place % num_rows]) if place < end else -1 for place in places
     ]
 
 
@@ -90,14 +82,9 @@ class StepOrder(Sampler[list[int]]):
 
     def rows(self, step: int) -> list[int]:
         """List the rows of a step's global batch, with -1 where no row is left. After the last step, the list is empty."""
-        args = self.args
-        if step * args.total_batch_size >= self.end:
+        if step * self.args.total_batch_size >= self.end:
             return []
-        return rows_of_step(step, args.total_batch_size, self.num_rows, args.seed, self.end, self.epoch)
-
-    def epoch(self, num_rows: int, seed: int, epoch: int) -> np.ndarray:
-        """Return the order of the rows in one epoch, which is the same on all ranks."""
-        return permutation(num_rows, seed, epoch)
+        return rows_of_step(step, self.args.total_batch_size, self.num_rows, self.args.seed, self.end)
 
     def share_of(self, rows: list[int]) -> list[int]:
         """Return this rank's share of a global batch."""
@@ -128,12 +115,10 @@ class LengthOrder(StepOrder):
 class EpochOrder(StepOrder):
     """StepOrder for rows with random changes, such as augmentation: row r of epoch e has the number e * N + r, of N rows."""
 
-    def __init__(self, num_rows: int, args: TrainArgs, rank: int, world_size: int):
-        super().__init__(num_rows, args, rank, world_size)
-        self.epoch = lru_cache(maxsize=2)(self.epoch)  # a batch may lie in two
-
-    def epoch(self, num_rows: int, seed: int, epoch: int) -> np.ndarray:
-        return permutation(num_rows, seed, epoch) + epoch * num_rows
+    def rows(self, step: int) -> list[int]:
+        first = step * self.args.total_batch_size
+        rows = enumerate(super().rows(step), first)
+        return [row if row < 0 else place // self.num_rows * self.num_rows + row for place, row in rows]
 
 
 def num_steps(args: TrainArgs, num_rows: int) -> int:
@@ -147,8 +132,7 @@ def num_steps(args: TrainArgs, num_rows: int) -> int:
     num_trained = round(args.num_train_epochs * num_rows)
     if num_trained == 0:
         raise ConfigError(
-            f"--num_train_epochs {args.num_train_epochs} of {num_rows:,} rows is less than one row; raise it, or give "
-            "--max_steps"
+            f"--num_train_epochs {args.num_train_epochs} of {num_rows:,} rows is less than one row; raise it"
         )
     return math.ceil(num_trained / args.total_batch_size)
 

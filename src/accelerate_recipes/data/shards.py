@@ -16,7 +16,7 @@ from pathlib import Path
 
 import xxhash
 from huggingface_hub import HfApi, constants
-from huggingface_hub.utils import EntryNotFoundError, HfHubHTTPError
+from huggingface_hub.utils import EntryNotFoundError
 
 from accelerate_recipes.data.documents import TXT, is_remote
 from accelerate_recipes.errors import ConfigError, first_line
@@ -27,8 +27,8 @@ SUFFIXES = (".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst", ".json", ".jsonl
 HUB = "hf://"
 
 
-def find_shards(dataset_name: str, pattern: str, split: str, revision: str = "") -> list[str]:
-    """Find the files of a split that match `pattern` (such as `en/c4-train.*.json.gz`), in the order of their names.
+def find_shards(dataset_name: str, pattern: str, revision: str = "") -> list[str]:
+    """Find the files that match `pattern` (such as `en/c4-train.*.json.gz`), in the order of their names.
 
     `dataset_name` is a folder or a dataset on the Hub. For a dataset the shards are URLs (below HF_ENDPOINT if it is set)
     at `revision`, else at the downloaded commit, else at the newest commit; with HF_HUB_OFFLINE they are the downloaded
@@ -37,16 +37,8 @@ def find_shards(dataset_name: str, pattern: str, split: str, revision: str = "")
     Raises:
         ConfigError: when nothing matches, or the Hub cannot be reached.
     """
-    where = f"the dataset {dataset_name} on {constants.ENDPOINT}"
-    if Path(dataset_name).is_dir():
-        found = sorted(str(path) for path in Path(dataset_name).glob(pattern))
-        where = f"the folder {dataset_name}"
-    elif constants.HF_HUB_OFFLINE:
-        found = cache.dataset_files(dataset_name, pattern)
-    else:
-        found = on_hub(dataset_name, pattern, revision)
-    if not found:
-        raise ConfigError(f"there is no {split} split: no file of {where} matches {pattern!r}")
+    is_here = constants.HF_HUB_OFFLINE or Path(dataset_name).is_dir()
+    found = cache.dataset_files(dataset_name, pattern) if is_here else on_hub(dataset_name, pattern, revision)
     check_suffixes(found)
     return found
 
@@ -68,12 +60,10 @@ def named_shards(files: Sequence[str], suffixes: Sequence[str] = SUFFIXES) -> li
                 raise ConfigError(f"{file}: HF_HUB_OFFLINE is set, and only files without @REVISION can be downloaded")
             if constants.HF_HUB_OFFLINE:
                 found += downloaded(file)
-            elif "*" not in path:
-                found.append(hub_url(name, path, revision or pinned_commit(name)))
-            elif listed := on_hub(name, path, revision):
-                found += listed
+            elif "*" in path:
+                found += on_hub(name, path, revision)
             else:
-                raise ConfigError(f"{file}: no file of the dataset {name} on {constants.ENDPOINT} matches {path!r}")
+                found.append(hub_url(name, path, revision or pinned_commit(name)))
         elif not is_remote(file) and Path(file).is_dir():
             found += files_of_folder(file, suffixes)
         elif not is_remote(file) and not Path(file).is_file():
@@ -159,21 +149,16 @@ def on_hub(dataset_name: str, pattern: str, revision: str = "") -> list[str]:
     api = HfApi(endpoint=constants.ENDPOINT)
     try:
         commit = api.dataset_info(dataset_name, revision=revision or pinned_commit(dataset_name)).sha
-        found = tree(api, "dataset", dataset_name, commit, *cache.place_of(pattern))
-        names = sorted(path for path in found if cache.matches(path, pattern))
+        listed = tree(api, "dataset", dataset_name, commit, *cache.place_of(pattern))
     except EntryNotFoundError:
-        return []
-    except HfHubHTTPError as error:
+        commit, listed = "", {}
+    except Exception as error:  # connection errors of the Hub's client are not OSErrors
         raise ConfigError(
-            f"dataset {dataset_name!r} cannot be read from {constants.ENDPOINT}: {first_line(error)}. "
-            "If it is gated or private, run: hf auth login"
+            f"dataset {dataset_name!r} cannot be read from {constants.ENDPOINT}: {first_line(error)}. If it is gated or "
+            "private, run: hf auth login. Without internet, download it elsewhere and set HF_HUB_OFFLINE=1 (docs/offline.md)"
         ) from None
-    # Connection errors of the Hub's client are not OSErrors.
-    except Exception as error:
-        raise ConfigError(
-            f"the Hub cannot be reached at {constants.ENDPOINT}: {first_line(error)}. Download the dataset where there is "
-            "internet and set HF_HUB_OFFLINE=1 (docs/offline.md), or give a folder with the files instead of the name"
-        ) from None
+    if not (names := sorted(path for path in listed if cache.matches(path, pattern))):
+        raise ConfigError(f"no file of the dataset {dataset_name} on {constants.ENDPOINT} matches {pattern!r}")
     return [hub_url(dataset_name, name, commit) for name in names]
 
 

@@ -199,10 +199,15 @@ def check_not_empty(source: Documents, order: Order, on_retry: Callable[[], None
         return False
 
     if not any(map(has_one, range(len(source.shards)))):
-        more = f" and {len(source.shards) - 1} more" if len(source.shards) > 1 else ""
-        least = f" of --min_document_tokens {order.min_document_tokens} or more" if order.min_document_tokens else ""
         left = f", beside the {order.heldout_share:.1%} held out" if order.heldout_share else ""
-        raise DataError(f"there is no document{least} to train on in {source.shards[0]}{more}{left}")
+        raise DataError(f"{no_document('train', source.shards, order.min_document_tokens)}{left}")
+
+
+def no_document(use: str, shards: Sequence[str], min_document_tokens: int) -> str:
+    """Say that shards have no document that is long enough to be used."""
+    more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
+    least = f" of --min_document_tokens {min_document_tokens} or more" if min_document_tokens else ""
+    return f"there is no document{least} to {use} on in {shards[0]}{more}"
 
 
 def rows_of_epoch(lengths: Sequence[np.ndarray], order: Order, epoch: int) -> int:

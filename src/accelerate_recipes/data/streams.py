@@ -24,7 +24,6 @@ from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.data.stream_order import (
-    SHUFFLE_BLOCK,
     Documents,
     Order,
     Row,
@@ -49,11 +48,10 @@ def stream_problems(num_streams: int, world_size: int, row_size: int = 1) -> lis
     """Check that the processes, or groups of `row_size` processes that share rows, divide the logical streams evenly."""
     if num_streams % world_size == 0:
         return []
-    fitting = [size for size in range(1, num_streams + 1) if num_streams % size == 0]
+    fitting = [str(size) for size in range(1, num_streams + 1) if num_streams % size == 0]
     return [
-        f"--num_streams {num_streams} is not a multiple of {readers(world_size, row_size)}; numbers of "
-        f"{'groups' if row_size > 1 else 'processes'} that work: "
-        f"{', '.join(map(str, fitting))}; a new run takes --num_streams {fewest_streams(world_size)} by default"
+        f"--num_streams {num_streams} is not a multiple of {readers(world_size, row_size)}; numbers that work: "
+        f"{', '.join(fitting)}; a new run takes --num_streams {fewest_streams(world_size)} by default"
     ]
 
 
@@ -141,6 +139,8 @@ class Lookahead:
 class StreamLoader:
     """Loader of this rank's micro-batches in the order of the steps, without end; it also keeps the state of its streams.
 
+    `order` are fields of `Order`, such as `max_length`.
+
     Each iteration continues after the last whole step of the previous iteration, or where `start_at` says. Batches are
     in host memory, pinned if there is a GPU.
     """
@@ -152,12 +152,9 @@ class StreamLoader:
         rank: int,
         world_size: int,
         *,
-        max_length: int,
         document_mask: bool = True,
         num_streams: int = NUM_STREAMS,
-        shuffle_block: int = SHUFFLE_BLOCK,
-        min_document_tokens: int = 0,
-        heldout_share: float = 0.0,
+        **order: Any,
     ):
         if problems := stream_problems(num_streams, world_size, ranks_a_row()):
             raise ConfigError(problems[0])
@@ -166,7 +163,7 @@ class StreamLoader:
         self.rank, self.world_size = rank, world_size
         self.document_mask = document_mask
         self.share = args.accumulation_steps(world_size) * args.per_device_train_batch_size
-        self.order = Order(num_streams, max_length, args.seed, shuffle_block, min_document_tokens, heldout_share)
+        self.order = Order(num_streams, seed=args.seed, **order)
         self.step = 0
         self.consumed = {stream: StreamState() for stream in range(rank, num_streams, world_size)}
         # Each worker writes the entries of its own streams; the main process reads them.
@@ -225,11 +222,9 @@ class StreamLoader:
             rows = sum(rows_of_epoch(lengths, self.order, epoch) for epoch in range(int(whole)))
             return rows + round(part * rows_of_epoch(lengths, self.order, int(whole)))
 
-        return (
-            self.args.max_steps
-            if self.args.max_steps > 0
-            else max(1, -(-on_first_rank(count) // self.args.total_batch_size))
-        )
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        return max(1, math.ceil(on_first_rank(count) / self.args.total_batch_size))
 
     @property
     def workers_note(self) -> str:
@@ -321,13 +316,13 @@ class StreamLoader:
         return [[found[key] for key, _, _ in rows] for rows in shares[self.rank]], own
 
     def _batch(self, rows: list[list[Row]]) -> dict[str, Any]:
-        return collate([self._row(parts) for parts in rows])
-
-    def _row(self, parts: list[Row]) -> dict[str, Any]:
-        tokens = np.concatenate([part.tokens for part in parts])
-        lengths = [length for part in parts for length in part.lengths]
-        row = pack_row(tokens, lengths, self.order.max_length, 0, self.document_mask)
-        return row | {"row": torch.tensor([parts[0].epoch, parts[0].place])}
+        packed = []
+        for parts in rows:
+            tokens = np.concatenate([part.tokens for part in parts])
+            lengths = [length for part in parts for length in part.lengths]
+            row = pack_row(tokens, lengths, self.order.max_length, 0, self.document_mask)
+            packed.append(row | {"row": torch.tensor([parts[0].epoch, parts[0].place])})
+        return collate(packed)
 
     def state(self) -> dict:
         """Return the state of this rank's streams after the last step of which all micro-batches were delivered.
@@ -380,11 +375,7 @@ class StreamLoader:
         return {
             "tokens_seen": sum(state.tokens for state in states),
             "documents_seen": sum(state.documents for state in states),
-            **(
-                {"documents_left_out": sum(state.left_out for state in states)}
-                if self.order.min_document_tokens
-                else {}
-            ),
+            "documents_left_out": sum(state.left_out for state in states),
             "retries": int(self.retries.sum()),
         }
 

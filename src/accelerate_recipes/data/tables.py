@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -28,14 +28,6 @@ DEEPEST = 16
 SPACE = re.compile(r"\s*")
 JSON = pa.json_()
 VOID = datasets.Value("null")
-
-
-class Block(NamedTuple):
-    """Rows of a part of a JSON file, by number. The `unit` of the numbers is a line (from 1) or a row (from 0)."""
-
-    file: str
-    unit: str
-    rows: dict[int, dict]
 
 
 class OtherSchema(Exception):
@@ -205,16 +197,18 @@ def json_tables(files: Sequence[str], schema: pa.Schema) -> Iterator[tuple[str, 
     Raises:
         OtherSchema: for a block that needs another schema.
     """
-    for block in (block for file in files for block in blocks_of(file)):
-        if common_schema(schema, schema_of(block)) != schema:
-            raise OtherSchema
-        with reading(block.file):
-            table = table_of(block, schema)
-        yield block.file, table
+    for file in files:
+        for rows in blocks_of(file):
+            if common_schema(schema, schema_of(rows)) != schema:
+                raise OtherSchema
+            with reading(file):
+                columns = [array_of([row.get(field.name) for row in rows], field.type) for field in schema]
+                table = pa.table(columns, names=schema.names)
+            yield file, table
 
 
-def blocks_of(file: str) -> Iterator[Block]:
-    """Split a file with an object on each line into blocks of lines. A file may also hold JSON on many lines.
+def blocks_of(file: str) -> Iterator[list[dict]]:
+    """Yield the rows of a file, block by block: objects, each on a line, or JSON on many lines.
 
     Raises:
         DataError: names the first line that is not a JSON object, or is longer than LONGEST.
@@ -222,20 +216,22 @@ def blocks_of(file: str) -> Iterator[Block]:
     with reading(file):
         if (rows := rows_on_many_lines(file)) is not None:
             for first in range(0, len(rows), BATCH):
-                yield Block(file, "row", dict(enumerate(rows[first : first + BATCH], first)))
+                yield rows[first : first + BATCH]
             return
         with decompressed(file) as lines:
-            found, size = {}, 0
+            found, size = [], 0
             for number in itertools.count(1):
                 line = lines.readline(LONGEST + 1)
                 if len(line) > LONGEST:
                     raise DataError(f"{file}, line {number} {TOO_LONG}")
                 if line.removeprefix(BOM).strip():
-                    found[number] = record_of(file, number - 1, line)
+                    found.append(record_of(file, number - 1, line))
+                    if b"\\ud" in line.lower():  # maybe half of a surrogate pair
+                        check_characters(json.dumps(found[-1], ensure_ascii=False), f"{file}, line {number}")
                 size += len(line)
                 if found and (size >= BLOCK or not line):
-                    yield Block(file, "line", found)
-                    found, size = {}, 0
+                    yield found
+                    found, size = [], 0
                 if not line:
                     return
 
@@ -278,12 +274,12 @@ def rows_on_many_lines(file: str) -> list[dict] | None:
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"{file}, row {number} is no JSON object, but a {type(row).__name__}")
+        check_characters(json.dumps(row, ensure_ascii=False), f"{file}, row {number}")
     return rows
 
 
-def schema_of(block: Block) -> pa.Schema:
+def schema_of(rows: list[dict]) -> pa.Schema:
     """Return the schema that fits all rows of a block."""
-    rows = block.rows.values()
     names = dict.fromkeys(name for row in rows for name in row)
     return pa.schema([(name, kind_of([row.get(name) for row in rows])) for name in names])
 
@@ -328,18 +324,6 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 def common_schema(one: pa.Schema, other: pa.Schema) -> pa.Schema:
     kinds = {field.name: field.type for field in one}
     return pa.schema((kinds | {f.name: common_type(kinds.get(f.name, pa.null()), f.type) for f in other}).items())
-
-
-def table_of(block: Block, schema: pa.Schema) -> pa.Table:
-    """Make a table of the rows of a block; JSON values are written as texts."""
-    try:
-        columns = ([row.get(field.name) for row in block.rows.values()] for field in schema)
-        arrays = [array_of(values, field.type) for values, field in zip(columns, schema, strict=True)]
-    except UnicodeEncodeError:
-        for number, row in block.rows.items():
-            check_characters(json.dumps(row, ensure_ascii=False), f"{block.file}, {block.unit} {number}")
-        raise
-    return pa.table(arrays, names=schema.names)
 
 
 def array_of(values: list, kind: pa.DataType) -> pa.Array:

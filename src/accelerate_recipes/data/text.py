@@ -24,6 +24,7 @@ from accelerate_recipes.data.shards import (
     needs_of_shards,
     shards_version,
 )
+from accelerate_recipes.data.stream_order import no_document
 from accelerate_recipes.data.streams import StreamArgs
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.hub import cache
@@ -106,7 +107,7 @@ class TextArgs(StreamArgs):
         """Find the files to train on."""
         if self.train_files:
             return named_shards(self.train_files)
-        return find_shards(self.dataset_name, self.dataset_files, "training", self.dataset_revision)
+        return find_shards(self.dataset_name, self.dataset_files, self.dataset_revision)
 
     def validation_shards(self) -> list[str]:
         """Find the files to validate on."""
@@ -114,7 +115,7 @@ class TextArgs(StreamArgs):
             return self.train_shards()
         if self.validation_files:
             return named_shards(self.validation_files)
-        return find_shards(self.dataset_name, self.validation_dataset_files, "validation", self.dataset_revision)
+        return find_shards(self.dataset_name, self.validation_dataset_files, self.dataset_revision)
 
     def train_texts(self) -> Iterator[str]:
         """Read the documents to train on, shard by shard."""
@@ -210,11 +211,9 @@ class TextShards:
         """Return each text's token ids (int32); None gives none. No text is truncated, whatever the tokenizer did last."""
         eos = [self.tokenizer.eos_token_id]
         # The `_fast` version leaves out the offsets of the tokens in the text, which are not needed.
-        encodings = iter(
-            self.backend.encode_batch_fast([text for text in texts if text is not None], add_special_tokens=False)
-        )
-        ids = ([] if text is None else self.bos + next(encodings).ids + eos for text in texts)
-        return [np.array(tokens, dtype=np.int32) for tokens in ids]
+        found = self.backend.encode_batch_fast([text or "" for text in texts], add_special_tokens=False)
+        ids = zip(texts, found, strict=True)
+        return [np.array([] if text is None else self.bos + one.ids + eos, dtype=np.int32) for text, one in ids]
 
 
 class ValidationRows(NamedTuple):
@@ -259,15 +258,10 @@ def validation_rows(
         if num_tokens >= wanted:
             break
     if not texts:
-        least = f" of --min_document_tokens {min_document_tokens} or more" if min_document_tokens else ""
-        more = f" and {len(source.shards) - 3} more" if len(source.shards) > 3 else ""
-        shown = ", ".join(source.shards[:3]) + more
-        if source.is_heldout:
-            raise DataError(
-                f"no document{least} of {shown} is held out to validate on by --heldout_share {source.heldout_share}; raise "
-                "it, or give --validation_files"
-            )
-        raise DataError(f"there is no document{least} to validate on in {shown}")
+        held = (
+            f"; raise --heldout_share {source.heldout_share}, or give --validation_files" if source.is_heldout else ""
+        )
+        raise DataError(f"{no_document('validate', source.shards, min_document_tokens)}{held}")
     bytes_per_token = sum(len(text.encode()) for text in texts) / num_tokens
     tokens, ends = np.concatenate(pieces)[:wanted], np.cumsum([len(piece) for piece in pieces])
     rows: dict[str, list] = {"input_ids": [], "lengths": []}

@@ -1,8 +1,7 @@
 """Pairs of source and target texts for an encoder-decoder: read from files or the Hub, prepared, and padded to batches."""
 
-import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,8 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.files import SUFFIXES, falls_under, file_kind, read_files, read_split
+from accelerate_recipes.data.files import falls_under, file_kind, read_split
+from accelerate_recipes.data.heldout import RowsArgs, in_folders
 from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, lengths_of, num_proc
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
@@ -21,50 +21,25 @@ from accelerate_recipes.sequence import IGNORE_INDEX
 if TYPE_CHECKING:
     import datasets
 
-VERSION = 2  # of the data in the cache
+VERSION = 3  # of the data in the cache
 PAD_MULTIPLE = 8  # suits tensor cores, and gives fewer shapes to compile
 
 
-@dataclass(frozen=True)
-class PairSource:
-    """Source of pairs: a local file, or a split of a dataset on the Hub, from all its files or from the matching files.
-
-    The name of a column may be a path, such as `translation.en`.
-    """
-
-    name: str
-    source_column: str
-    target_column: str
-    split: str = ""  # of a dataset; if empty, `name` is a file
-    config: str = ""
-    revision: str = ""
-    files: str = ""
-
-    @property
-    def dataset(self) -> cache.HubDataset:
-        return cache.HubDataset(self.name, self.files, self.config, (self.split,), self.revision)
-
-    def __str__(self) -> str:
-        return f"{self.name}, split {self.split}" if self.split else self.name
-
-
 @dataclass
-class PairArgs:
+class PairArgs(RowsArgs):
     """Arguments of a recipe that trains on pairs of texts."""
 
-    # The pairs of a resumed run are compared by content, so the files may have moved.
     group = "data"
     dataset_name: str = arg(
-        "Helsinki-NLP/opus_books", "Dataset to train on: a name on the Hub, or a folder.", fixed=False
+        "Helsinki-NLP/opus_books",
+        "Dataset to train on, unless there are --train_files: a name on the Hub, or a folder.",
+        fixed=False,
     )
     dataset_config: str = arg("en-fr", "Configuration of the dataset, if it has several.")
     dataset_revision: str = arg("", "Branch or commit of the dataset; default: main.")
     dataset_files: str = arg("", "Pattern of the dataset's files to read; default: all.", group="rare")
-    train_split: str = arg("train", "Split to train on.")
     eval_split: str = arg("", "Split to evaluate on; default: a share of the training pairs.")
     eval_dataset_name: str = arg("", "Dataset to evaluate on; default: --dataset_name.", fixed=False, group="rare")
-    train_files: list[str] = arg([], "Local .csv, .jsonl or .parquet files, instead of a dataset.", fixed=False)
-    eval_files: list[str] = arg([], "Local files to evaluate on.", fixed=False)
     source_column: str = arg("translation.en", "Column of the source texts; an inner column is `translation.en`.")
     target_column: str = arg("translation.fr", "Column of the target texts, or of lists of correct texts.")
     eval_source_column: str = arg(
@@ -85,13 +60,12 @@ class PairArgs:
     max_target_length: int = arg(128, "Longest target in tokens; longer texts are cut, and counted.", min=2)
     data_cache_dir: str = arg(".cache/data", "Folder for tokenised pairs.", fixed=False)
 
+    def __post_init__(self):
+        if self.train_files:
+            self.dataset_name = ""
+
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
-        found += self.file_problems("train_files", SUFFIXES)
-        found += self.file_problems("eval_files", SUFFIXES)
-        used = {"dataset_name": self.dataset_name} if not self.train_files else {}
-        for flag, name in {**used, "eval_dataset_name": self.eval_dataset_name}.items():
-            found += cache.folder_problems(flag, name)
+        found = super().problems(world_size) + cache.folder_problems("eval_dataset_name", self.eval_dataset_name)
         if self.train_files and self.eval_split and not self.eval_dataset_name:
             found.append(
                 f"--eval_split {self.eval_split} names a split of a dataset, but there are --train_files; give "
@@ -104,21 +78,43 @@ class PairArgs:
         return found
 
     @property
-    def train_sources(self) -> list[PairSource]:
-        columns = (self.source_column, self.target_column)
-        if self.train_files:
-            return [PairSource(file, *columns) for file in self.train_files]
-        dataset = (self.train_split, self.dataset_config, self.dataset_revision, self.dataset_files)
-        return [PairSource(self.dataset_name, *columns, *dataset)]
+    def row_datasets(self) -> list[cache.HubDataset]:
+        config, revision = self.dataset_config, self.dataset_revision
+        found = []
+        if self.dataset_name:
+            found = [cache.HubDataset(self.dataset_name, self.dataset_files, config, (self.train_split,), revision)]
+        if self.eval_dataset_name:
+            found.append(cache.HubDataset(self.eval_dataset_name, splits=(self.eval_split,)))
+        elif self.eval_split:
+            found.append(cache.HubDataset(self.dataset_name, "", config, (self.eval_split,), revision))
+        return found
 
     @property
-    def eval_sources(self) -> list[PairSource]:
-        columns = (self.eval_source_column or self.source_column, self.eval_target_column or self.target_column)
-        if self.eval_files or not self.eval_split:
-            return [PairSource(file, *columns) for file in self.eval_files]
-        if self.eval_dataset_name:
-            return [PairSource(self.eval_dataset_name, *columns, self.eval_split)]
-        return [PairSource(self.dataset_name, *columns, self.eval_split, self.dataset_config, self.dataset_revision)]
+    def sources(self) -> dict[str, str]:
+        evaluated = f"{self.eval_dataset_name or self.dataset_name}, split {self.eval_split}"
+        return super().sources | ({"test": evaluated} if self.eval_split else {})
+
+    @property
+    def columns(self) -> dict[str, tuple[str, str]]:
+        """Columns with the sources and the targets of each part of the rows."""
+        evaluated = self.eval_source_column or self.source_column, self.eval_target_column or self.target_column
+        return {"train": (self.source_column, self.target_column), "test": evaluated}
+
+    def read_rows(self) -> "dict[str, datasets.Dataset]":
+        rows = super().read_rows()
+        return rows | ({"test": read_split(self.row_datasets[-1], self.eval_split)} if self.eval_split else {})
+
+    def version(self) -> list:
+        """Return a value that changes when a local file or a downloaded dataset changes."""
+        files = [
+            [(file_kind(file), cache.file_version(file)) for file in in_folders(named)]
+            for named in (self.train_files, self.eval_files)
+        ]
+        needs = [
+            (need.config, need.splits, cache.version("dataset", need.name, need.files or "**/*"))
+            for need in self.row_datasets
+        ]
+        return [files, needs]
 
 
 def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
@@ -130,9 +126,9 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
       `truncated_targets` were cut at the given lengths; for both together: `skipped`, and `content`, a checksum of the
       training pairs
 
-    If there are `args.eval_sources`, their pairs are held out. Otherwise a pair is held out if the hash of its source falls
-    under `heldout_share`. Case and white space do not count. So pairs with the same source lie on one side, whatever the
-    order of the files.
+    If there are files or a split to evaluate on, their pairs are held out. Otherwise a pair is held out if the hash of its
+    source falls under `heldout_share`. Case and white space do not count. So pairs with the same source lie on one side,
+    whatever the order of the files.
 
     A target may be a list of texts, all of them correct. For training, each text makes a pair. For a held-out pair, the loss
     uses the first text and metrics use all.
@@ -141,141 +137,88 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
         DataError: for a file that cannot be read, or has no rows.
         ConfigError: for a missing column, a split without pairs, and empty texts unless `skip_bad_pairs`.
     """
-    sources = [(source, False) for source in args.train_sources] + [(source, True) for source in args.eval_sources]
+    lengths = (args.max_source_length, args.max_target_length)
     settings = {
-        "sources": [
-            (*astuple(replace(source, name="")), source_version(source), is_heldout) for source, is_heldout in sources
-        ],
+        "sources": args.version(),
+        "columns": args.columns,
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
-        "settings": [
-            args.task_prefix,
-            args.max_source_length,
-            args.max_target_length,
-            args.skip_bad_pairs,
-            args.heldout_share,
-        ],
+        "settings": [args.task_prefix, *lengths, args.skip_bad_pairs, args.heldout_share],
         "version": VERSION,
     }
 
     def build(folder: Path, tmp: Path) -> dict:
         import datasets
 
-        parts: dict[str, list[datasets.Dataset]] = {"train": [], "heldout": []}
-        bad: list[str] = []
-        for i, (source, is_heldout) in enumerate(sources):
-            rows = load_rows(source, tmp / f"source-{i}")
-            share = float(is_heldout) if args.eval_sources else args.heldout_share
-            texts = read_columns(rows, source, share, tmp / f"texts-{i}.arrow")
-            heldout, good = np.array(texts["heldout"]), np.array(texts["defect"]) == ""
-            bad += [f"{source}, row {row}: {texts[row]['defect']}" for row in np.flatnonzero(~good).tolist()]
-            parts["train"].append(texts.select(np.flatnonzero(good & ~heldout)))
-            parts["heldout"].append(texts.select(np.flatnonzero(good & heldout)))
+        parts, bad = [], []
+        rows = args.read_rows()
+        for name, part in rows.items():
+            share = args.heldout_share if len(rows) == 1 else float(name == "test")
+            part = text_columns(part, args.columns[name], args.sources[name])
+            parts.append(tokenize_pairs(part, args.columns[name], tokenizer, args, share, tmp / f"{name}-all.arrow"))
+            defects = zip(parts[-1]["row"][:], parts[-1]["defect"][:], strict=True)
+            bad += [f"{args.sources[name]}, row {row}: {defect}" for row, defect in defects if defect]
         if not args.skip_bad_pairs:
             check_no_bad("These pairs cannot be used; --skip_bad_pairs leaves them out", bad)
+        whole = datasets.concatenate_datasets(parts)
+        is_heldout, is_good = np.array(whole["heldout"][:]), np.array([not defect for defect in whole["defect"][:]])
         facts: dict = {"skipped": len(bad)}
-        num_pairs = sum(len(part) for some in parts.values() for part in some)
-        for name, some in parts.items():
-            texts = datasets.concatenate_datasets(some)
-            if not len(texts):
-                remedy = f"; change --heldout_share {args.heldout_share}" if num_pairs and not args.eval_sources else ""
-                raise ConfigError(f"none of {num_pairs} pairs of texts is left for {name}{remedy}")
-            lengths = (args.max_source_length, args.max_target_length)
-            pairs = tokenize_pairs(texts, tokenizer, args.task_prefix, lengths, name == "train", tmp / f"{name}.arrow")
-            facts[name] = {"pairs": len(pairs)}
-            for side in ("source", "target"):
-                facts[name][f"truncated_{side}s"] = sum(pairs[f"{side}_is_cut"])
-            pairs.remove_columns(["source_is_cut", "target_is_cut"]).save_to_disk(folder / name)
+        for name, chosen in {"train": is_good & ~is_heldout, "heldout": is_good & is_heldout}.items():
+            if not chosen.any():
+                remedy = f"; change --heldout_share {args.heldout_share}" if is_good.any() and len(rows) == 1 else ""
+                raise ConfigError(f"none of {is_good.sum()} pairs of texts is left for {name}{remedy}")
+            pairs = whole.select(np.flatnonzero(chosen))
+            cut_at = {f"truncated_{side}s": sum(pairs[f"{side}_is_cut"][:]) for side in ("source", "target")}
+            facts[name] = {"pairs": len(pairs)} | cut_at
+            kept = ["source_ids", "target_ids", *(("source", "references") if name == "heldout" else ())]
+            pairs = pairs.select_columns(kept).flatten_indices(cache_file_name=str(tmp / f"{name}.arrow"))
+            pairs.save_to_disk(folder / name)
             if name == "train":
-                facts["content"] = checksum_of_rows(pairs, ["source_ids", "target_ids"])
+                facts["content"] = checksum_of_rows(pairs, kept)
         return facts
 
     return cached(Path(args.data_cache_dir), settings, build)
 
 
-def source_version(source: PairSource) -> list:
-    """Return a value that changes when a local file or a downloaded dataset changes."""
-    if source.split:
-        return cache.version("dataset", source.name, source.files or "**/*")
-    return [file_kind(source.name), cache.file_version(source.name)]
+def source_texts(args: PairArgs) -> Iterator[str]:
+    """Yield every text to train on, of both columns, for the training of a tokenizer."""
+    columns = args.columns["train"]
+    for batch in text_columns(args.read_rows()["train"], columns, args.source).iter(batch_size=1000):
+        for source, references, defect in pairs_in(batch, columns):
+            yield from () if defect else (source, *references)
 
 
-def load_rows(source: PairSource, cache_dir: Path) -> "datasets.Dataset":
-    """Load all rows of a source.
+def text_columns(rows: "datasets.Dataset", columns: tuple[str, str], source: str) -> "datasets.Dataset":
+    """Select the columns of sources and of targets; the name of a column may be a path, such as `translation.en`.
 
     Raises:
-        DataError: if it cannot be read, or has no rows.
-        ConfigError: if a dataset was not downloaded.
+        ConfigError: if a column is missing, or holds no texts.
     """
-    if not source.split:
-        return read_files([source.name], cache_dir)
-    return read_split(source.dataset, source.split, cache_dir)
-
-
-def source_texts(sources: Sequence[PairSource]) -> Iterator[str]:
-    """Yield every text of both columns, for the training of a tokenizer."""
-    with tempfile.TemporaryDirectory() as folder:
-        for i, source in enumerate(sources):
-            rows = load_rows(source, Path(folder) / str(i))
-            texts = read_columns(rows, source, 0.0, Path(folder) / f"{i}.arrow")
-            row: Any
-            for row in texts:
-                if not row["defect"]:
-                    yield from (row["source"], *row["references"])
-
-
-def read_columns(
-    rows: "datasets.Dataset", where: PairSource, heldout_share: float, cache_file: Path
-) -> "datasets.Dataset":
-    """Read `source` (text), `references` (texts), `defect` (why a pair cannot be used, or "") and `heldout` (bool)."""
-    import datasets
     import pyarrow as pa
 
     rows = rows.flatten()
     types = {field.name: field.type for field in rows.data.schema}
-    source_column, target_column = where.source_column, where.target_column
-    for column in (source_column, target_column):
+    for column in columns:
         if column not in types:
-            raise ConfigError(f"{where} has no column {column!r}; it has {', '.join(types) or 'none'}")
-    several = pa.types.is_list(types[target_column]) or pa.types.is_large_list(types[target_column])
-    wanted = {source_column: types[source_column]}
-    wanted[target_column] = types[target_column].value_type if several else types[target_column]
-    for column, kind in wanted.items():
+            raise ConfigError(f"{source} has no column {column!r}; it has {', '.join(types) or 'none'}")
+        kind = types[column]
+        if column == columns[1] and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+            kind = kind.value_type
         # `datasets` keeps values of several types as JSON; values that are not texts are reported row by row.
         is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or isinstance(kind, pa.JsonType)
         if not (is_text or pa.types.is_null(kind)):
-            raise ConfigError(f"{where}: column {column!r} holds {kind}, not text")
-    features = datasets.Features(
-        {
-            "source": datasets.Value("string"),
-            "references": datasets.List(datasets.Value("string")),
-            "defect": datasets.Value("string"),
-            "heldout": datasets.Value("bool"),
-        }
-    )
-
-    def read(batch: dict[str, list]) -> dict[str, list]:
-        sources = batch[source_column]
-        references = [target if several else [target] for target in batch[target_column]]
-        defects = [defect_of_pair(*pair) for pair in zip(sources, references, strict=True)]
-        return {
-            "source": [None if defect else source for source, defect in zip(sources, defects, strict=True)],
-            "references": [None if defect else texts for texts, defect in zip(references, defects, strict=True)],
-            "defect": defects,
-            "heldout": [not d and falls_under(s, heldout_share) for s, d in zip(sources, defects, strict=True)],
-        }
-
-    return rows.select_columns([*wanted]).map(
-        read,
-        batched=True,
-        remove_columns=[*wanted],
-        features=features,
-        num_proc=num_proc(len(rows), 20_000),
-        cache_file_name=str(cache_file),
-        desc="Reading",
-    )
+            raise ConfigError(f"{source}: column {column!r} holds {kind}, not text")
+    return rows.select_columns([*dict.fromkeys(columns)])
 
 
-def defect_of_pair(source: str | None, references: list[str | None] | None) -> str:
+def pairs_in(batch: dict[str, list], columns: tuple[str, str]) -> Iterator[tuple[str, list[str], str]]:
+    """Yield each pair as (source, references, defect); a pair with a defect, which says why it cannot be used, is empty."""
+    for source, target in zip(*(batch[column] for column in columns), strict=True):
+        references = target if isinstance(target, list) else [target]
+        defect = defect_of_pair(source, references)
+        yield ("", [], defect) if defect else (source, references, "")
+
+
+def defect_of_pair(source: str | None, references: list[str | None]) -> str:
     """Say why a pair cannot be used, or return an empty string."""
     for name, texts in (("source", [source]), ("target", references)):
         for text in texts or [None]:
@@ -287,28 +230,42 @@ def defect_of_pair(source: str | None, references: list[str | None] | None) -> s
 
 
 def tokenize_pairs(
-    texts: "datasets.Dataset",
+    rows: "datasets.Dataset",
+    columns: tuple[str, str],
     tokenizer: PreTrainedTokenizerBase,
-    task_prefix: str,
-    max_lengths: tuple[int, int],
-    is_train: bool,
+    args: PairArgs,
+    heldout_share: float,
     cache_file: Path,
 ) -> "datasets.Dataset":
-    """Make `source_ids` and `target_ids`, cut at `max_lengths`; `source_is_cut` and `target_is_cut` say whether it cut them.
+    """Make `source_ids` and `target_ids`, cut at the longest lengths; `source_is_cut` and `target_is_cut` say whether.
 
-    For training, each reference makes a pair. Otherwise there is one pair with the first reference, and with the texts.
+    For training, each reference makes a pair; a pair that is `heldout` has the first one. `row` is the number in `rows`,
+    `source` and `references` are the texts, and `defect` says why a pair cannot be used.
     """
+    import datasets
 
-    def tokenize(batch: dict[str, list]) -> dict[str, list]:
-        chosen = [(i, text) for i, texts in enumerate(batch["references"]) for text in texts[: None if is_train else 1]]
-        sources = tokenizer([task_prefix + text for text in batch["source"]], verbose=False)["input_ids"]
-        targets = tokenizer(text_target=[text for _, text in chosen], verbose=False)["input_ids"]
-        result = {}
-        sides = {"source": [sources[i] for i, _ in chosen], "target": targets}
-        for (side, ids_of_rows), max_length in zip(sides.items(), max_lengths, strict=True):
-            result[f"{side}_ids"] = [cut(ids, max_length) for ids in ids_of_rows]
-            result[f"{side}_is_cut"] = [len(ids) > max_length for ids in ids_of_rows]
-        return result if is_train else result | {name: batch[name] for name in ("source", "references")}
+    text, ids, flag = datasets.Value("string"), datasets.List(datasets.Value("int64")), datasets.Value("bool")
+    features = datasets.Features(
+        row=datasets.Value("int64"), source=text, references=datasets.List(text), defect=text, heldout=flag,
+        source_ids=ids, source_is_cut=flag, target_ids=ids, target_is_cut=flag,
+    )  # fmt: skip
+
+    def tokenize(batch: dict[str, list], numbers: list[int]) -> dict[str, Any]:
+        made = []
+        for number, (source, references, defect) in zip(numbers, pairs_in(batch, columns), strict=True):
+            is_heldout = not defect and falls_under(source, heldout_share)
+            for target in references[: 1 if is_heldout else None] or [""]:
+                made.append((number, source, references, defect, is_heldout, target))
+        names = ("row", "source", "references", "defect", "heldout", "target")
+        result = {name: [*values] for name, values in zip(names, zip(*made, strict=True), strict=True)}
+        prefixed = [args.task_prefix + text for text in result["source"]]
+        for side, max_length, tokens in (
+            ("source", args.max_source_length, tokenizer(prefixed, verbose=False)),
+            ("target", args.max_target_length, tokenizer(text_target=result.pop("target"), verbose=False)),
+        ):
+            result[f"{side}_ids"] = [cut(ids, max_length) for ids in tokens["input_ids"]]
+            result[f"{side}_is_cut"] = [len(ids) > max_length for ids in tokens["input_ids"]]
+        return result
 
     ends = {ids[-1] for ids in tokenizer(["a", "b"])["input_ids"]}
     if any(end != tokenizer.eos_token_id for end in ends):
@@ -316,11 +273,13 @@ def tokenize_pairs(
             "the tokenizer does not put its end token behind a text, so a model trained with it would never stop; "
             "use the tokenizer of an encoder-decoder"
         )
-    return texts.map(
+    return rows.map(
         tokenize,
+        with_indices=True,
         batched=True,
-        remove_columns=texts.column_names,
-        num_proc=num_proc(len(texts), 20_000),
+        remove_columns=rows.column_names,
+        features=features,
+        num_proc=num_proc(len(rows), 20_000),
         cache_file_name=str(cache_file),
         desc="Tokenising",
     )

@@ -11,7 +11,6 @@ A folder holds `manifest.json`, what the tokens are made from, and for text shar
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
@@ -19,10 +18,9 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.data.documents import Retry, is_remote
+from accelerate_recipes.data.documents import is_remote
 from accelerate_recipes.data.text import TextArgs, TextShards
 from accelerate_recipes.disk import checksum, fsync, naming, own_suffix, read_json, size_and_times, write_atomically
 from accelerate_recipes.errors import ConfigError, DataError
@@ -136,7 +134,6 @@ def pretokenize(
     is_here: bool = False,
     text_column: str = "text",
     heldout_share: float = 0.0,
-    retry: Retry | None = None,
     rank: int = 0,
     world_size: int = 1,
 ) -> TokenShards:
@@ -164,7 +161,7 @@ def pretokenize(
         "heldout_share": heldout_share,
     }
     if not is_pretokenized(folder):
-        source = TextShards(here or find(), tokenizer, text_column, retry or Retry(), heldout_share)
+        source = TextShards(here or find(), tokenizer, text_column, heldout_share=heldout_share)
         dtype = "<u2" if len(tokenizer) <= 2**16 else "<u4"
         made_from = asked | key | {"dtype": dtype, "shards": [Path(shard).name for shard in source.shards]}
         if rank == 0 and not (folder / MANIFEST).exists():
@@ -223,47 +220,28 @@ def check_key(folder: Path, key: dict) -> None:
 
 
 def tokenize_missing(folder: Path, source: TextShards, dtype: str, rank: int, world_size: int) -> None:
-    """Tokenise this rank's unfinished shards, with a progress bar on a terminal, or with a line for each in a batch job."""
-    mine = range(rank, len(source.shards), world_size)
-    missing = [shard for shard in mine if not shard_file(folder, shard, "json").exists()]
-    on_terminal = sys.stderr.isatty()
-    progress = tqdm(
-        total=len(mine), initial=len(mine) - len(missing), unit="shard", desc="Tokenising", dynamic_ncols=True,
-        disable=not (on_terminal and rank == 0),
-    )  # fmt: skip
-    for shard in missing:
-        start = time.perf_counter()
-        entry = tokenize_shard(folder, source, shard, dtype, progress)
-        progress.update()
-        if not on_terminal:
+    """Tokenise this rank's unfinished shards, with a line for each."""
+    for shard in range(rank, len(source.shards), world_size):
+        if not shard_file(folder, shard, "json").exists():
+            start = time.perf_counter()
+            entry = tokenize_shard(folder, source, shard, dtype)
             speed = entry["tokens"] / (time.perf_counter() - start)
-            print(
-                f"Tokenised {source.shards[shard]}: {entry['documents']:,} documents, {speed:,.0f} tokens/s", flush=True
-            )
-    progress.close()
+            said = f"Tokenised {source.shards[shard]}: {entry['documents']:,} documents, {speed:,.0f} tokens/s"
+            print(said, flush=True)
 
 
-def tokenize_shard(folder: Path, source: TextShards, shard: int, dtype: str, progress: tqdm) -> dict:
+def tokenize_shard(folder: Path, source: TextShards, shard: int, dtype: str) -> dict:
     """Write the files of one shard, which get their final names when they are complete. Returns the content of its .json."""
     text_file, partial = source.shards[shard], shard_file(folder, shard, "tokens" + own_suffix())
-    retries = 0
-
-    def on_retry() -> None:
-        nonlocal retries
-        retries += 1
-        progress.set_postfix(retries=retries)
-
     num_tokens, ends = 0, []
     # With size and times, a later run sees that the file is unchanged, without reading its content again.
     seen = None if is_remote(text_file) else {"seen": size_and_times(text_file), "checksum": checksum(Path(text_file))}
     try:
         with naming(folder), partial.open("wb") as file:
-            for tokens in source.tokens(shard, source.read(shard, 0, 1, on_retry)):
+            for tokens in source.tokens(shard, source.read(shard, 0, 1, on_retry=lambda: None)):
                 file.write(tokens.astype(dtype).tobytes())
                 num_tokens += len(tokens)
                 ends.append(num_tokens)
-                if len(ends) % 1000 == 0:
-                    progress.set_postfix(documents=f"{len(ends):,}", tokens=f"{num_tokens:,}", retries=retries)
             file.write(np.array(ends, dtype="<u8").tobytes())
         fsync(partial)
         described = {"size": partial.stat().st_size, "checksum": checksum(partial)}
