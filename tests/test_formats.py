@@ -251,10 +251,7 @@ def test_two_readings_are_an_error(tmp_path):
         with pytest.raises(ConfigError) as error:
             made_of([row], tmp_path, name)
         first, *told, shown = str(error.value).splitlines()
-        assert (
-            first == "rows.jsonl can be read in 2 ways; give files with rows of one form, or one of"
-            and shown.startswith("The first row: {")
-        )
+        assert first == "rows.jsonl can be read in 2 ways; say which by one of" and shown.startswith("The first row: {")
         assert [line.partition(" (")[0] for line in told] == [f"- --columns {way}" for way in ways]
         made = [made_of([row], tmp_path, name, **dict(pair.split("=") for pair in way.split())) for way in ways]
         assert made[0] != made[1]
@@ -266,14 +263,13 @@ def test_two_readings_are_an_error(tmp_path):
 
 
 def test_rows_of_two_forms(tmp_path):
-    """The error names both; the choice of one form names the first row that has it not."""
+    """The error says how many rows have each; the choice of one form names the first row that has it not."""
     chat = {"messages": [{"role": "user", "content": "a"}]}
     with pytest.raises(ConfigError) as error:
         made_of([chat] * 2 + [{"text": "a"}], tmp_path)
-    assert str(error.value).startswith(
-        "rows.jsonl can be read in 2 ways; give files with rows of one form, or one of\n"
-    )
-    for said in ("--columns messages=messages (messages)", "--columns text=text (text)", "'text': None}"):
+    assert str(error.value).startswith("rows.jsonl has rows of 2 forms, but a run reads one; give files of one form:\n")
+    assert "--columns" not in str(error.value)
+    for said in ("messages=messages (messages: 2 of 3 rows)", "text=text (text: 1 of 3 rows)", "'text': None}"):
         assert said in str(error.value)
     sft = recipe.load(ROOT / "recipes/sft.py")
     flags = ("--train_files", str(tmp_path / "rows.jsonl"), "--columns", "messages=messages")

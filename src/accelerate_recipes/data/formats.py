@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import datasets
@@ -208,10 +209,15 @@ def ambiguity(
     rows: datasets.Dataset, ways: Sequence[tuple[str, dict[str, str]]], mapping: dict[str, str], source: str
 ) -> str:
     """Describe the ways to read the rows, with the arguments for each way, and show the first row."""
-    told, shown = [f"{source} can be read in {len(ways)} ways; give files with rows of one form, or one of"], {}
-    for form, way in ways:
+    valid = [[rows.data.column(column).is_valid() for column in way.values()] for _, way in ways]
+    full_of_way = [reduce(pc.and_, columns).to_numpy() for columns in valid]  # pyright: ignore
+    told, shown, flag = [f"{source} can be read in {len(ways)} ways; say which by one of"], {}, "--columns "
+    if all(full.any() for full in full_of_way) and sum(full.astype(int) for full in full_of_way).max() < 2:
+        # No choice of columns would read all rows.
+        told, flag = [f"{source} has rows of {len(ways)} forms, but a run reads one; give files of one form:"], ""
+    for (form, way), full in zip(ways, full_of_way, strict=True):
         pairs = " ".join(f"{name}={mapping.get(column, column)}" for name, column in way.items())
-        told.append(f"- --columns {pairs} ({form})")
+        told.append(f"- {flag}{pairs} ({form}: {full.sum():,} of {len(rows):,} rows)")
         shown |= {column: rows[0][column] for column in way.values()}
     return "\n".join([*told, f"The first row: {shown!r:.500}"])
 
