@@ -47,8 +47,9 @@ from accelerate_recipes.probes import mixers_in
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank, rank, ranks_a_row
 from accelerate_recipes.sequence import share_attention
 from accelerate_recipes.strategy import (
+    environment_warnings,
     fp8_layers,
-    launch_warnings,
+    lever_warnings,
     num_accelerators,
     num_replicas,
     shard_world_size,
@@ -67,7 +68,8 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
     """
     num_devices, num_cores = num_accelerators(), len(os.sched_getaffinity(0))
     if is_first_of_machine():
-        for warning in launch_warnings(args, num_cores):
+        warnings = environment_warnings(os.environ, num_devices, num_cores)
+        for warning in warnings + lever_warnings(args, os.environ, num_devices):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
 
     if is_compiled():
