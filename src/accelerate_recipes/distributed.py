@@ -117,11 +117,8 @@ def keep_memory_in_one_piece() -> None:
     Segments of fixed size would waste ever more memory when batches have many lengths, and layers are gathered and
     freed.
     """
-    if (
-        torch.cuda.is_available()
-        and not torch.version.hip
-        and not any(name in os.environ for name in ALLOCATOR_SETTINGS)
-    ):
+    is_chosen = any(name in os.environ for name in ALLOCATOR_SETTINGS)
+    if torch.cuda.is_available() and not torch.version.hip and not is_chosen:
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
@@ -241,7 +238,8 @@ def prepare(
                 "FSDP is on, but no module was wrapped; check fsdp_auto_wrap_policy in the accelerate YAML"
             )
         check_units(mixers, units)
-        if shards > 1 and local >= total and not is_no_shard(accelerator):
+        strategy = getattr(accelerator.state.fsdp_plugin.sharding_strategy, "name", "")  # of FSDP1
+        if shards > 1 and local >= total and strategy != "NO_SHARD":
             raise ConfigError(f"this rank holds all {total:,} parameters although {shards} ranks should share them")
     if args.prefetch_layers:
         layer_names = accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
@@ -307,11 +305,6 @@ def prefetch_layers(layers: Sequence[FSDPModule], depth: int) -> None:
 def local_numel(parameter: nn.Parameter) -> int:
     """Count the elements of a parameter that this rank holds."""
     return local_shard(parameter).numel()
-
-
-def is_no_shard(accelerator: Accelerator) -> bool:
-    plugin = accelerator.state.fsdp_plugin
-    return plugin.fsdp_version == 1 and getattr(plugin.sharding_strategy, "name", "") == "NO_SHARD"
 
 
 def report_strategy(

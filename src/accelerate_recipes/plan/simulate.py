@@ -26,7 +26,7 @@ from accelerate_recipes.adapters import WithoutAdapters, add_adapters
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.environment import computes_in_bf16
-from accelerate_recipes.errors import ConfigError, raise_problems
+from accelerate_recipes.errors import ConfigError, raise_problems, that_apply
 from accelerate_recipes.gpus import GPUS
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.ledger import ACTIVATIONS, BUCKETS, GRADIENTS, PARAMETERS, Clock, Ledger
@@ -108,7 +108,7 @@ def unsupported(args: TrainArgs, trial: Trial, env: dict[str, str]) -> list[str]
         and not (use_fsdp and computes_in_bf16(env.get("ACCELERATE_MIXED_PRECISION")))
         and bool(getattr(trial.config.get_text_config(), "num_local_experts", 0)),
     }
-    return [what for what, is_so in found.items() if is_so]
+    return that_apply(found)
 
 
 def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
