@@ -99,7 +99,7 @@ def run_case(simulator: Simulator, case: Case, folder: Path) -> dict[str, Any]:
     search = search_in(simulator, request, job, outcome, memory)
     fitting = search.fitting()
     found = {"case": case.name, "memory": memory, "peak": outcome.peak, "proposals": len(fitting)}
-    found["could not be tried"] = {in_words(changes): reason for changes, reason in search.failed.items()}
+    found["could not be tried"] = search.failed
     found["refused"] = on_ranks(job, partial(limited, limit=memory))
     if fitting:
         best = fitting[0]

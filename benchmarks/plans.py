@@ -267,7 +267,7 @@ def simulate(commands: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         for at in range(0, len(commands), 8):
             few = commands[at : at + 8]
             jobs = [job_for(command, Path(folder)) for command in few]
-            with Simulator() as simulator:  # a new one, for it remembers all outcomes
+            with Simulator() as simulator:
                 for command, job, outcome in zip(few, jobs, predict_outcomes(simulator, jobs), strict=True):
                     if not isinstance(outcome, Outcome):
                         raise ConfigError(f"plan {command}: {outcome}")

@@ -47,8 +47,9 @@ from accelerate_recipes.probes import mixers_in
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank, rank, ranks_a_row
 from accelerate_recipes.sequence import share_attention
 from accelerate_recipes.strategy import (
+    environment_warnings,
     fp8_layers,
-    launch_warnings,
+    lever_warnings,
     num_accelerators,
     num_replicas,
     shard_world_size,
@@ -67,7 +68,8 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
     """
     num_devices, num_cores = num_accelerators(), len(os.sched_getaffinity(0))
     if is_first_of_machine():
-        for warning in launch_warnings(args, num_cores):
+        warnings = environment_warnings(os.environ, num_devices, num_cores)
+        for warning in warnings + lever_warnings(args, os.environ, num_devices):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
 
     if is_compiled():
@@ -115,11 +117,8 @@ def keep_memory_in_one_piece() -> None:
     Segments of fixed size would waste ever more memory when batches have many lengths, and layers are gathered and
     freed.
     """
-    if (
-        torch.cuda.is_available()
-        and not torch.version.hip
-        and not any(name in os.environ for name in ALLOCATOR_SETTINGS)
-    ):
+    is_chosen = any(name in os.environ for name in ALLOCATOR_SETTINGS)
+    if torch.cuda.is_available() and not torch.version.hip and not is_chosen:
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
@@ -235,7 +234,8 @@ def prepare(
                 "FSDP is on, but no module was wrapped; check fsdp_auto_wrap_policy in the accelerate YAML"
             )
         check_units(mixers, units)
-        if shards > 1 and local >= total and not is_no_shard(accelerator):
+        strategy = getattr(accelerator.state.fsdp_plugin.sharding_strategy, "name", "")  # of FSDP1
+        if shards > 1 and local >= total and strategy != "NO_SHARD":
             raise ConfigError(f"this rank holds all {total:,} parameters although {shards} ranks should share them")
     if args.prefetch_layers:
         layer_names = accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
@@ -301,11 +301,6 @@ def prefetch_layers(layers: Sequence[FSDPModule], depth: int) -> None:
 def local_numel(parameter: nn.Parameter) -> int:
     """Count the elements of a parameter that this rank holds."""
     return local_shard(parameter).numel()
-
-
-def is_no_shard(accelerator: Accelerator) -> bool:
-    plugin = accelerator.state.fsdp_plugin
-    return plugin.fsdp_version == 1 and getattr(plugin.sharding_strategy, "name", "") == "NO_SHARD"
 
 
 def report_strategy(

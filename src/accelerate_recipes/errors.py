@@ -3,7 +3,8 @@
 import contextlib
 import difflib
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
@@ -37,6 +38,11 @@ def raise_problems(title: str, problems: Sequence[str]) -> None:
     """Raise ConfigError with all problems, if there are any."""
     if problems:
         raise ConfigError(error_list(title, problems))
+
+
+def that_apply(sentences: Mapping[str, Any]) -> list[str]:
+    """List the sentences that apply; the value of each says whether it does."""
+    return [sentence for sentence, applies in sentences.items() if applies]
 
 
 @contextlib.contextmanager

@@ -32,30 +32,23 @@ class Gpu:
     bandwidth: float
     nvlink: float
     network: float
-    source: str
-
-
-def _gpu(name, memory_gib, bf16, fp32, bandwidth, nvlink, network, source) -> Gpu:
-    return Gpu(
-        name, int(memory_gib * GIB), bf16 * 1e12, fp32 * 1e12, bandwidth * 1e12, nvlink * 1e9, network * 1e9, source
-    )
 
 
 # Memory is what nvidia-smi reports as total, rounded down. GPUs without NVLink exchange by PCIe. The network is that of the
 # usual machine: a 200 Gbit/s card for each A100, 400 Gbit/s for each H100 and H200, 100 Gbit/s for a machine of small GPUs.
 GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("a10g", 22.3, 70, 35, 0.6, 16, 1.5, "NVIDIA A10G data sheet; AWS g5"),
-        _gpu("l4", 22.3, 121, 30.3, 0.3, 16, 1.5, "NVIDIA L4 data sheet (bf16 without sparsity); AWS g6"),
-        _gpu("rtx4090", 23.5, 165.2, 82.6, 1.008, 16, 1.5, "NVIDIA Ada architecture white paper"),
-        _gpu("a6000", 47.5, 154.8, 38.7, 0.768, 28, 3, "NVIDIA RTX A6000 data sheet"),
-        _gpu("l40s", 44.7, 362, 91.6, 0.864, 32, 6, "NVIDIA L40S data sheet; AWS g6e"),
-        _gpu("a100_40", 39.4, 312, 19.5, 1.555, 300, 12.5, "NVIDIA A100 data sheet; AWS p4d"),
-        _gpu("a100", 79.1, 312, 19.5, 2.039, 300, 25, "NVIDIA A100 80 GB SXM data sheet"),
-        _gpu("h100", 79.1, 989.4, 67, 3.35, 450, 50, "NVIDIA H100 SXM data sheet"),
-        _gpu("h200", 139.8, 989.4, 67, 4.8, 450, 50, "NVIDIA H200 SXM data sheet"),
-        _gpu("b200", 178.4, 2250, 80, 8.0, 900, 50, "NVIDIA HGX B200 data sheet"),
+    name: Gpu(name, int(memory * GIB), bf16 * 1e12, fp32 * 1e12, bandwidth * 1e12, nvlink * 1e9, network * 1e9)
+    for name, memory, bf16, fp32, bandwidth, nvlink, network in (
+        ("a10g", 22.3, 70, 35, 0.6, 16, 1.5),  # NVIDIA A10G data sheet; AWS g5
+        ("l4", 22.3, 121, 30.3, 0.3, 16, 1.5),  # NVIDIA L4 data sheet (bf16 without sparsity); AWS g6
+        ("rtx4090", 23.5, 165.2, 82.6, 1.008, 16, 1.5),  # NVIDIA Ada architecture white paper
+        ("a6000", 47.5, 154.8, 38.7, 0.768, 28, 3),  # NVIDIA RTX A6000 data sheet
+        ("l40s", 44.7, 362, 91.6, 0.864, 32, 6),  # NVIDIA L40S data sheet; AWS g6e
+        ("a100_40", 39.4, 312, 19.5, 1.555, 300, 12.5),  # NVIDIA A100 data sheet; AWS p4d
+        ("a100", 79.1, 312, 19.5, 2.039, 300, 25),  # NVIDIA A100 80 GB SXM data sheet
+        ("h100", 79.1, 989.4, 67, 3.35, 450, 50),  # NVIDIA H100 SXM data sheet
+        ("h200", 139.8, 989.4, 67, 4.8, 450, 50),  # NVIDIA H200 SXM data sheet
+        ("b200", 178.4, 2250, 80, 8.0, 900, 50),  # NVIDIA HGX B200 data sheet
     )
 }
 

@@ -6,7 +6,7 @@ does not go unnoticed.
 
 import os
 import typing
-from argparse import Namespace
+from argparse import Action, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,16 +17,12 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env, setup_fp8_env
 
 from accelerate_recipes import shipped
-from accelerate_recipes.environment import PARALLEL_SIZES
 from accelerate_recipes.errors import ConfigError, suggestion
 from accelerate_recipes.flags import read_yaml
 
-SECTIONS = {
-    "fsdp_config": "fsdp_",
-    "parallelism_config": "parallelism_config_",
-    "dynamo_config": "dynamo_",
-    "fp8_config": "fp8_",
-}
+# Sections of the YAML, each with the prefix of its keys, which are flags too.
+SECTIONS = {f"{name}_config": f"{name}_" for name in ("fsdp", "dynamo", "fp8")}
+SECTIONS["parallelism_config"] = "parallelism_config_"
 VALUES = {
     "compute_environment": {"LOCAL_MACHINE"},
     "distributed_type": {"NO", "MULTI_GPU", "FSDP"},
@@ -36,25 +32,11 @@ VALUES = {
     "fsdp_state_dict_type": {"SHARDED_STATE_DICT", "FULL_STATE_DICT"},
     "fsdp_sharding_strategy": {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"},
     "fsdp_backward_prefetch": {"BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"},
-} | {
-    key: {True, False}
-    for key in (
-        "fsdp_offload_params",
-        "fsdp_use_orig_params",
-        "fsdp_sync_module_states",
-        "fsdp_forward_prefetch",
-        "fsdp_activation_checkpointing",
-        "fsdp_activation_checkpointing_offload",
-        "fsdp_cpu_ram_efficient_loading",
-    )
 }
 # Keys that Accelerate reads with one version of FSDP and ignores with the other.
-FSDP1_ONLY = {
-    "fsdp_sharding_strategy": "fsdp_reshard_after_forward",
-    "fsdp_backward_prefetch": None,
-    "fsdp_forward_prefetch": None,
-    "fsdp_sync_module_states": None,
-    "fsdp_use_orig_params": None,
+FSDP1_ONLY = {"fsdp_sharding_strategy": "use fsdp_reshard_after_forward (true or false)"} | {
+    f"fsdp_{name}": "remove it"
+    for name in ("backward_prefetch", "forward_prefetch", "sync_module_states", "use_orig_params")
 }
 # Programs whose command `launch` takes these flags.
 LAUNCHERS = ("accelerate", "accelerate.commands.accelerate_cli", "accelerate-recipes", "accelerate_recipes")
@@ -76,65 +58,65 @@ def yaml_problems(path: Path, num_processes: int | None = None) -> list[str]:
         return [str(error)]
     if not isinstance(content, dict):
         return [f"{path} holds no `key: value` lines"]
-    options = {action.dest for action in launch_command_parser()._actions}
+    options = {action.dest: action for action in launch_command_parser()._actions}
     hints = typing.get_type_hints(ClusterConfig)
-    found, flat = [], {}
+    found, values, wanted = [], {}, {}
     for key, value in content.items():
         if key not in hints:
             found.append(f"{path}: unknown key {key!r}{suggestion(key, hints)}")
         elif key not in SECTIONS:
-            flat[key] = value
-            found += [
-                f"{path}: {key} is {value!r:.60}; it must be {kind}" for kind in mismatches(key, value, hints[key])
-            ]
-        elif value is None:
-            continue  # as an empty section
-        elif not isinstance(value, dict):
+            values[key], wanted[key] = value, wrong_kind(key, value, hints[key])
+        elif value is not None and not isinstance(value, dict):
             found.append(f"{path}: {key} must hold `{SECTIONS[key]}...: value` lines, not {value!r:.60}")
         else:
-            known = {option for option in options if option.startswith(SECTIONS[key])}
             prefix = SECTIONS[key]
-            for written, setting in value.items():
+            known = [option for option in options if option.startswith(prefix)]
+            for written, setting in (value or {}).items():
                 name = str(written)
                 if key != "parallelism_config" and not name.startswith(prefix):  # Accelerate adds it here
                     name = prefix + name
-                flat[name] = setting
-                if name not in known:
+                if name in known:
+                    values[name], wanted[name] = setting, wrong_setting(options[name], setting)
+                else:
                     hint = suggestion(name, known) or suggestion(prefix + name, known)
                     found.append(f"{path}: {key} has an unknown key {written!r}, which Accelerate ignores{hint}")
-                elif isinstance(setting, list | dict) and name not in VALUES and key != "parallelism_config":
-                    found.append(f"{path}: {name} is {setting!r:.60}; it must be one value")
-    for key, allowed in VALUES.items():
-        # Not by equality alone: 1 equals true.
-        if key in flat and not any(type(flat[key]) is type(value) and flat[key] == value for value in allowed):
-            choices = ", ".join(
-                str(value).lower() if isinstance(value, bool) else str(value) for value in sorted(allowed)
-            )
-            quotes = "; put it in quotes, since YAML reads no as false" * (
-                flat[key] is False and "no" in choices.lower()
-            )
-            found.append(f"{path}: {key} is {flat[key]!r:.60}; it must be one of {choices}{quotes}")
-    for key in (f"parallelism_config_{name.lower()}" for name in PARALLEL_SIZES):
-        if key in flat and type(flat[key]) is not int:
-            found.append(f"{path}: {key} is {flat[key]!r:.60}; it must be a whole number")
-    if flat.get("fsdp_version") == 2:
-        for key, instead in FSDP1_ONLY.items():
-            if key in flat:
-                found.append(
-                    f"{path}: {key} has no effect with fsdp_version: 2; "
-                    + (f"use {instead} (true or false)" if instead else "remove it")
-                )
-    number = flat.get("num_processes", 1 if flat.get("distributed_type") == "NO" else None)
+    found += [f"{path}: {key} is {values[key]!r:.60}; it must be {kind}" for key, kind in wanted.items() if kind]
+    if values.get("fsdp_version") == 2:
+        useless = {key: remedy for key, remedy in FSDP1_ONLY.items() if key in values}
+        found += [f"{path}: {key} has no effect with fsdp_version: 2; {remedy}" for key, remedy in useless.items()]
+    number = values.get("num_processes", 1 if values.get("distributed_type") == "NO" else None)
     if num_processes is None and (number is None or (type(number) is int and number < 1)):
         found.append(f"{path}: num_processes is {number!r}; accelerate needs a number")
     return found
 
 
-def mismatches(key: str, value: Any, hint: Any) -> list[str]:
-    """Name the kind that a value of an accelerate YAML outside of its sections must have, if it has another."""
+def wrong_kind(key: str, value: Any, hint: Any) -> str:
+    """Say what the value of a key outside of the sections must be, by Accelerate's type of it; "" if it is that."""
+    if key in VALUES:
+        return wrong_choice(value, VALUES[key])
     kinds = () if typing.get_origin(hint) is list else typing.get_args(hint) or (hint,)
-    wanted = [] if key in VALUES or type(value) in kinds else [KINDS[kind] for kind in KINDS if kind in kinds]
-    return wanted[:1]
+    return next((KINDS[kind] for kind in KINDS if kind in kinds and type(value) not in kinds), "")
+
+
+def wrong_setting(option: Action, value: Any) -> str:
+    """Say what the value of a key in a section must be, by the launcher's flag of this name; "" if it is that."""
+    if option.dest in VALUES:
+        return wrong_choice(value, VALUES[option.dest])
+    # With FSDP1 this may also name a sharding strategy.
+    if option.default in ("true", "false") and option.dest != "fsdp_reshard_after_forward":
+        return wrong_choice(value, {True, False})
+    if option.type is int:
+        return "" if type(value) is int else KINDS[int]
+    return "one value" if isinstance(value, list | dict) else ""
+
+
+def wrong_choice(value: Any, choices: Iterable[Any]) -> str:
+    """Name the choices if a value is none of them."""
+    if any(type(value) is type(choice) and value == choice for choice in choices):  # 1 equals true
+        return ""
+    names = ", ".join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in sorted(choices))
+    is_no = value is False and "no" in names.lower()
+    return f"one of {names}" + "; put it in quotes, since YAML reads no as false" * is_no
 
 
 def parse_flags(argv: Sequence[str], known: Iterable[str] = (), **defaults: object) -> Namespace:
@@ -168,27 +150,32 @@ def launch_environment(argv: list[str]) -> dict[str, str]:
     """Return the variables that `accelerate launch ARGV` would put into the environment of each process.
 
     Raises:
-        ConfigError, ValueError: for arguments that it refuses, or at which it fails.
+        ConfigError: for arguments that it refuses, or at which it fails.
     """
-    args, _, _ = _validate_launch_command(parse_flags(argv))
-    num_processes, num_machines = (getattr(args, name) or 0 for name in ("num_processes", "num_machines"))
-    if num_processes < 1 or num_processes % max(1, num_machines):
-        raise ValueError(
-            f"{num_processes} processes (--num_processes) on {max(1, num_machines)} machines (--num_machines); give a "
-            "multiple, such as as many as the machines have GPUs"
-        )
-    args.main_process_port = 0  # no port is opened here, so any number will do
-    # For fp8 the launcher asks for packages; `strategy` reports what is wrong with fp8 here.
-    precision, args.mixed_precision = args.mixed_precision, "no"
-    if args.use_fsdp or args.multi_gpu:
-        env, world_size = prepare_multi_gpu_env(args), args.num_processes
-    else:
-        env, world_size = prepare_simple_launcher_cmd_env(args)[1], 1
+    parsed = parse_flags(argv)
+    try:
+        args, _, _ = _validate_launch_command(parsed)
+        machines, processes = max(1, args.num_machines or 0), args.num_processes or 0
+        if processes < 1 or processes % machines:
+            raise ValueError(
+                f"{processes} processes (--num_processes) on {machines} machines (--num_machines); give a multiple, such "
+                "as as many as the machines have GPUs"
+            )
+        # Nothing is opened or reached here, so any port and address will do.
+        args.main_process_port, args.main_process_ip = 0, args.main_process_ip or "head"
+        # For fp8 the launcher asks for packages; `strategy` reports what is wrong with fp8 here.
+        precision, args.mixed_precision = args.mixed_precision, "no"
+        if args.use_fsdp or args.multi_gpu:
+            env, world_size = prepare_multi_gpu_env(args), processes
+        else:
+            env, world_size = prepare_simple_launcher_cmd_env(args)[1], 1
+    except ValueError as error:
+        raise ConfigError(f"accelerate launch refuses: {error}") from error
     if precision == "fp8":
         env = setup_fp8_env(args, env)
     return env | {
         "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size // (args.num_machines or 1)),
+        "LOCAL_WORLD_SIZE": str(world_size // machines),
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(args.gradient_accumulation_steps or 1),
         "ACCELERATE_MIXED_PRECISION": precision.lower(),
     }

@@ -14,7 +14,7 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.data.text_pairs import PAD_MULTIPLE
 from accelerate_recipes.encoder_decoders import check_encoder_decoder, dropouts, encoder_decoder_on_meta
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.errors import ConfigError, that_apply
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import count_labels, count_next_tokens, sequence_to_sequence_loss
 from accelerate_recipes.models import new_model
@@ -31,7 +31,7 @@ def refuse(what: str, settings: dict[str, Any]) -> None:
     Raises:
         NotSimulatedError: naming them.
     """
-    if found := [name for name, is_so in settings.items() if is_so]:
+    if found := that_apply(settings):
         raise NotSimulatedError(f"{what} with {', '.join(found)}")
 
 

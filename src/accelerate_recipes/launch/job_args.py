@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from accelerate_recipes.args import arg
+from accelerate_recipes.errors import that_apply
 from accelerate_recipes.flags import Range, read_yaml
 
 CHECKPOINTS, CACHE = "/checkpoints", "/cache"  # where pods mount the volumes
@@ -16,16 +17,22 @@ QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(|k|M|G|T|Ki|Mi|Gi|Ti)")
 LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035, required for services
 NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # RFC 1123
 SUBDOMAIN = re.compile(rf"{NAMESPACE.pattern}(\.{NAMESPACE.pattern})*")
-KEY = re.compile(rf"({SUBDOMAIN.pattern}/)?[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?", re.ASCII)
-VALUE = re.compile(r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?", re.ASCII)
+KEY = rf"({SUBDOMAIN.pattern}/)?[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?"
+VALUE = r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?"
 IMAGE = re.compile(
     r"[a-z0-9][\w.-]*(:\d+)?(/[a-z0-9][a-z0-9._-]*)*(:(?P<tag>\w[\w.-]*))?(@(?P<digest>sha256:[0-9a-f]{64}))?", re.ASCII
 )
-EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 NAMES = {  # flags that hold names, with the largest allowed length; the queue becomes the value of a label
     "namespace": (NAMESPACE, 63), "checkpoints_pvc": (SUBDOMAIN, 253), "cache_pvc": (SUBDOMAIN, 253),
     "token_secret": (SUBDOMAIN, 253), "storage_class": (SUBDOMAIN, 253), "queue": (SUBDOMAIN, 63),
 }  # fmt: skip
+EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+TAINT = re.compile(f"{KEY}(={VALUE})?(:({'|'.join(EFFECTS)}))?", re.ASCII)
+FORMS = {  # of flags that hold pairs
+    "node_selector": (re.compile(f"{KEY}={VALUE}", re.ASCII), "KEY=VALUE"),
+    "annotation": (re.compile(f"{KEY}=.*", re.ASCII | re.DOTALL), "KEY=VALUE"),
+    "toleration": (TAINT, f"KEY[=VALUE][:EFFECT], EFFECT {' or '.join(EFFECTS)}"),
+}
 NEEDED = {"image": "REGISTRY/NAME:TAG", "nodes": "4", "gpus_per_node": "8", "checkpoints_pvc": "CLAIM"}  # with examples
 
 
@@ -85,64 +92,42 @@ class JobArgs:
             for name, example in NEEDED.items()
             if getattr(self, name) in (None, "")
         ]
-        if self.gpus_per_node == 0 and self.cpus_per_node is None:
-            found.append("--gpus-per-node is 0, so --cpus-per-node says how many processes a pod has; give it")
-        if self.gpus_per_node == 0 and (self.instance_type or self.efa_per_node):
-            found.append("--instance-type and --efa-per-node are for pods with GPUs; --gpus-per-node is 0")
-        found += self.tag_problems()
         for name, (pattern, limit) in NAMES.items():
             found += label_problems(flag(name), getattr(self, name), pattern, limit) if getattr(self, name) else []
-        found += self.quantity_problems()
-        if self.instance and self.instance not in INSTANCES:
-            found.append(
-                f"--instance-type {self.instance_type} is not known; known are {', '.join(INSTANCES)}; for another, give "
-                "--efa-per-node, and --node-selector node.kubernetes.io/instance-type=..."
+        for name, (pattern, form) in FORMS.items():
+            wrong = [text for text in getattr(self, name) if not pattern.fullmatch(text)]
+            found += [f"--{flag(name)} {text!r}: write it as {form}" for text in wrong]
+        sizes = {name: getattr(self, name) for name in ("memory", "shm_size", "checkpoints_size")}
+        given = {name: size for name, size in sizes.items() if size or name == "shm_size"}
+        found += [
+            f"--{flag(n)} {size!r} is not a size such as 64Gi" for n, size in given.items() if not num_bytes(size)
+        ]
+        on_cpus, image, has = self.gpus_per_node == 0, IMAGE.fullmatch(self.image), INSTANCES.get(self.instance)
+        is_floating = image and not image["digest"] and image["tag"] in (None, "latest")
+        problems = {
+            "--gpus-per-node is 0, so --cpus-per-node says how many processes a pod has; give it": on_cpus
+            and self.cpus_per_node is None,
+            "--instance-type and --efa-per-node are for pods with GPUs; --gpus-per-node is 0": on_cpus
+            and (self.instance_type or self.efa_per_node),
+            f"--image {self.image!r} is not the name of an image": self.image and not image,
+            f"--image {self.image} has {'the tag latest' if image and image['tag'] else 'no tag'}: pods that start "
+            "later may get another one; give a version, or a digest": is_floating,
+            f"--shm-size {self.shm_size} is a part of --memory {self.memory}, and must leave room; change one of "
+            "them": 0 < num_bytes(self.memory) <= num_bytes(self.shm_size),
+            f"--instance-type {self.instance_type} is not known; known are {', '.join(INSTANCES)}; for another, give "
+            "--efa-per-node, and --node-selector node.kubernetes.io/instance-type=...": self.instance and not has,
+            "--storage-class has an effect only on a new claim; give --checkpoints-size, or remove "
+            "it": self.storage_class and not self.checkpoints_size,
+            "--token-secret has no effect with --cache-pvc, whose pods ask no network; remove one of "
+            "them": self.token_secret and self.cache_pvc,
+        }
+        if has:
+            gpus = self.gpus_per_node or 0
+            problems[f"--gpus-per-node is {gpus}, but {self.instance} has {has['gpus']}"] = gpus > has["gpus"]
+            problems[f"--efa-per-node is {self.efa}, but {self.instance} has {has['efa']} interfaces"] = (
+                self.efa > has["efa"]
             )
-        elif self.instance:
-            has = INSTANCES[self.instance]
-            if (self.gpus_per_node or 0) > has["gpus"]:
-                found.append(f"--gpus-per-node is {self.gpus_per_node}, but {self.instance} has {has['gpus']}")
-            if self.efa > has["efa"]:
-                found.append(f"--efa-per-node is {self.efa}, but {self.instance} has {has['efa']} interfaces")
-        if self.storage_class and not self.checkpoints_size:
-            found.append("--storage-class has an effect only on a new claim; give --checkpoints-size, or remove it")
-        if self.token_secret and self.cache_pvc:
-            found.append("--token-secret has no effect with --cache-pvc, whose pods ask no network; remove one of them")
-        for name in ("node_selector", "annotation"):
-            for text in getattr(self, name):
-                key, equals, value = text.partition("=")
-                if not equals or not KEY.fullmatch(key) or (name == "node_selector" and not VALUE.fullmatch(value)):
-                    found.append(f"--{flag(name)} {text!r}: write it as KEY=VALUE")
-        for text in self.toleration:
-            asked = as_toleration(text)
-            is_known = asked.get("effect", EFFECTS[0]) in EFFECTS
-            if not KEY.fullmatch(asked["key"]) or not VALUE.fullmatch(asked.get("value", "")) or not is_known:
-                found.append(f"--toleration {text!r}: write it as KEY[=VALUE][:EFFECT], EFFECT {' or '.join(EFFECTS)}")
-        return found
-
-    def tag_problems(self) -> list[str]:
-        parts = IMAGE.fullmatch(self.image)
-        if self.image and not parts:
-            return [f"--image {self.image!r} is not the name of an image"]
-        if parts and not parts["digest"] and parts["tag"] in (None, "latest"):
-            return [
-                f"--image {self.image} has {'no tag' if parts['tag'] is None else 'the tag latest'}: pods that start later "
-                "may get another one; give a version, or a digest"
-            ]
-        return []
-
-    def quantity_problems(self) -> list[str]:
-        found, sizes = [], {}
-        for name in ("memory", "shm_size", "checkpoints_size"):
-            value = getattr(self, name)
-            sizes[name] = num_bytes(value) if QUANTITY.fullmatch(value) else Decimal(0)
-            if (value or name == "shm_size") and sizes[name] == 0:
-                found.append(f"--{flag(name)} {value!r} is not a size such as 64Gi")
-        if not found and self.memory and sizes["shm_size"] >= sizes["memory"]:
-            found.append(
-                f"--shm-size {self.shm_size} is a part of --memory {self.memory}, and must leave room; change one of them"
-            )
-        return found
+        return found + that_apply(problems)
 
 
 def flag(name: str) -> str:
@@ -150,7 +135,9 @@ def flag(name: str) -> str:
 
 
 def num_bytes(quantity: str) -> Decimal:
-    number, unit = QUANTITY.fullmatch(quantity).groups()
+    """Return the bytes of a quantity; 0 if it is none."""
+    parts = QUANTITY.fullmatch(quantity)
+    number, unit = parts.groups() if parts else ("0", "")
     base = 1024 if unit.endswith("i") else 1000
     return Decimal(number) * base ** ("", "k", "m", "g", "t").index(unit.removesuffix("i").lower())
 

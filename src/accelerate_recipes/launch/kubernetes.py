@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from accelerate_recipes.args import resolve
-from accelerate_recipes.errors import noting, raise_problems
+from accelerate_recipes.errors import noting, raise_problems, that_apply
 from accelerate_recipes.flags import read_yaml
 from accelerate_recipes.launch.job_args import (
     CACHE,
@@ -81,14 +81,11 @@ def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
     if launch is not None:
         problems += image_problems(run[0], launch)
         job.name = job.name or Path(launch.command[0]).stem.replace("_", "-")
-        if launch.args.push_to_hub and job.cache_pvc:
-            problems.append(
-                f"--push_to_hub {launch.args.push_to_hub}: pods with --cache-pvc ask no network; remove one of the two"
-            )
-        elif launch.args.push_to_hub and not job.token_secret:
-            problems.append(
-                f"--push_to_hub {launch.args.push_to_hub} needs a token that may write; give --token-secret"
-            )
+        pushes = f"--push_to_hub {launch.args.push_to_hub}" if launch.args.push_to_hub else ""
+        if pushes and job.cache_pvc:
+            problems.append(f"{pushes}: pods with --cache-pvc ask no network; remove one of the two")
+        elif pushes and not job.token_secret:
+            problems.append(f"{pushes} needs a token that may write; give --token-secret")
     if job.name:
         # The operator appends to the name; the result must be a valid label.
         last = (job.nodes or 1) - 1
@@ -155,17 +152,14 @@ def fill_holes(part: Any, holes: Mapping[str, Any]) -> Any:
 
 def image_problems(config: str, launch: Launch) -> list[str]:
     """List reasons why a run that starts here would not start in a pod."""
-    found, script = [], Path(launch.command[0])
-    if script.is_absolute() or ".." in script.parts:
-        found.append(
-            f"{script}: the image holds this repository; give the recipe's path in it, such as recipes/chess.py"
-        )
-    if read_yaml(Path(config)).get("distributed_type") == "NO":
-        found.append(
-            f"{config}: with `distributed_type: NO` the launcher does not pass on the signal that a pod is deleted "
-            "with, and nothing is saved; take accelerate_configs/ddp.yaml, on one process the same"
-        )
-    return found
+    script = Path(launch.command[0])
+    is_outside, kind = script.is_absolute() or ".." in script.parts, read_yaml(Path(config)).get("distributed_type")
+    problems = {
+        f"{script}: the image holds this repository; give the recipe's path in it, such as recipes/chess.py": is_outside,
+        f"{config}: with `distributed_type: NO` the launcher does not pass on the signal that a pod is deleted with, and "
+        "nothing is saved; take accelerate_configs/ddp.yaml, on one process the same": kind == "NO",
+    }
+    return that_apply(problems)
 
 
 class Plain(yaml.SafeDumper):

@@ -9,8 +9,8 @@ import argparse
 import json
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,12 @@ from accelerate_recipes.launcher import launch_environment, yaml_problems
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.ledger import HOST, Event
 from accelerate_recipes.plan.predict import Prediction
-from accelerate_recipes.plan.search import Change, Proposal, Search, in_words, prediction_of, reason_of
+from accelerate_recipes.plan.search import Change, Proposal, Search, nodes_of, prediction_of, reason_of
 from accelerate_recipes.plan.simulate import Job, Outcome, Refusal, SimulationError, Simulator
 from accelerate_recipes.strategy import environment_problems
 from accelerate_recipes.trial import NotSimulatedError
 
 SHOWN = 6  # proposals of each sort
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Needs of a run, and better settings; `text` is for a person, `facts` for --json."""
-
-    prediction: Prediction
-    text: str
-    facts: dict[str, Any]
 
 
 def split_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -49,8 +40,9 @@ def split_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def plan(argv: Sequence[str], tell: Callable[[str], None] = lambda text: None) -> Plan:
-    """Plan CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...; write the files that the flags name.
+def plan(argv: Sequence[str], tell: Callable[[str], None] = lambda text: None) -> str:
+    """Plan CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...; write the files that the flags name, and
+    return the text.
 
     `tell` gets each part of the text when it is there, and a line for each trial of the search.
 
@@ -84,7 +76,7 @@ def plan(argv: Sequence[str], tell: Callable[[str], None] = lambda text: None) -
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)  # for the report, it lies in the output directory
         asked.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    return Plan(found, "\n".join(lines), facts)
+    return "\n".join(lines)
 
 
 def changed_words(request: Request, changes: Sequence[Change] = ()) -> tuple[list[str], list[str]]:
@@ -103,13 +95,13 @@ def changed_words(request: Request, changes: Sequence[Change] = ()) -> tuple[lis
         command = [command[0], *replaced(command[1:], change.recipe)]
         more *= change.more_nodes
     if more > 1:
-        env = environment_of(flags, command)
-        replicas, shards = (int(env.get(f"PARALLELISM_CONFIG_DP_{of}_SIZE", 1)) for of in ("REPLICATE", "SHARD"))
+        env = launch_environment([*flags, *command])
         sizes = {"num_machines": nodes_of(env), "num_processes": int(env["WORLD_SIZE"])}
-        if replicas > 1:
-            sizes["parallelism_config_dp_replicate_size"] = replicas
-        elif "PARALLELISM_CONFIG_DP_SHARD_SIZE" in env:
-            sizes["parallelism_config_dp_shard_size"] = shards
+        divided = {name.lower(): int(size) for name, size in env.items() if name.startswith("PARALLELISM_CONFIG_DP_")}
+        if divided:
+            replicate, shard = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
+            grown = replicate if divided[replicate] > 1 else shard
+            sizes[grown] = divided[grown]
         flags = replaced(flags, [word for name, size in sizes.items() for word in (f"--{name}", str(more * size))])
     return flags, command
 
@@ -124,22 +116,6 @@ def replaced(words: Sequence[str], changes: Sequence[str]) -> list[str]:
     )
 
 
-def environment_of(flags: Sequence[str], command: Sequence[str]) -> dict[str, str]:
-    """Return what `accelerate launch` gives the first process.
-
-    Raises:
-        ConfigError: if it would start nothing.
-    """
-    try:
-        return launch_environment([*flags, "--main_process_ip", "head", *command])  # any address will do
-    except ValueError as error:
-        raise ConfigError(f"accelerate launch refuses: {error}") from error
-
-
-def nodes_of(env: Mapping[str, str]) -> int:
-    return int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
-
-
 def job_of(request: Request, gpu: str, changes: Sequence[Change] = ()) -> Job:
     """Make the job that simulates a request with changes.
 
@@ -147,14 +123,14 @@ def job_of(request: Request, gpu: str, changes: Sequence[Change] = ()) -> Job:
         ConfigError: if the launcher would start nothing.
     """
     flags, command = changed_words(request, changes)
-    return Job(environment_of(flags, command), command, gpu)
+    return Job(launch_environment([*flags, *command]), command, gpu)
 
 
 def to_paste(request: Request, changes: Sequence[Change]) -> str:
     """Write the whole command of a run with changes. On several machines, the shell sets the two variables in it."""
     flags, command = changed_words(request, changes)
     words = shlex.join(["accelerate", "launch", *flags])
-    if nodes_of(environment_of(flags, command)) > 1:
+    if nodes_of(launch_environment([*flags, *command])) > 1:
         words += ' --machine_rank "$MACHINE_RANK" --main_process_ip "$FIRST_MACHINE"'
     return f"{words} {shlex.join(command)}"
 
@@ -226,7 +202,7 @@ def searched(
         rows = f"The largest --per_device_train_batch_size that fits (of doublings): {largest}"
         title = "Faster, and it fits:" if faster else "Nothing that was tried is faster and fits"
         facts = {"largest_batch": largest, "faster": as_json(faster)}
-        return [rows, title, *commands(faster), *failures(search)], facts | {"failed": failed(search)}
+        return [rows, title, *commands(faster), *failures(search)], facts | {"failed": search.failed}
     fitting = search.fitting()
     here = [proposal for proposal in fitting if not proposal.has_more_nodes]
     sorts = {
@@ -237,18 +213,14 @@ def searched(
     lines = [line for title, found in sorts.items() if found for line in (title, *commands(found))]
     if not any(proposal.keeps_trajectory for proposal in fitting):
         lines.insert(0, "Nothing that keeps the loss trajectory makes it fit")
-    return [*lines, *failures(search)], {"fits_with": as_json(fitting), "failed": failed(search)}
+    return [*lines, *failures(search)], {"fits_with": as_json(fitting), "failed": search.failed}
 
 
 def failures(search: Search) -> list[str]:
     """Describe the changes that gave no prediction, with the reasons."""
-    lines = [f"  {changes}: {reason}" for changes, reason in failed(search).items()]
+    lines = [f"  {changes}: {reason}" for changes, reason in search.failed.items()]
     more = [f"  and {len(lines) - SHOWN} more; --json has all"] if len(lines) > SHOWN else []
     return ["These could not be tried:", *lines[:SHOWN], *more] if lines else []
-
-
-def failed(search: Search) -> dict[str, str]:
-    return {in_words(changes): reason for changes, reason in search.failed.items()}
 
 
 def as_json(proposals: Sequence[Proposal]) -> list[dict[str, Any]]:

@@ -31,10 +31,9 @@ class Request(NamedTuple):
         if self.config_problems:
             return {}, self.config_problems
         try:
-            # any address will do
-            env = launch_environment([*self.launch, "--main_process_ip", "head", *self.command])
-        except ValueError as error:
-            return {}, [f"accelerate launch refuses: {error}"]
+            env = launch_environment([*self.launch, *self.command])
+        except ConfigError as error:
+            return {}, [str(error)]
         return env, ignored_flags(self.config, self.launch, env)
 
 

@@ -19,17 +19,6 @@ from accelerate_recipes.trial import NotSimulatedError, is_staged
 STEADY = 4
 
 
-def small_sizes(num_layers: int, period: int, ahead: int) -> list[int]:
-    """Choose three small numbers of layers with the same remainder as `num_layers`; [] if `num_layers` is small.
-
-    The numbers are `period` apart. The treatment of layers repeats after `period` layers. `ahead` layers are gathered early.
-    """
-    first = STEADY + ahead
-    first += (num_layers - first) % period
-    sizes = [first, first + period, first + 2 * period]
-    return sizes if num_layers > sizes[-1] + period else []
-
-
 def on_line(values: Sequence[int], steps: int) -> int | None:
     """Continue three equidistant values by `steps` distances from the first; None if they do not lie on a line."""
     a, b, c = values
@@ -116,7 +105,7 @@ def arriving_outcomes(simulator: Simulator, jobs: Sequence[Job]) -> Iterator[tup
     few: dict[int, list[Job]] = {}
     for i, job in enumerate(jobs):
         try:
-            few[i] = [replace(job, num_layers=n) for n in sizes_of(job)]
+            few[i] = [replace(job, num_layers=n) for n in sizes_of(job)[1]]
         except (ConfigError, NotSimulatedError) as error:
             yield i, error
     arriving, whole = iter(simulator([small for smaller in few.values() for small in smaller])), []
@@ -126,7 +115,7 @@ def arriving_outcomes(simulator: Simulator, jobs: Sequence[Job]) -> Iterator[tup
         if len(outcomes) == 1 or not isinstance(outcomes[0], Outcome):
             found = outcomes[0]
         elif all(isinstance(outcome, Outcome) and outcome.is_uniform for outcome in outcomes):
-            found = extrapolate(outcomes, depth_of(jobs[i])[0])
+            found = extrapolate(outcomes, sizes_of(jobs[i])[0])
         if found is None:
             whole.append(i)
         else:
@@ -135,20 +124,17 @@ def arriving_outcomes(simulator: Simulator, jobs: Sequence[Job]) -> Iterator[tup
         yield from zip(whole, simulator([jobs[i] for i in whole]), strict=True)
 
 
-def sizes_of(job: Job) -> list[int]:
-    """Choose the numbers of layers to simulate for a job; [0] means all layers."""
-    depth, period, ahead = depth_of(job)
-    # Without FSDP nothing divides a phase into segments.
-    small = small_sizes(depth, period, ahead) if depth and job.env.get("ACCELERATE_USE_FSDP") == "true" else []
-    return small or [0]
+def sizes_of(job: Job) -> tuple[int, list[int]]:
+    """Return the number of layers of a job's model, and three small numbers to simulate; [0] means only all layers.
 
-
-def depth_of(job: Job) -> tuple[int, int, int]:
-    """Return the number of layers of a job's model, the period in which they repeat, and how many are gathered ahead.
-
-    For a model in stages of different widths, the number is 0: none of its layers could stand for others.
+    The three have the same remainder as the number, and are as far apart as the layers that are treated alike.
     """
     args, trial = load_trial(job)
-    recomputes = job.env.get("FSDP_ACTIVATION_CHECKPOINTING") == "true"
-    depth = 0 if is_staged(trial.config) else layers_of(trial.config)
-    return depth, args.checkpoint_every_n_layers if recomputes else 1, args.prefetch_layers
+    # In stages of different widths, no layer could stand for others; without FSDP nothing divides a phase into segments.
+    if is_staged(trial.config) or job.env.get("ACCELERATE_USE_FSDP") != "true":
+        return 0, [0]
+    depth, recomputes = layers_of(trial.config), job.env.get("FSDP_ACTIVATION_CHECKPOINTING") == "true"
+    period = args.checkpoint_every_n_layers if recomputes else 1
+    first = STEADY + args.prefetch_layers  # so many layers are gathered early
+    first += (depth - first) % period
+    return depth, [first, first + period, first + 2 * period] if depth > first + 3 * period else [0]

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from accelerate_recipes.gpus import EFFICIENCY, Gpu
+from accelerate_recipes.gpus import EFFICIENCY, GPUS, Gpu
 
 aten, fsdp = torch.ops.aten, torch.ops.fsdp
 PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS = "parameters", "gradients", "optimizer", "buffers"
@@ -129,12 +129,12 @@ class Ledger(TorchDispatchMode):
     Args:
         device: type of the device whose memory counts.
         vocab_size: size by which logits are recognised.
-        clock: also counts time.
+        clock: counts time; without one, that of a usual GPU.
     """
 
     def __init__(self, device: str, vocab_size: int, clock: Clock | None = None):
         super().__init__()
-        self.device, self.vocab_size, self.clock = device, vocab_size, clock
+        self.device, self.vocab_size, self.clock = device, vocab_size, clock or Clock(GPUS["h100"], 8)
         self.live: dict[int, tuple[int, str]] = {}  # bytes and kind of a storage
         self.refs: dict[int, weakref.ref] = {}
         self.held: Counter[str] = Counter()
@@ -158,8 +158,7 @@ class Ledger(TorchDispatchMode):
         self.in_pass = ""
         live = self.live.copy()  # the garbage collector may end tensors meanwhile
         self.events = [Event(0, key, size, kind, 0) for key, (size, kind) in live.items()]
-        if self.clock:
-            self.clock.reset()
+        self.clock.reset()
 
     def begin_pass(self, name: str, times: int) -> None:
         """Begin a pass before the micro-batches. The step has it `times` times. An empty name ends the last pass."""
@@ -177,15 +176,11 @@ class Ledger(TorchDispatchMode):
 
     def sums(self) -> dict[str, Any]:
         """Copy the sums that grow with the number of micro-batches, as the fields of an `Outcome`."""
-        clock = self.clock
         return {
             "flops": sum(self.flops.values()),
             "recomputed": self.recomputed,
-            "seconds": clock.seconds if clock else 0.0,
-            "compute": clock.compute if clock else 0.0,
-            "memory": clock.memory if clock else 0.0,
-            "communication": clock.communication if clock else 0.0,
             "collectives": {f"{name} {size}": dict(counts) for (name, size), counts in self.collectives.items()},
+            **{name: getattr(self.clock, name) for name in ("seconds", "compute", "memory", "communication")},
         }
 
     def tag(self, tensors: Iterable[Any], kind: str) -> None:
@@ -331,7 +326,7 @@ class Ledger(TorchDispatchMode):
         self.calls[name] += 1
         moved = bytes_moved(func, args, kwargs, out)
         self.moved[name] += moved
-        if self.clock and tensors:
+        if tensors:
             if func is fsdp.split_with_sizes_copy.default:
                 arrived = self.clock.gathers.pop(args[0].untyped_storage()._cdata, 0.0)
                 self.clock.now = max(self.clock.now, arrived)
@@ -356,11 +351,9 @@ class Ledger(TorchDispatchMode):
         self.groups[key] = ranks
         if self.device == "cpu" and name in COPIED_BY_GLOO:
             self.needs(size)
-        if self.clock:
-            self.clock.send(name, sent, ranks, size < 1e6 or name == "alltoall_base")
+        self.clock.send(name, sent, ranks, size < 1e6 or name == "alltoall_base")
         if name == "allgather_base":
-            if self.clock:
-                self.clock.gathers[out.untyped_storage()._cdata] = self.clock.link
+            self.clock.gathers[out.untyped_storage()._cdata] = self.clock.link
             self.tag([out], GATHERED)
         elif name == "reduce_scatter_base":
             self.tag(tensors, WHOLE_GRADIENTS)

@@ -72,13 +72,13 @@ def reason_of(error: Exception) -> str:
     return f"plan does not simulate {said}" if isinstance(error, NotSimulatedError) else said
 
 
-MakeJob = Callable[[Sequence[Change]], Job]
+def nodes_of(env: Mapping[str, str]) -> int:
+    return int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
 
 
 def in_config(name: str, env: Mapping[str, str], *flags: str) -> Change:
     """Make a change to another accelerate YAML; the number of processes and the precision stay."""
-    nodes = int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
-    kept = ("--num_machines", str(nodes), "--num_processes", env["WORLD_SIZE"])
+    kept = ("--num_machines", str(nodes_of(env)), "--num_processes", env["WORLD_SIZE"])
     kept += ("--mixed_precision", env.get("ACCELERATE_MIXED_PRECISION", "no"))
     return Change("config", (*kept, *flags), config=name)
 
@@ -184,7 +184,7 @@ def prediction_of(job: Job, outcome: Outcome, gpu: Gpu) -> Prediction:
 
 @dataclass
 class Search:
-    """Search around a predicted run; `failed` gives the reason for each change without a prediction.
+    """Search around a predicted run; `failed` gives the reason for changes without a prediction, by their words.
 
     `tell` gets a line for each trial; `to_paste` writes the whole command, told with a change that makes the run fit.
     """
@@ -192,8 +192,8 @@ class Search:
     simulator: Simulator
     before: Prediction
     job: Job
-    make_job: MakeJob
-    failed: dict[tuple[Change, ...], str] = field(default_factory=dict)
+    make_job: Callable[[Sequence[Change]], Job]
+    failed: dict[str, str] = field(default_factory=dict)
     tell: Callable[[str], None] = lambda line: None
     to_paste: Callable[[Sequence[Change]], str] | None = None
 
@@ -204,7 +204,7 @@ class Search:
             try:
                 jobs[choice] = self.make_job(choice)
             except ConfigError as error:
-                self.failed[choice] = reason_of(error)
+                self.failed[in_words(choice)] = reason_of(error)
         found, tried = {}, list(jobs)
         for done, (i, outcome) in enumerate(arriving_outcomes(self.simulator, list(jobs.values())), start=1):
             choice, left = tried[i], len(jobs) - done
@@ -214,7 +214,7 @@ class Search:
                 said = f"{found[i]}, {'fits' if fits else 'does not fit'}"
                 paste = f"\n    {self.to_paste(choice)}" if self.to_paste and fits and not self.before.fits else ""
             else:
-                self.failed[choice] = reason_of(outcome)
+                self.failed[in_words(choice)] = reason_of(outcome)
                 said, paste = f"{in_words(choice)}: could not be tried", ""
             seconds = (time.perf_counter() - began) / done * left
             self.tell(f"Tried {said}{f'; {left} left, about {seconds:.0f} s' if left else ''}{paste}")

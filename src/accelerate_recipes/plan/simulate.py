@@ -8,15 +8,13 @@ import contextlib
 import copy
 import importlib
 import itertools
-import json
 import os
 import pickle
 import subprocess
 import sys
 import traceback
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -28,7 +26,7 @@ from accelerate_recipes.adapters import WithoutAdapters, add_adapters
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.environment import computes_in_bf16
-from accelerate_recipes.errors import ConfigError, raise_problems
+from accelerate_recipes.errors import ConfigError, raise_problems, that_apply
 from accelerate_recipes.gpus import GPUS
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.ledger import ACTIVATIONS, BUCKETS, GRADIENTS, PARAMETERS, Clock, Ledger
@@ -110,7 +108,7 @@ def unsupported(args: TrainArgs, trial: Trial, env: dict[str, str]) -> list[str]
         and not (use_fsdp and computes_in_bf16(env.get("ACCELERATE_MIXED_PRECISION")))
         and bool(getattr(trial.config.get_text_config(), "num_local_experts", 0)),
     }
-    return [what for what, is_so in found.items() if is_so]
+    return that_apply(found)
 
 
 def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
@@ -187,16 +185,12 @@ def take_steps(ledger: Ledger, run: Run, trial: Trial, batches: list[dict[str, A
 
 def outcome_of(ledger: Ledger, trial: Trial, batches: list, **facts: Any) -> Outcome:
     """Collect the sums of a ledger; count each pass before the micro-batches as often as the step has it."""
-    clock = ledger.clock
     outcome = Outcome(
         peak=ledger.peak,
         at_peak=dict(ledger.at_peak),
         host_peak=ledger.host_peak,
         phases=[[phase.name, phase.segments] for phase in ledger.phases],
-        inside_node={
-            f"{name} {size}": clock is not None and clock.is_inside(ranks)
-            for (name, size), ranks in ledger.groups.items()
-        },
+        inside_node={f"{name} {size}": ledger.clock.is_inside(ranks) for (name, size), ranks in ledger.groups.items()},
         micro_batches=len(batches),
         tokens=trial.tokens,
         unit=trial.unit,
@@ -385,7 +379,7 @@ class Simulator:
     def __enter__(self):
         env = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))}
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self.number, self.cache, self.awaited = 0, {}, deque()
+        self.number = 0
         self.child = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import serve; serve()"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env,
@@ -396,32 +390,22 @@ class Simulator:
         self.child.communicate()  # closes the child's input, so the child ends
 
     def __call__(self, jobs: Sequence[Job]) -> Iterator[Outcome | Refusal]:
-        """Simulate each job, once; a job that is refused, cannot be simulated or fails has an error as its result.
+        """Simulate each job; one that is refused, cannot be simulated or fails has an error as its result.
 
-        The results come in order, each when it is there.
+        The results come in order, each when it is there; take all of them before the next call.
 
         Raises:
             ConfigError: if the child is gone.
         """
-        keys = [json.dumps(asdict(job), sort_keys=True) for job in jobs]
-        new = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self.cache}
-        if new:
-            with contextlib.suppress(BrokenPipeError):
-                pickle.dump([*new.values()], self.child.stdin)
-                self.child.stdin.flush()
-            self.number += len(new)
-            self.awaited.extend(new)
-        return map(self.result, keys)
-
-    def result(self, key: str) -> Outcome | Refusal:
-        """Return the result of a job, when it is there. The child answers in the order in which it was asked."""
-        while key not in self.cache:
+        with contextlib.suppress(BrokenPipeError):
+            pickle.dump(jobs, self.child.stdin)
+            self.child.stdin.flush()
+        for _ in jobs:
+            self.number += 1
             try:
-                self.cache[self.awaited[0]] = pickle.load(self.child.stdout)
-                self.awaited.popleft()
+                yield pickle.load(self.child.stdout)
             except (EOFError, pickle.UnpicklingError):
                 raise ConfigError(
                     f"the simulation ended with exit code {self.child.wait()}, perhaps for want of memory: plan where there "
                     "is more, or leave it out (preflight --no_plan)"
                 ) from None
-        return self.cache[key]
