@@ -107,8 +107,7 @@ def main(args: Args) -> None:
     # Tokenizer and data
     tokenizer = load_tokenizer(args.model_name_or_path)
     folder = prepare_positions(args, Args.seed)  # not --seed: all runs are compared in the same positions
-    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-    next_moves = NextMoves(facts, tokenizer, METRIC)
+    next_moves = NextMoves(folder, tokenizer, METRIC)
 
     # Pairs
     positions = datasets.Dataset.load_from_disk(folder / "train")
@@ -140,7 +139,7 @@ def main(args: Args) -> None:
     counts = {"left out": num_pairs - len(pairs)}
     trainer = Trainer(run, config, model, tokenizer, heldout=next_moves, counts=counts, train_dataset=pairs)
     run.print(
-        f"Data: {len(pairs):,} pairs from {len(positions):,} positions, {len(facts['positions']):,} positions held out"
+        f"Data: {len(pairs):,} pairs from {len(positions):,} positions, {len(next_moves.positions):,} positions held out"
     )
 
     # Training and evaluation

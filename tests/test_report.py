@@ -217,7 +217,7 @@ def test_a_report_never_ends_a_run(write_run, capsys, monkeypatch):
     (folder / "metrics.jsonl").unlink()
     report.write_report(folder)
     assert capsys.readouterr().err == ""
-    with pytest.raises(ConfigError, match=r"run is not the output directory of .* metrics\.jsonl"):
+    with pytest.raises(ConfigError, match=r"run is not the output directory of .*metrics\.jsonl"):
         report.compare([folder], Path())
     (folder / "metrics.jsonl").touch()
     (folder / "args.yaml").write_text("")

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.data.shown import NUM_ROWS
+from accelerate_recipes.disk import read_json
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import begin_token
 from accelerate_recipes.generation import generate_texts
@@ -35,20 +36,20 @@ def longest_move(tokenizer: PreTrainedTokenizerBase) -> int:
 class NextMoves:
     """Evaluator that uses the same positions for every evaluation and for the baseline.
 
-    `games.prepare_games` writes the `facts`; `metric_file` is the `evaluate` module that counts. Results have the keys
-    `legal_move_rate` and `next_move_accuracy`; with the suffix `_<phase>` for each phase, and with `_unseen` for positions
-    that occur in no training game.
+    `folder` is that of `games.prepare_games` or `prepare_positions`; `metric_file` is the `evaluate` module that counts.
+    Results have the keys `legal_move_rate` and `next_move_accuracy`; with the suffix `_<phase>` for each phase, and with
+    `_unseen` for positions that occur in no training game.
     """
 
     curves = Curves({"legal": "eval_legal_move_rate", "as played": "eval_next_move_accuracy"}, "Next moves, held out")
 
-    def __init__(self, facts: dict, tokenizer: PreTrainedTokenizerBase, metric_file: Path):
+    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, metric_file: Path):
         import evaluate
 
         self.tokenizer = tokenizer
         self.metric = evaluate.load(str(metric_file), keep_in_memory=True)
-        self.positions = facts["positions"]
-        self.followers = facts["baseline"]
+        self.facts = read_json(folder / "facts.json")
+        self.positions = self.facts["positions"]
         self.prefixes = [" ".join(position["prefix"]) for position in self.positions]
         self.max_new_tokens = longest_move(tokenizer)
 
@@ -65,7 +66,7 @@ class NextMoves:
 
     def baseline(self) -> dict[str, float]:
         """Evaluate the baseline: the most frequent next move after the previous move."""
-        return self._count([self.followers.get((p["prefix"] or [""])[-1], "") for p in self.positions])
+        return self._count([self.facts["baseline"].get((p["prefix"] or [""])[-1], "") for p in self.positions])
 
     def _count(self, moves: list[str]) -> dict[str, float]:
         return self.metric.compute(  # pyright: ignore[reportReturnType]
