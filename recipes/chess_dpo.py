@@ -12,6 +12,7 @@ are legal and of moves that were played, in positions of held-out games.
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -117,24 +118,15 @@ def main(args: Args) -> None:
             run.show_rows(tokenizer, {"Evaluation": next_moves})  # the model makes the pairs when the run begins
         stop.listen(run.output_dir)
         run.shard(make_model(args))
-        make_pairs(
-            run.accelerator,
-            run.model,
-            tokenizer,
-            positions.to_list(),
-            args.reject,
-            file,
-            next_moves.max_new_tokens,
-            args.per_device_eval_batch_size,
-        )
+        size = args.per_device_eval_batch_size
+        make_pairs(run.accelerator, run.model, next_moves, positions.to_list(), args.reject, file, size)
         run.release()
 
     # Model and trainer
     model = make_model(args)
     max_length = min(args.max_length or sys.maxsize, max_positions(model.config))
-    pairs, num_pairs = on_first_of_machine_before_others(
-        lambda: load_pairs(file, args, positions, tokenizer, max_length)
-    )
+    load = partial(load_pairs, file, args, positions, tokenizer, max_length)
+    pairs, num_pairs = on_first_of_machine_before_others(load)
     config = trl_config(run, DPOConfig, max_length=max_length)
     counts = {"left out": num_pairs - len(pairs)}
     trainer = Trainer(run, config, model, tokenizer, heldout=next_moves, counts=counts, train_dataset=pairs)

@@ -155,8 +155,7 @@ def page_of(seen: Seen) -> list[Html]:
     if (file := seen.folder / "result.png").exists() and seen.status.get("state") == "finished":
         parts += [element("h2", "Result"), picture(file)]
     if (file := seen.folder / "samples.jsonl").exists() and file.stat().st_size:
-        *lines, _ = file.read_text("utf-8").split("\n")  # a last line that is not complete is left out
-        samples = map(json.loads, lines[: -MOST_SAMPLES - 1 : -1])
+        samples = read_json_lines(file)[: -MOST_SAMPLES - 1 : -1]
         parts += [element("h2", "Samples, newest first"), sample_table(samples)]
     if (file := seen.folder / "rows.txt").exists():
         parts += [

@@ -13,6 +13,7 @@ from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import begin_token
+from accelerate_recipes.games.rewards import answer
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.picture import Curves
 
@@ -60,9 +61,13 @@ class NextMoves:
 
     def evaluate(self, accelerator: Accelerator, model: nn.Module, batch_size: int) -> dict[str, float]:
         """Evaluate the greedy moves of `model`. Every rank takes its share; all get the result."""
-        prompts = [prompt_of(self.tokenizer, position["prefix"]) for position in self.positions]
-        texts = generate_texts(accelerator, model, self.tokenizer, prompts, self.max_new_tokens, batch_size).texts
-        return self._count([(text.split() or [""])[0] for text in texts])
+        return self._count(self.moves(accelerator, model, self.positions, batch_size))
+
+    def moves(self, accelerator: Accelerator, model: nn.Module, positions: Sequence[dict], size: int) -> list[str]:
+        """Return the greedy moves of a model in positions, of which it reads `size` at a time."""
+        prompts = [prompt_of(self.tokenizer, position["prefix"]) for position in positions]
+        texts = generate_texts(accelerator, model, self.tokenizer, prompts, self.max_new_tokens, size).texts
+        return [answer(text) for text in texts]
 
     def baseline(self) -> dict[str, float]:
         """Evaluate the baseline: the most frequent next move after the previous move."""
