@@ -366,9 +366,9 @@ def groups_of_alike(thumbnails: np.ndarray) -> list[int]:
     root = np.arange(len(centred))
     for start in range(0, len(centred), 1024):
         for is_alike in centred[start : start + 1024] @ centred[start:].T > ALIKE:
-            joined = root[start:][is_alike]
-            if len(joined) and (joined != joined[0]).any():  # most images join no groups: skip the costly line
-                root[np.isin(root, joined)] = joined.min()
+            roots = root[start:][is_alike]
+            if len(roots) and (roots != roots[0]).any():  # most images join no groups: skip the costly line
+                root[np.isin(root, roots)] = roots.min()
     return root.tolist()
 
 
