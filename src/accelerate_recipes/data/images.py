@@ -33,7 +33,7 @@ from accelerate_recipes.data.shards import (
     parts_of_hub_path,
 )
 from accelerate_recipes.data.streams import StreamArgs
-from accelerate_recipes.data.tars import TAR, Member, images_and_labels, joined, text_of_label
+from accelerate_recipes.data.tars import TAR, Member, images_and_labels, text_of_label, with_labels
 from accelerate_recipes.errors import ConfigError, DataError, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
@@ -295,7 +295,7 @@ def members(files: list[str], versions: list) -> Iterator[dict]:
                 else:
                     content = text_of_label(shard.extractfile(member).read(), f"{file}: {member.name}")  # pyright: ignore[reportOptionalMemberAccess]
                 parts.append((stem, is_image, content))
-            for place, label in joined(sorted(parts), file):  # the two members of an image may lie apart
+            for place, label in with_labels(sorted(parts), file):  # the two members of an image may lie apart
                 yield {"image": {"bytes": None, "path": place}, "label": label}
 
 

@@ -62,10 +62,10 @@ def images_and_labels(tar: tarfile.TarFile, shard: str) -> Iterator[tuple[int, s
         yield number, stem, is_image, member
     while rest := tar.fileobj.read(CHUNK):
         if rest.strip(b"\0"):
-            raise tarfile.ReadError("more follows its end; tars cannot be joined by `cat`")
+            raise tarfile.ReadError("more follows its end; tars cannot be with_labels by `cat`")
 
 
-def joined(parts: Iterable[tuple[str, bool, T]], shard: str) -> Iterator[tuple[T, T]]:
+def with_labels(parts: Iterable[tuple[str, bool, T]], shard: str) -> Iterator[tuple[T, T]]:
     """Yield (image, label) of each NAME from parts (NAME, whether it is an image, image or label).
 
     Raises:
@@ -96,7 +96,7 @@ def stream_images(chunks: Iterable[bytes], first: int, *, shard: str, stride: in
     The two members of an image must follow each other. Members of other kinds are ignored.
 
     Raises:
-        DataError: for members that `joined` refuses, and for a compressed tar.
+        DataError: for members that `with_labels` refuses, and for a compressed tar.
         tarfile.ReadError: for a shard that is cut off or damaged.
     """
     chunks = iter(chunks)
@@ -114,7 +114,7 @@ def stream_images(chunks: Iterable[bytes], first: int, *, shard: str, stride: in
                 (name, is_image, (member.name, content(number, member)))
                 for number, name, is_image, member in images_and_labels(tar, shard)
             )
-            for (image, pixels), (file, label) in islice(joined(parts, shard), first, None, stride):
+            for (image, pixels), (file, label) in islice(with_labels(parts, shard), first, None, stride):
                 yield TarImage(image, pixels, text_of_label(label, f"{shard}: {file}"))
     except tarfile.TarError as error:
         raise tarfile.ReadError(f"is not a whole tar: {error}") from None
