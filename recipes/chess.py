@@ -11,7 +11,6 @@ games, it measures the shares of moves that are legal and of moves that were pla
 knows only the previous move.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,7 +95,8 @@ def main(args: Args) -> None:
     if args.base_model:
         check_length(args.base_model, args.max_length)
     folder = prepare_games(tokenizer, args, max_length=args.max_length, seed=args.seed)
-    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    next_moves = NextMoves(folder, tokenizer, METRIC)
+    facts = next_moves.facts
     train_rows, heldout_rows = (
         PackedRows(prepared_rows(folder / name), args.max_length, tokenizer.pad_token_id, args.document_mask)
         for name in ("train", "heldout")
@@ -122,8 +122,6 @@ def main(args: Args) -> None:
     )
 
     # Training and evaluation
-    next_moves = NextMoves(facts, tokenizer, METRIC)
-
     def evaluate_fn(step: int) -> dict[str, float]:
         loss = evaluate_loss(run.accelerator, run.model, heldout_loader, next_token_loss, count_next_tokens)
         return {"loss": loss} | next_moves.evaluate(run.accelerator, run.model, args.per_device_eval_batch_size)

@@ -12,6 +12,7 @@ are legal and of moves that were played, in positions of held-out games.
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -107,8 +108,7 @@ def main(args: Args) -> None:
     # Tokenizer and data
     tokenizer = load_tokenizer(args.model_name_or_path)
     folder = prepare_positions(args, Args.seed)  # not --seed: all runs are compared in the same positions
-    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-    next_moves = NextMoves(facts, tokenizer, METRIC)
+    next_moves = NextMoves(folder, tokenizer, METRIC)
 
     # Pairs
     positions = datasets.Dataset.load_from_disk(folder / "train")
@@ -118,29 +118,20 @@ def main(args: Args) -> None:
             run.show_rows(tokenizer, {"Evaluation": next_moves})  # the model makes the pairs when the run begins
         stop.listen(run.output_dir)
         run.shard(make_model(args))
-        make_pairs(
-            run.accelerator,
-            run.model,
-            tokenizer,
-            positions.to_list(),
-            args.reject,
-            file,
-            next_moves.max_new_tokens,
-            args.per_device_eval_batch_size,
-        )
+        size = args.per_device_eval_batch_size
+        make_pairs(run.accelerator, run.model, next_moves, positions.to_list(), args.reject, file, size)
         run.release()
 
     # Model and trainer
     model = make_model(args)
     max_length = min(args.max_length or sys.maxsize, max_positions(model.config))
-    pairs, num_pairs = on_first_of_machine_before_others(
-        lambda: load_pairs(file, args, positions, tokenizer, max_length)
-    )
+    load = partial(load_pairs, file, args, positions, tokenizer, max_length)
+    pairs, num_pairs = on_first_of_machine_before_others(load)
     config = trl_config(run, DPOConfig, max_length=max_length)
     counts = {"left out": num_pairs - len(pairs)}
     trainer = Trainer(run, config, model, tokenizer, heldout=next_moves, counts=counts, train_dataset=pairs)
     run.print(
-        f"Data: {len(pairs):,} pairs from {len(positions):,} positions, {len(facts['positions']):,} positions held out"
+        f"Data: {len(pairs):,} pairs from {len(positions):,} positions, {len(next_moves.positions):,} positions held out"
     )
 
     # Training and evaluation

@@ -10,7 +10,6 @@ held-out games.
 """
 
 import contextlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,8 +76,7 @@ def main(args: Args) -> None:
     # Tokenizer and data
     tokenizer = load_tokenizer(args.model_name_or_path)
     folder = prepare_positions(args, Args.seed)  # not --seed: all runs are compared in the same positions
-    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-    next_moves = NextMoves(facts, tokenizer, METRIC)
+    next_moves = NextMoves(folder, tokenizer, METRIC)
 
     # Model and trainer
     model = make_model(args)
@@ -106,7 +104,7 @@ def main(args: Args) -> None:
         shown = {"heldout": next_moves, "counts": counts}
         trainer = Trainer(run, config, model, tokenizer, **shown, reward_funcs=rewards, train_dataset=train_dataset)
         run.print(
-            f"Data: {len(positions):,} positions to answer in, {len(facts['positions']):,} held out; "
+            f"Data: {len(positions):,} positions to answer in, {len(next_moves.positions):,} held out; "
             f"{args.num_generations} answers of {next_moves.max_new_tokens} tokens at most in each of "
             f"{args.total_batch_size // args.num_generations} positions a step"
         )

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.architecture import Architecture
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.data.augmentation import augmentation_of
 from accelerate_recipes.data.image_streams import ImageShards, ImageStreams
 from accelerate_recipes.data.images import ImageArgs, Images, collate_images, load_images
 from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader, num_steps
@@ -102,7 +101,7 @@ def main(args: Args) -> None:
     else:
         processor = new_image_processor(new_vision_config(args).image_size)
     train_side, heldout_side, names = load_images(args)
-    how = (processor, augmentation_of(args), args.seed, args.skip_broken_images)
+    how = (processor, args, args.seed, args.skip_broken_images)
     place = (args, run.rank, run.world_size)
     if train_side is None:
         shards = ImageShards(on_first_rank(args.train_shards), names, *how)

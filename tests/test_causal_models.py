@@ -1,5 +1,6 @@
 """Tests of the chess recipes with all usual kinds of causal language models: tokenizers, begin and end tokens, positions."""
 
+import json
 import math
 import sys
 
@@ -300,12 +301,14 @@ def test_positions_that_were_seen_in_training():
     assert not any(position["is_seen"] for position in positions)
 
 
-def test_the_share_over_positions_never_seen_is_told_apart():
+def test_the_share_over_positions_never_seen_is_told_apart(tmp_path):
     played = [([], "e2e4", True), (["e2e4"], "e7e5", False), (["e2e4", "e7e5"], "g1f3", False)]
     positions = [{"prefix": p, "move": m, "phase": "opening", "is_seen": seen} for p, m, seen in played]
     make, special, _ = SHAPES["gpt2"]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=make(), **special)
-    next_moves = NextMoves({"positions": positions, "baseline": {"": "e2e4", "e2e4": "c7c5"}}, tokenizer, METRIC)
+    facts = {"positions": positions, "baseline": {"": "e2e4", "e2e4": "c7c5"}}
+    (tmp_path / "facts.json").write_text(json.dumps(facts))
+    next_moves = NextMoves(tmp_path, tokenizer, METRIC)
     found = {f"eval_{name}": value for name, value in next_moves.baseline().items()}
     assert found["eval_legal_move_rate"] == 2 / 3 and found["eval_legal_move_rate_unseen"] == 1 / 2
     assert found["eval_next_move_accuracy"] == 1 / 3 and found["eval_next_move_accuracy_unseen"] == 0
@@ -315,7 +318,7 @@ def test_the_share_over_positions_never_seen_is_told_apart():
         "Of these, in no game trained on (2), legal moves: baseline 50.0%",
         "Of these, in no game trained on (2), moves as played: baseline 0.0%",
     ]
-    for position in positions:
+    for position in next_moves.positions:
         position["is_seen"] = True
     found = {f"eval_{name}": value for name, value in next_moves.baseline().items()}
     assert (

@@ -120,7 +120,7 @@ def test_each_image_once_in_an_epoch(streamed, sizes):
         pixels = PROCESSOR(Image.open(io.BytesIO(image(shard, i))).convert("RGB"), return_tensors="pt")["pixel_values"][
             0
         ]
-        plain = source.trained((0,), 0, 1, lambda _: Image.open(io.BytesIO(image(shard, i))), lambda _: 0)  # noqa: B023
+        plain = source.trained((0,), 0, 1, lambda _: (Image.open(io.BytesIO(image(shard, i))), 0))  # noqa: B023
         assert torch.equal(row["pixel_values"], plain["pixel_values"]) and pixels.shape == plain["pixel_values"].shape
         assert row["labels"] == label_of(shard, i)
     in_steps = [[sorted(tuple(row["row"].tolist()[1:]) for row in step) for step in part] for part in (steps[:2], steps[total // BATCH :][:2])]  # fmt: skip

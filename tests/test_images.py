@@ -20,7 +20,7 @@ from helpers import ROOT
 from PIL import Image
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data.augmentation import Augmentation, augmentation_of, decode, image_size, random_box
+from accelerate_recipes.data.augmentation import Augmentation, decode, image_size, random_box
 from accelerate_recipes.data.images import ImageArgs, Images, Labelled, collate_images, groups_of_alike, load_images
 from accelerate_recipes.data.prepared import check_content
 from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader
@@ -63,7 +63,7 @@ def batches(side, num_steps: int, rank: int = 0, world_size: int = 1, start: int
     args = Args(
         max_steps=99, total_batch_size=12, per_device_train_batch_size=2, mixup_alpha=0.4, cutmix_alpha=1.0, **settings
     )
-    images = Images(side, PROCESSOR, augmentation_of(args), args.seed)
+    images = Images(side, PROCESSOR, args, args.seed)
     loader = make_train_loader(images, args, rank, world_size, collate_fn=collate_images, order_class=EpochOrder)
     loader.start_at(start, [])
     return list(islice(loader, (num_steps - start) * 6 // world_size))
@@ -112,7 +112,7 @@ def test_mixtures_have_the_share_that_is_said(parquet):
     side, _, _ = sides([parquet])
     black, white = torch.zeros(3, 16, 16), torch.full((3, 16, 16), 255.0)
     for settings in ({"mixup_alpha": 0.4}, {"cutmix_alpha": 1.0}):
-        images = Images(side, PROCESSOR, augmentation_of(Args(**settings)))
+        images = Images(side, PROCESSOR, Args(**settings))
         found = [images.mixed(black, white, np.random.default_rng(seed)) for seed in range(20)]
         for pixels, share in found:
             assert pixels.mean().item() / 255 == pytest.approx(1 - share, abs=1e-6)
@@ -164,7 +164,7 @@ def test_crops_lie_inside_and_have_the_area():
 def test_nothing_by_chance_is_the_image_itself(parquet, settings):
     """Without augmentation, training sees what evaluation sees, whatever the model's own processor does to values."""
     side, _, _ = sides([parquet])
-    plain = augmentation_of(Args(crop_area=1.0, horizontal_flip=False))
+    plain = Args(crop_area=1.0, horizontal_flip=False)
     square = [row for row in range(len(side.images)) if side.rows[row] % 5 == 0][:3]
     processor = new_image_processor(24)
     vars(processor).update(settings)
@@ -221,7 +221,9 @@ def test_every_source_gives_the_same_images(parquet, tmp_path):
         member = tarfile.TarInfo("alone.png")
         member.size = len(png(1))
         tar.addfile(member, io.BytesIO(png(1)))
-    with pytest.raises(DataError, match=r"shard-0\.tar: alone has no image, or no label in alone\.cls"):
+    with pytest.raises(
+        DataError, match=r"shard-0\.tar: alone has no label beside it; the members alone.jpg and alone\.cls"
+    ):
         sides([str(shard) for shard in shards])
     with tarfile.open(shards[1], "a") as tar:
         tar.addfile(tarfile.TarInfo("images/20.jpg"))
@@ -319,7 +321,7 @@ def test_a_broken_image_is_named_or_left_out(broken, parquet):
     train, _, _ = sides([broken], eval_files=[parquet])  # here nobody has looked at it before
     args = Args(max_steps=99, total_batch_size=4, per_device_train_batch_size=4, dataloader_num_workers=1)
     for settings in ({}, {"mixup_alpha": 1.0}):
-        augmentation = augmentation_of(Args(**settings))
+        augmentation = Args(**settings)
         images = Images(train, PROCESSOR, augmentation)
         loader = make_train_loader(images, args, 0, 1, collate_fn=collate_images, order_class=EpochOrder)
         with pytest.raises(DataError, match=r"broken\.parquet, row 7: the image cannot be read: ") as caught:

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "machine": {"disk", "gpus"},
     "page": {"disk", "errors"},
     "profiling": {"args", "disk"},
-    "report": {"disk", "errors", "life", "page"},
+    "report": {"disk", "errors", "life", "page", "picture"},
     "picture": set(),
     "ranks": set(),
     "weights": {"errors"},

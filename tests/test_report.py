@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -216,7 +217,7 @@ def test_a_report_never_ends_a_run(write_run, capsys, monkeypatch):
     (folder / "metrics.jsonl").unlink()
     report.write_report(folder)
     assert capsys.readouterr().err == ""
-    with pytest.raises(ConfigError, match=r"run has no metrics\.jsonl: give the --output_dir of a run"):
+    with pytest.raises(ConfigError, match=r"run is not the output directory of .*metrics\.jsonl"):
         report.compare([folder], Path())
     (folder / "metrics.jsonl").touch()
     (folder / "args.yaml").write_text("")
@@ -224,12 +225,22 @@ def test_a_report_never_ends_a_run(write_run, capsys, monkeypatch):
         report.compare([folder], Path())
 
 
-def test_thinned_points_keep_peaks():
-    points = [(step, 0.0) for step in range(10_000)]
-    points[5003], points[6001] = (5003, 9.0), (6001, -9.0)
-    kept = report.thinned(points)
-    assert len(kept) <= report.MOST_POINTS + 2 and {points[0], points[5003], points[6001], points[-1]} <= set(kept)
-    assert kept == sorted(kept) and report.thinned(points[:500]) == points[:500]
+def test_long_curves_keep_peaks(write_run):
+    """The page of a long run is not larger, and the curve has its highest and its lowest value."""
+    losses = np.random.default_rng(0).normal(size=10_000)
+    losses[5003], losses[6001] = 90, -90
+    sizes = []
+    for chosen in (losses, losses[4500:6500:2]):
+        run = report.read_run(write_run(str(len(chosen)), [{"step": i, "loss": v} for i, v in enumerate(chosen)]))
+        svg = report.draw_curves([run], ["loss"])
+        sizes.append(len(svg))
+        if chosen is losses:
+            heights = [
+                float(y)
+                for _, y in re.findall(r"([\d.]+) ([\d.]+)", max(re.findall(r'd="(.*?)"', svg, re.DOTALL), key=len))
+            ]
+    assert sizes[0] < 2 * sizes[1] < 100_000
+    assert max(heights) - min(heights) > 0.9 * 0.82 * 2.5 * 72, "the axes with their margins"
 
 
 def test_the_page_of_a_run(write_run):

@@ -27,7 +27,7 @@ pre, .row { font: 13px/1.6 ui-monospace, monospace; white-space: pre-wrap; overf
 .row .target { background: var(--good); color: var(--on-good); font-weight: 600; }
 .special { outline: 1px solid var(--mark); color: var(--mark); } hr { border: 0; border-top: 1px dashed var(--soft); }
 .panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22em), 1fr)); gap: 0 1.5em; }
-svg, img { max-width: 100%; height: auto; } .key { margin-right: 1em; white-space: nowrap; } summary { cursor: pointer; }
+svg, img { max-width: 100%; height: auto; } summary { cursor: pointer; }
 """
 SORT = """document.addEventListener("click", event => {
   const head = event.target.closest(".sorts th");

@@ -1,5 +1,6 @@
 """Picture of a run: its loss curve, and bars of what the run should improve."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,11 +40,7 @@ def draw_run(path: Path, records: list[dict], bars: Bars | None = None, panels: 
     places = list(figure.subplots(rows, columns, squeeze=False).ravel())
     for curve, panel in zip(places, panels, strict=False):
         for label, name in panel.names.items():
-            values = [(r["step"], r[name]) for r in records if r.get(name) is not None]
-            is_heldout = name.startswith("eval_")
-            style = {"marker": "o", "linestyle": "--", "markersize": 4} if is_heldout else {"linewidth": 1.2}
-            if values:
-                curve.plot(*zip(*values, strict=True), label=label, **style)
+            plot(curve, records, name, label, markersize=4)
         curve.set(xlabel="optimizer step", title=panel.title)
         curve.grid(alpha=0.3)
         curve.legend()
@@ -52,6 +49,20 @@ def draw_run(path: Path, records: list[dict], bars: Bars | None = None, panels: 
     for unused in places[number:]:
         unused.remove()
     figure.savefig(path, dpi=110)
+
+
+def plot(axes: Any, records: Sequence[dict], name: str, label: str | None = None, **style: Any) -> None:
+    """Draw a value over the steps into axes of matplotlib, if there is one: held-out values as dots on a dashed line."""
+    points = [(record["step"], record[name]) for record in records if is_finite(record.get(name))]
+    is_heldout = name.startswith("eval_")
+    label = label or ("held out" if is_heldout else "training")
+    style |= {"marker": "o"} if is_heldout or len(points) == 1 else {}
+    if points:
+        axes.plot(*zip(*points, strict=True), "--" if is_heldout else "-", label=label, linewidth=1.2, **style)
+
+
+def is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def draw_bars(chart: Any, bars: Bars) -> None:

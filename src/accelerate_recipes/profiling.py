@@ -8,6 +8,7 @@ import json
 import time
 import warnings
 from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +96,11 @@ def summary(done: profile) -> dict[str, Any]:
         transfers = [event for event in on_cpu if event.name.startswith("gloo:")]
         computed = [event for event in on_cpu if event.name.startswith("aten::") and event.thread in threads]
     whole, computing, either = covered(steps), covered(computed), covered([*computed, *transfers])
-    means = [mean for mean in done.key_averages() if not is_step(mean.key)]
+    time_of = attrgetter("self_device_time_total" if kernels else "self_cpu_time_total")
     operators = [
-        {
-            "name": mean.key,
-            "calls": mean.count,
-            "seconds": (mean.self_device_time_total if kernels else mean.self_cpu_time_total) / 1e6,
-        }
-        for mean in means
+        {"name": mean.key, "calls": mean.count, "seconds": time_of(mean) / 1e6}
+        for mean in done.key_averages()
+        if not is_step(mean.key)
     ]
     return {
         "seconds": whole / 1e6,

@@ -20,8 +20,8 @@ from accelerate_recipes.life import lock
 from accelerate_recipes.life.attempts import of_this_run, read_attempts
 from accelerate_recipes.life.status import read_status
 from accelerate_recipes.page import Html, element, folded, html_table, picture, write_page
+from accelerate_recipes.picture import plot
 
-MOST_POINTS = 600  # of a curve
 MOST_SAMPLES = 200
 COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 INK = "#010203"  # replaced by the colour of the page's text
@@ -109,10 +109,6 @@ def read_run(folder: Path, records: list[dict] | None = None) -> Seen:
     try:
         found = read_json_lines(folder / "metrics.jsonl") if records is None else records
         args = dict(yaml.safe_load((folder / "args.yaml").read_text("utf-8")))
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{folder} has no {Path(error.filename).name}: give the --output_dir of a run that has begun to train"
-        ) from error
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{folder} is not the output directory of a run that has begun to train: {error}") from error
     return Seen(folder, found, args, read_status(folder), of_this_run(read_attempts(folder)))
@@ -159,8 +155,7 @@ def page_of(seen: Seen) -> list[Html]:
     if (file := seen.folder / "result.png").exists() and seen.status.get("state") == "finished":
         parts += [element("h2", "Result"), picture(file)]
     if (file := seen.folder / "samples.jsonl").exists() and file.stat().st_size:
-        *lines, _ = file.read_text("utf-8").split("\n")  # a last line that is not complete is left out
-        samples = map(json.loads, lines[: -MOST_SAMPLES - 1 : -1])
+        samples = read_json_lines(file)[: -MOST_SAMPLES - 1 : -1]
         parts += [element("h2", "Samples, newest first"), sample_table(samples)]
     if (file := seen.folder / "rows.txt").exists():
         parts += [
@@ -190,6 +185,18 @@ def facts_of(seen: Seen) -> dict[str, str]:
         if silent > 2 * lock.SILENCE:
             state, reason = "killed", f"no sign of life for {duration(silent)}"
     speeds = [step["tokens_per_second"] for step in steps if "tokens_per_second" in step]
+    peaks = [step["peak_memory_gib"] for step in steps if "peak_memory_gib" in step]
+    memory = f"{max(peaks):.2f} GiB" if peaks else None
+    if memory and (file := seen.folder / "plan.json").exists():  # `plan --json <output_dir>/plan.json` wrote it
+        plan = read_json(file)
+        memory += f" measured, {plan['memory']['in_use'] / 2**30:.2f} GiB planned for {plan['gpu']}"
+    effective = None
+    if known := seen.effective:
+        lost = duration(sum(seconds or 0 for seconds in seen.lost[1:]))
+        effective = (
+            f"{known[0] / known[1]:.1%}: {duration(known[0])} of {duration(known[1])} since the first start went into steps "
+            f"that count; restarts: {len(seen.attempts) - 1}, which lost {lost}"
+        )
     facts = {
         "state": state + (f": {reason}" if reason else ""),
         "last step": last.get("step"),
@@ -197,38 +204,12 @@ def facts_of(seen: Seen) -> dict[str, str]:
         "loss, held out": after.get("eval_loss"),
         "reward": last.get("reward"),
         "targets a second, median": statistics.median(speeds) if speeds else None,
-        "peak memory": memory_of(seen, max((record.get("peak_memory_gib", 0) for record in steps), default=None)),
-        "effective time": None,
+        "peak memory": memory,
+        "effective time": effective,
         "launch": seen.attempts[-1].get("launch") if seen.attempts else None,
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-    if known := seen.effective:
-        lost = sum(seconds or 0 for seconds in seen.lost[1:])
-        facts["effective time"] = (
-            f"{known[0] / known[1]:.1%}: {duration(known[0])} of {duration(known[1])} since the first start went into steps "
-            "that count"
-        )
-        if len(seen.attempts) > 1:
-            facts["effective time"] += f"; restarts: {len(seen.attempts) - 1}, which lost {duration(lost)}"
     return {name: short(value) for name, value in facts.items() if value is not None}
-
-
-def memory_of(seen: Seen, measured: float | None) -> str | None:
-    """Say the measured peak, beside that of `plan --json <output_dir>/plan.json`, if there is one."""
-    if measured is None:
-        return None
-    said, file = f"{measured:.2f} GiB", seen.folder / "plan.json"
-    if file.exists():
-        plan = read_json(file)
-        said += f" measured, {plan['memory']['in_use'] / 2**30:.2f} GiB planned for {plan['gpu']}"
-    return said
-
-
-class Curve(NamedTuple):
-    label: str
-    color: str
-    is_heldout: bool
-    points: list[tuple[float, float]]  # step, value
 
 
 def panels(runs: Sequence[Seen]) -> Html:
@@ -238,62 +219,31 @@ def panels(runs: Sequence[Seen]) -> Html:
     own = {name: (name,) for name in names if name.startswith("eval_") and name not in known}
     if find_spec("matplotlib") is None:
         return element("p", "There are no curves, since matplotlib is not installed.")
-    found = []
-    for title, values in (PANELS | own).items():
-        if curves := curves_of(runs, values):
-            keys = [key(curve) for curve in curves] if len(runs) == 1 and len(curves) > 1 else []
-            found.append(element("div", element("h3", title.removeprefix("eval_")), *keys, draw_curves(curves)))
-    return element("div", *found, class_="panels")
+    drawn = {title: draw_curves(runs, values) for title, values in (PANELS | own).items()}
+    shown = [element("div", element("h3", title.removeprefix("eval_")), svg) for title, svg in drawn.items() if svg]
+    return element("div", *shown, class_="panels")
 
 
-def curves_of(runs: Sequence[Seen], values: Sequence[str]) -> list[Curve]:
-    found = []
-    for i, run in enumerate(runs):
-        for j, name in enumerate(values):
-            is_heldout = name.startswith("eval_")
-            label = run.name if len(runs) > 1 else LABELS.get(name, "held out" if is_heldout else "training")
-            color = COLORS[(i if len(runs) > 1 else j) % len(COLORS)]
-            points = [(record["step"], record[name]) for record in run.records if is_finite(record.get(name))]
-            if len(points) > 1:
-                found.append(Curve(label, color, is_heldout, thinned(points)))
-    return found
-
-
-def is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Keep the lowest and the highest of each group of neighbours, so that no peak is lost, and the first and last point."""
-    size = 2 * len(points) // MOST_POINTS
-    if size < 2:
-        return points
-    groups = [points[i : i + size] for i in range(0, len(points), size)]
-    kept = [
-        point
-        for group in groups
-        for point in sorted({min(group, key=lambda point: point[1]), max(group, key=lambda point: point[1])})
-    ]
-    return [points[0], *kept, points[-1]]
-
-
-def key(curve: Curve) -> Html:
-    return element("span", element("span", "━ ", style=f"color:{curve.color}"), curve.label, class_="key")
-
-
-def draw_curves(curves: Sequence[Curve]) -> Html:
-    """Draw curves as SVG inside a page, whose colour of text it takes."""
+def draw_curves(runs: Sequence[Seen], values: Sequence[str]) -> Html:
+    """Draw the curves of some values as SVG inside a page, whose colour of text it takes; "" if there are none."""
     import matplotlib  # imported here, since only one process needs it
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     settings = dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "text.color"), INK)
-    with matplotlib.rc_context(settings | {"svg.fonttype": "none", "font.size": 9}):
+    # Of points in one place, the lowest and the highest are drawn: a long run has as small a page as a short one.
+    settings |= {"svg.fonttype": "none", "font.size": 9, "path.simplify_threshold": 1.0}
+    with matplotlib.rc_context(settings):
         figure = Figure(figsize=(4.8, 2.5), facecolor="none")
         axes = figure.add_axes((0.13, 0.12, 0.85, 0.82), facecolor="none")
-        for curve in curves:
-            style = {"marker": "o", "linestyle": "--", "markersize": 3} if curve.is_heldout else {}
-            axes.plot(*zip(*curve.points, strict=True), color=curve.color, linewidth=1.2, **style)
+        for i, run in enumerate(runs):
+            for j, name in enumerate(values):
+                color = COLORS[(i if len(runs) > 1 else j) % len(COLORS)]
+                plot(axes, run.records, name, LABELS.get(name), color=color, markersize=3)
+        if not axes.lines:
+            return Html()
+        if len(runs) == 1 and len(axes.lines) > 1:
+            axes.legend(framealpha=0)
         axes.grid(alpha=0.25)
         text = StringIO()
         FigureCanvasSVG(figure).print_svg(text, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
@@ -343,14 +293,9 @@ def attempts_of(seen: Seen) -> list[Html]:
 def profile_of(found: dict) -> list[Html]:
     """Write a profile: shares of the time, and operators."""
     first, last = found["steps"]
-    shares = ", ".join(
-        f"{what} {found[name]:.1%}"
-        for name, what in {
-            "computation": "computation",
-            "communication": "communication",
-            "communication_alone": "of which nothing hides",
-            "idle": "idle",
-        }.items()
+    shares = (
+        f"computation {found['computation']:.1%}, communication {found['communication']:.1%}, of which nothing hides "
+        f"{found['communication_alone']:.1%}, idle {found['idle']:.1%}"
     )
     whole = found["seconds"]
     rows = ([f"{row['seconds'] / whole:.1%}", row["seconds"], row["calls"], row["name"]] for row in found["operators"])

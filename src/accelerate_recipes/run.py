@@ -145,7 +145,7 @@ class Run(Generic[Args]):
         if counted:
             self.print(counted)
         if self.args.data_only:
-            print(text, flush=True)  # --data_only has one process; `self.print` would escape the colours
+            self.print(text)
             raise DataReady
 
     def show_images(self, loaders: dict[str, HasRows], names: Sequence[str], processor: Any) -> None:

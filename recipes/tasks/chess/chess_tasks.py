@@ -4,7 +4,6 @@
 of files are those of the run, so start the evaluation where the run was started.
 """
 
-import json
 import tempfile
 import warnings
 from dataclasses import fields
@@ -14,8 +13,10 @@ from datasets import Dataset
 
 from accelerate_recipes.checkpoint.export import arguments_of
 from accelerate_recipes.data.files import falls_under
+from accelerate_recipes.disk import read_json
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import GamesArgs, begin_token, load_games, prepare_games
+from accelerate_recipes.games.rewards import answer
 from accelerate_recipes.tokenizers import load_tokenizer
 
 
@@ -31,14 +32,14 @@ def positions(export: str, **_: object) -> dict[str, Dataset]:
     args, arguments = games_args(export)
     tokenizer = load_tokenizer(export)
     folder = prepare_games(tokenizer, args, max_length=arguments["max_length"], seed=arguments["seed"])
-    found = json.loads((folder / "facts.json").read_text(encoding="utf-8"))["positions"]
+    found = read_json(folder / "facts.json")["positions"]
     begin = str(tokenizer.convert_ids_to_tokens(begin_token(tokenizer)))
     return {"test": Dataset.from_list([{**one, "prompt": begin + " ".join(one["prefix"])} for one in found])}
 
 
 def judge(doc: dict, results: list[str]) -> dict[str, float]:
     """Judge a generated move, over all positions, in its phase, and in positions that occur in no training game."""
-    move = (results[0].split() or [""])[0]
+    move = answer(results[0])
     found = {"legal_move_rate": rules.is_legal(doc["prefix"], move), "next_move_accuracy": move == doc["move"]}
     parts = ["", f"_{doc['phase']}", *(["_unseen"] * (not doc["is_seen"]))]
     return {f"{name}{part}": float(value) for name, value in found.items() for part in parts}

@@ -8,7 +8,7 @@ import io
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -69,15 +69,11 @@ class Preparation:
         self.size = image_size(processor)
 
     def trained(
-        self,
-        key: tuple[int, ...],
-        number: int,
-        count: int,
-        image: Callable[[int], Image.Image | None],
-        label: Callable[[int], int],
+        self, key: tuple[int, ...], number: int, count: int, labelled: Callable[[int], tuple[Image.Image | None, int]]
     ) -> dict[str, torch.Tensor]:
         """Return `pixel_values`, (3, H, W), and `labels` of image `number`, augmented at random with the seed `key`.
 
+        `labelled(number)` gives an image, or None, and its label.
         The result of a mixed image also has `other_labels`, the label of its partner among `count` images, and `share`, the
         share of the first image.
 
@@ -87,25 +83,27 @@ class Preparation:
         settings = self.augmentation
         assert settings is not None
         generator = np.random.default_rng(key)
-        first = self.decoded(image, number)
-        found = {"labels": torch.tensor(IGNORE_INDEX if first is None else label(number))}
+        first, label = self.decoded(labelled, number)
+        found = {"labels": torch.tensor(label)}
         pixels = self.augmented(first, generator)
         if settings.mixup_alpha or settings.cutmix_alpha:
-            other, share = int(generator.integers(count)), 1.0
-            if (second := self.decoded(image, other)) is not None:
+            (second, other_label), share = self.decoded(labelled, int(generator.integers(count))), 1.0
+            if second is not None:
                 pixels, share = self.mixed(pixels, self.augmented(second, generator), generator)
-            other_label = IGNORE_INDEX if first is None else label(other)
+            other_label = label if first is None else other_label
             found |= {"other_labels": torch.tensor(other_label), "share": torch.tensor(share)}
         return found | {"pixel_values": normalized(pixels, self.processor)}
 
-    def decoded(self, image: Callable[[int], Image.Image | None], number: int) -> Image.Image | None:
-        """Decode an image by `image(number)`. For a broken image, return None if it is left out, or raise DataError."""
+    def decoded(
+        self, labelled: Callable[[int], tuple[Image.Image | None, int]], number: int
+    ) -> tuple[Image.Image | None, int]:
+        """Return image and label, `labelled(number)`; for a broken image that is left out, no image and no target."""
         try:
-            return image(number)
+            return labelled(number)
         except DataError:
             if not self.skips_broken:
                 raise
-            return None
+            return None, IGNORE_INDEX
 
     def augmented(self, image: Image.Image | None, generator: np.random.Generator) -> torch.Tensor:
         """Crop, resize and mirror an image at random; (3, H, W), from 0 to 255. None gives a black image."""
@@ -186,8 +184,3 @@ def rand_augment(pixels: torch.Tensor, num_ops: int, generator: np.random.Genera
     with TORCHS_GENERATOR, torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(generator.integers(2**63)))
         return RandAugment(num_ops)(pixels).float()
-
-
-def augmentation_of(args: Augmentation) -> Augmentation:
-    """Copy the arguments of augmentation from those of a recipe."""
-    return Augmentation(**{field.name: getattr(args, field.name) for field in fields(Augmentation)})

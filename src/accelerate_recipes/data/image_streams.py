@@ -55,23 +55,21 @@ class ImageShards(Preparation):
     def tokens(
         self, shard: int, documents: Sequence[tuple[int, TarImage]], first: int = 0, epoch: int = 0
     ) -> Iterator[np.ndarray]:
-        def image(place: int) -> Image.Image:
-            _, found = documents[place]
-            with reading(f"{self.shards[shard]}, {found.name}: the image"):
-                return decode(found.content)
-
-        def label(place: int) -> int:
-            _, found = documents[place]
+        for _, found in documents:
             if found.label not in self.number_of:
                 raise DataError(
                     f"{self.shards[shard]}, {found.name}: the label {found.label!r} is none of the {some_names(self.names)} "
                     "classes of the images to evaluate on; give --eval_files with images of each class"
                 )
-            return self.number_of[found.label]
+
+        def labelled(place: int) -> tuple[Image.Image, int]:
+            _, found = documents[place]
+            with reading(f"{self.shards[shard]}, {found.name}: the image"):
+                return decode(found.content), self.number_of[found.label]
 
         for place in range(first, len(documents)):
             index, _ = documents[place]
-            found = self.trained((self.seed, epoch, shard, index), place, len(documents), image, label)
+            found = self.trained((self.seed, epoch, shard, index), place, len(documents), labelled)
             row = np.empty(1, dtype=object)
             # Use arrays, because each tensor from a worker would need a file descriptor.
             row[0] = {name: value.numpy() for name, value in found.items()} | {"row": np.array([epoch, shard, index])}

@@ -33,7 +33,7 @@ from accelerate_recipes.data.shards import (
     parts_of_hub_path,
 )
 from accelerate_recipes.data.streams import StreamArgs
-from accelerate_recipes.data.tars import TAR, Member, images_and_labels, text_of_label
+from accelerate_recipes.data.tars import TAR, Member, images_and_labels, text_of_label, with_labels
 from accelerate_recipes.errors import ConfigError, DataError, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
@@ -192,9 +192,7 @@ def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
     names = class_names(all_classes.features[args.label_column], all_classes.data.column(args.label_column))
     sides = {}
     for name, table in tables.items():
-        images = table.select_columns([args.image_column])
-        if args.image_column != "image":
-            images = images.rename_column(args.image_column, "image")
+        images = table.select_columns([args.image_column]).rename_columns({args.image_column: "image"})
         images = images.cast_column("image", datasets.Image(decode=False))
         labels = numbered(table, args.label_column, names, args.sources[name])
         sides[name] = Labelled(images, labels, np.arange(len(images)), args.sources[name])
@@ -205,11 +203,9 @@ def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
             sides[name] = Labelled(
                 whole.images.select(chosen).flatten_indices(), whole.labels[chosen], chosen, whole.source
             )
-    for name, side in sides.items():
+    for side in sides.values():
         if not len(side.images):
-            raise ConfigError(
-                f"{side.source} has no image to {'train' if name == 'train' else 'evaluate'} on; give others"
-            )
+            raise ConfigError(f"{side.source} has no images; give others")
     return sides.get("train"), sides["test"], names
 
 
@@ -248,20 +244,22 @@ def numbered(table: "datasets.Dataset", column: str, names: Sequence[str], sourc
     import datasets
 
     labels, feature = table.with_format("arrow")[column][:].to_pylist(), table.features[column]
+    numbers = labels
     if isinstance(feature, datasets.ClassLabel):
         if feature.names != names:  # do not map by name: two classes of ImageNet are called "crane"
             raise DataError(
                 f"{source} has the classes {some_names(feature.names)}, but those trained on are {some_names(names)}; give "
                 "both the same"
             )
-        number_of = {number: number for number in range(len(names))}
     else:
         number_of = {name: number for number, name in enumerate(names)}
-        labels = [str(label) for label in labels]
-    for row, label in enumerate(labels):
-        if label not in number_of:
-            raise DataError(f"{source}, row {row}: the label {label!r} is none of the {len(names)} classes trained on")
-    return np.array([number_of[label] for label in labels], dtype=np.int64)
+        numbers = [number_of.get(str(label), -1) for label in labels]
+    for row, number in enumerate(numbers):
+        if not 0 <= number < len(names):
+            raise DataError(
+                f"{source}, row {row}: the label {labels[row]!r} is none of the {len(names)} classes trained on"
+            )
+    return np.array(numbers, dtype=np.int64)
 
 
 def some_names(names: Sequence[str]) -> str:
@@ -289,23 +287,16 @@ def read_tars(files: Sequence[str]) -> "datasets.Dataset":
 def members(files: list[str], versions: list) -> Iterator[dict]:
     """Yield the place and the label of each image of the shards; if `versions` change, `datasets` lists the shards again."""
     for file in files:
-        images, labels = {}, {}
-        with (
-            reading(file),
-            tarfile.open(file, "r:", tarinfo=Member) as shard,
-        ):  # only uncompressed tars: images are read at their offsets
-            for stem, is_image, member in images_and_labels(shard, file):
-                if stem in (images if is_image else labels):
-                    kind = "images" if is_image else "labels"
-                    raise DataError(f"{file} has two {kind} called {stem}; give each image its own name")
-                if not is_image:
-                    labels[stem] = text_of_label(shard.extractfile(member).read(), f"{file}: {member.name}")  # pyright: ignore[reportOptionalMemberAccess]
-                    continue
-                images[stem] = f"{os.path.abspath(file)}:{member.offset_data}:{member.size}"
-        if lost := images.keys() ^ labels.keys():
-            raise DataError(f"{file}: {min(lost)} has no image, or no label in {min(lost)}.cls")
-        for stem, place in images.items():
-            yield {"image": {"bytes": None, "path": place}, "label": labels[stem]}
+        with reading(file), tarfile.open(file, "r:", tarinfo=Member) as shard:  # "r:": compressed tars have no offsets
+            parts = []
+            for _, stem, is_image, member in images_and_labels(shard, file):
+                if is_image:
+                    content = f"{os.path.abspath(file)}:{member.offset_data}:{member.size}"
+                else:
+                    content = text_of_label(shard.extractfile(member).read(), f"{file}: {member.name}")  # pyright: ignore[reportOptionalMemberAccess]
+                parts.append((stem, is_image, content))
+            for place, label in with_labels(sorted(parts), file):  # the two members of an image may lie apart
+                yield {"image": {"bytes": None, "path": place}, "label": label}
 
 
 def read_bytes(image: dict) -> bytes:
@@ -375,9 +366,9 @@ def groups_of_alike(thumbnails: np.ndarray) -> list[int]:
     root = np.arange(len(centred))
     for start in range(0, len(centred), 1024):
         for is_alike in centred[start : start + 1024] @ centred[start:].T > ALIKE:
-            joined = root[start:][is_alike]
-            if len(joined) and (joined != joined[0]).any():  # most images join no groups: skip the costly line
-                root[np.isin(root, joined)] = joined.min()
+            roots = root[start:][is_alike]
+            if len(roots) and (roots != roots[0]).any():  # most images join no groups: skip the costly line
+                root[np.isin(root, roots)] = roots.min()
     return root.tolist()
 
 
@@ -404,26 +395,24 @@ class Images(Preparation, torch.utils.data.Dataset):
             if self.augmentation is None:
                 found = self.evaluated(row)
             else:
-                found = self.trained((self.seed, epoch, max(row, 0)), row, len(self), self.image, self.label)
+                found = self.trained((self.seed, epoch, max(row, 0)), row, len(self), self.labelled)
         except DataError as error:
             return {"error": str(error)}
         return found | {"row": torch.tensor(row)}
 
     def evaluated(self, row: int) -> dict[str, torch.Tensor]:
         """Prepare the image of a row with the model's own processor. Raises DataError."""
-        image = self.decoded(self.image, row)
-        label = IGNORE_INDEX if image is None else self.label(row)
+        image, label = self.decoded(self.labelled, row)
         image = image or Image.new("RGB", (self.size, self.size))
         pixels = self.processor(images=image, return_tensors="pt")["pixel_values"][0]
         return {"pixel_values": pixels, "labels": torch.tensor(label)}
 
-    def label(self, row: int) -> int:
-        return int(self.side.labels[row])
+    def labelled(self, row: int) -> tuple[Image.Image | None, int]:
+        """Return the image and the label of a row; for -1, no image and no target. Raises DataError that names the row."""
+        return (self.image(row), int(self.side.labels[row])) if row >= 0 else (None, IGNORE_INDEX)
 
-    def image(self, row: int) -> Image.Image | None:
-        """Decode the image of a row; None for -1. Raises DataError that names the row."""
-        if row < 0:
-            return None
+    def image(self, row: int) -> Image.Image:
+        """Decode the image of a row. Raises DataError that names the row."""
         image = self.side.images[row]["image"]
         name = f" ({image['path']})" if image["path"] else ""
         with reading(f"{self.side.source}, row {self.side.rows[row]}{name}: the image"):

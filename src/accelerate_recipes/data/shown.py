@@ -1,6 +1,5 @@
 """First rows of a run, as a reader sees them: which tokens are read, which are targets, and where documents begin."""
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -19,7 +18,6 @@ from accelerate_recipes.sequence import IGNORE_INDEX
 NUM_ROWS = 3  # number of rows shown of each kind
 MAX_TOKENS = 2000  # number of tokens shown of a row
 CONTEXT = 8  # earlier tokens that are decoded with a token: they decide about a space, or complete a character
-COLOURS = {"target": "\033[1;32m", "read": "\033[0m", "special": "\033[33m", "end": "\033[0m"}
 
 
 class HasRows(Protocol):
@@ -80,11 +78,13 @@ def first_rows(
         counted, which = f"The first rows to train on: {count_line(first, {})}", "they"
     if folder:
         write_rows(folder, parts, counted)
-    if num_targets is not None:
-        check_targets(num_targets)
-    if folder and counted:
-        counted += f"; {which} are in {folder / 'rows.txt'}"
-    return counted, "\n".join(as_text(*part, in_colour=sys.stdout.isatty()) for part in parts)
+        counted += f"; {which} are in {folder / 'rows.txt'}" if counted else ""
+    if isinstance(num_targets, np.ndarray) and not num_targets.any():
+        raise ConfigError(
+            f"none of the {len(num_targets):,} rows to train on has a target of the loss; see rows.txt, and check the "
+            "chat template, --assistant_only_loss, --completion_only_loss and --max_length"
+        )
+    return counted, as_text(parts)
 
 
 def draw_first_images(file: Path, loaders: dict[str, HasRows], names: Sequence[str], processor: Any) -> None:
@@ -113,35 +113,32 @@ def rows_of(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, classes: 
     """
     ids, labels = batch["input_ids"].tolist(), batch.get("labels")
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).tolist()
+    begins = batch["position_ids"].eq(0).tolist() if "position_ids" in batch else [[]] * len(ids)
     rows = []
     for i, tokens in enumerate(ids):
-        names: list[str] = []
+        title, wanted, targets = f"row {i + 1}", [], []
+        label = None if labels is None else labels[i].tolist()
         if "completion_mask" in batch:
-            answer = "chosen" if i < len(ids) // 2 else "rejected"
-            title, wanted = f"row {i % (len(ids) // 2) + 1}, {answer}", batch["completion_mask"][i].tolist()
-        else:
-            title, wanted = f"row {i + 1}", [0] * len(tokens)
-        if labels is not None and labels.ndim == 1:
-            label = labels[i].item()
+            half = len(ids) // 2
+            title = f"row {i % half + 1}, {'chosen' if i < half else 'rejected'}"
+            wanted = batch["completion_mask"][i].tolist()
+        elif isinstance(label, int):
             title += f", label {visible(classes[label]) if classes and label >= 0 else label}"
-        elif labels is not None and labels.is_floating_point():  # several classes of a row
-            found = labels[i].tolist()
-            held = [visible(name) for name, is_held in zip(classes, found, strict=False) if is_held]
-            title += f", labels {', '.join(held) if classes else found}"
-        elif labels is not None and classes:
-            wanted = [int(label != IGNORE_INDEX) for label in labels[i].tolist()]
-            names = [str(classes[label]) if label != IGNORE_INDEX else "" for label in labels[i].tolist()]
-        elif labels is not None and is_causal(batch):
+        elif label is not None and labels.is_floating_point():  # several classes of a row
+            held = [visible(name) for name, is_held in zip(classes, label, strict=False) if is_held]
+            title += f", labels {', '.join(held) if classes else label}"
+        elif label is not None and classes:
+            wanted = ["" if number == IGNORE_INDEX else f"/{classes[number]}" for number in label]
+        elif label is not None and is_causal(batch):
             # A causal model predicts a token from those before it: the first token of a row is no target.
-            wanted = [int(t > 0 and label != IGNORE_INDEX) for t, label in enumerate(labels[i].tolist())]
-        starts = batch["position_ids"][i].eq(0).tolist() if "position_ids" in batch else [False] * len(tokens)
-        if labels is None or labels.ndim == 1 or labels.is_floating_point() or classes or is_causal(batch):
-            rows.append(show_row(title, tokens, wanted, starts, mask[i], tokenizer, names))
-            continue
-        rows.append(show_row(f"{title}, to read", tokens, wanted, starts, mask[i], tokenizer))
-        targets = [token for token in labels[i].tolist() if token != IGNORE_INDEX]
-        ones = [1] * len(targets)
-        rows.append(show_row(f"{title}, to write", targets, ones, [False] * len(targets), ones, tokenizer))
+            wanted = [t > 0 and number != IGNORE_INDEX for t, number in enumerate(label)]
+        elif label is not None:
+            targets = [token for token in label if token != IGNORE_INDEX]
+            title += ", to read"
+        rows.append(show_row(title, tokens, wanted, begins[i], mask[i], tokenizer))
+        if targets:
+            ones = [1] * len(targets)
+            rows.append(show_row(title.replace("read", "write"), targets, ones, [], ones, tokenizer))
     return rows
 
 
@@ -154,27 +151,27 @@ def is_causal(batch: dict[str, Any]) -> bool:
 def show_row(
     title: str,
     ids: list[int],
-    wanted: Sequence[int],
+    wanted: Sequence[Any],
     starts: Sequence[bool],
     mask: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
-    names: Sequence[str] = (),
 ) -> ShownRow:
     """Make a row of tokens, without the padding at its end. In a packed row, which has `starts`, token 0 may be padding too.
 
-    `names` are the names of the tokens' classes, or empty.
+    A token is a target if its entry of `wanted` is true. If this is a text, the token's class, it stands behind the token.
     """
+    wanted, starts = wanted or [False] * len(ids), starts or [False] * len(ids)
     length, padding = len(ids), [tokenizer.pad_token_id, *([0] if any(starts) else [])]
     while length and not wanted[length - 1] and (not mask[length - 1] or ids[length - 1] in padding):
         length -= 1
     special = special_ids(tokenizer)
     shown = min(length, MAX_TOKENS)
-    tokens = [
-        Token(token, f"{text}/{name}" if name else text, bool(wanted[t]), token in special, bool(starts[t]))
-        for t, (token, text, name) in enumerate(
-            zip(ids[:shown], spelt(ids[:shown], tokenizer), names or [""] * shown, strict=False)
-        )
-    ]
+    tokens = []
+    for token, text, target, starts_here in zip(
+        ids[:shown], spelt(ids[:shown], tokenizer), wanted, starts, strict=False
+    ):
+        text += target if isinstance(target, str) else ""
+        tokens.append(Token(token, text, bool(target), token in special, starts_here))
     title += f" (the first {shown:,} of {length:,} tokens)" if shown < length else ""
     return ShownRow(title, tokens, len(ids) - length)
 
@@ -194,22 +191,20 @@ def spelt(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
         yield text[len(before) :] if is_whole else str(tokenizer.convert_ids_to_tokens(token))
 
 
-def as_text(heading: str, rows: Iterable[ShownRow], *, in_colour: bool = False) -> str:
+def as_text(parts: Iterable[tuple[str, list[ShownRow]]]) -> str:
     """Write rows as lines: `read` or `target`, then tokens, divided by bars. A new line begins where the kind changes."""
-    colours = COLOURS if in_colour else dict.fromkeys(COLOURS, "")
-    lines = [heading]
-    for row in rows:
-        lines += ["", f"  {row.summary}"]
-        for number, document in enumerate(split_documents(row.tokens)):
-            lines += [f"  ------ | document {number + 1} begins"] if number else []
-            for is_target, tokens in groupby(document, lambda token: token.is_target):
-                kind = "target" if is_target else "read"
-                texts = (
-                    colours["special" if token.is_special else kind] + visible(token.text) + colours["end"]
-                    for token in tokens
-                )
-                lines.append(f"  {kind:<6} | {'|'.join(texts)}")
-    return "\n".join(lines) + "\n"
+    lines = []
+    for heading, rows in parts:
+        lines.append(heading)
+        for row in rows:
+            lines += ["", f"  {row.summary}"]
+            for number, document in enumerate(split_documents(row.tokens)):
+                lines += [f"  ------ | document {number + 1} begins"] if number else []
+                for is_target, tokens in groupby(document, lambda token: token.is_target):
+                    texts = "|".join(visible(token.text) for token in tokens)
+                    lines.append(f"  {'target' if is_target else 'read  '} | {texts}")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def as_html(parts: Iterable[tuple[str, list[ShownRow]]], counted: str) -> list[Html]:
@@ -262,18 +257,8 @@ def count_line(num_targets: np.ndarray | int, counts: dict[str, int]) -> str:
     return "; ".join([*parts, *others, mean])
 
 
-def check_targets(num_targets: np.ndarray | int) -> None:
-    """Raise ConfigError if no row has a target."""
-    if not isinstance(num_targets, int) and not num_targets.any():
-        raise ConfigError(
-            f"none of the {len(num_targets):,} rows to train on has a target of the loss; see rows.txt, and check the "
-            "chat template, --assistant_only_loss, --completion_only_loss and --max_length"
-        )
-
-
 def write_rows(folder: Path, parts: Sequence[tuple[str, list[ShownRow]]], counted: str) -> None:
     """Write `rows.txt` and `rows.html` into a folder: a line of counts, if any, then `parts`, headings with their rows."""
     folder.mkdir(parents=True, exist_ok=True)
-    begin = f"{counted}\n\n" if counted else ""
-    write_atomically(folder / "rows.txt", begin + "\n".join(as_text(*part) for part in parts))
+    write_atomically(folder / "rows.txt", (f"{counted}\n\n" if counted else "") + as_text(parts))
     write_page(folder / "rows.html", "Rows as they are trained", as_html(parts, counted))

@@ -5,8 +5,8 @@ For tarfile, a damaged header is the end of a tar; it silently leaves out the re
 
 import tarfile
 from collections.abc import Iterable, Iterator
-from itertools import chain, groupby
-from typing import NamedTuple
+from itertools import chain, groupby, islice
+from typing import NamedTuple, TypeVar
 
 from accelerate_recipes.data.documents import CHUNK, Chunks
 from accelerate_recipes.errors import DataError
@@ -14,6 +14,7 @@ from accelerate_recipes.errors import DataError
 TAR = ".tar"
 IMAGES = ("jpg", "jpeg", "png", "webp")
 GZIP = b"\x1f\x8b"
+T = TypeVar("T")
 
 
 class TarImage(NamedTuple):
@@ -37,13 +38,16 @@ class Member(tarfile.TarInfo):
             raise tarfile.ReadError(f"the header at byte {tar.offset} is missing or damaged ({error})") from None
 
 
-def images_and_labels(tar: tarfile.TarFile, shard: str) -> Iterator[tuple[str, bool, tarfile.TarInfo]]:
-    """Yield the members that are an image or a label, as (NAME, whether it is an image, member), to the end of a tar.
+def images_and_labels(tar: tarfile.TarFile, shard: str) -> Iterator[tuple[int, str, bool, tarfile.TarInfo]]:
+    """Yield the members that are an image or a label, to the end of a tar: (number, NAME, whether it is an image, member).
+
+    The number counts the names, of which the two members follow each other.
 
     Raises:
         DataError: for an image or a label that is a link.
         tarfile.TarError: for a tar that is cut off or damaged.
     """
+    number, last = -1, None
     while member := tar.next():
         tar.members = []  # tarfile would keep all members in memory
         stem, _, suffix = member.name.rpartition(".")
@@ -54,10 +58,36 @@ def images_and_labels(tar: tarfile.TarFile, shard: str) -> Iterator[tuple[str, b
             raise DataError(
                 f"{shard}: {member.name} is a link, not a file; pack it by `tar --dereference --hard-dereference`"
             )
-        yield stem, is_image, member
+        number, last = number + (stem != last), stem
+        yield number, stem, is_image, member
     while rest := tar.fileobj.read(CHUNK):
         if rest.strip(b"\0"):
-            raise tarfile.ReadError("more follows its end; tars cannot be joined by `cat`")
+            raise tarfile.ReadError("more follows its end; tars cannot be with_labels by `cat`")
+
+
+def with_labels(parts: Iterable[tuple[str, bool, T]], shard: str) -> Iterator[tuple[T, T]]:
+    """Yield (image, label) of each NAME from parts (NAME, whether it is an image, image or label).
+
+    Raises:
+        DataError: for an image without a label, a label without an image, and two members of one name.
+    """
+    names = set()
+    for name, same in groupby(parts, key=lambda part: part[0]):
+        found: dict[bool, T] = {}
+        for _, is_image, content in same:
+            if is_image in found or name in names:
+                raise DataError(
+                    f"{shard} has two {'images' if is_image else 'labels'} called {name}; give each image its own name, and "
+                    "put its two members one after the other"
+                )
+            found[is_image] = content
+        names.add(name)
+        if len(found) < 2:
+            raise DataError(
+                f"{shard}: {name} has no {'label' if True in found else 'image'} beside it; the members {name}.jpg and "
+                f"{name}.cls must follow each other"
+            )
+        yield found[True], found[False]
 
 
 def stream_images(chunks: Iterable[bytes], first: int, *, shard: str, stride: int) -> Iterator[TarImage]:
@@ -66,36 +96,26 @@ def stream_images(chunks: Iterable[bytes], first: int, *, shard: str, stride: in
     The two members of an image must follow each other. Members of other kinds are ignored.
 
     Raises:
-        DataError: for an image without a label, a label without an image, two members of one name, and a compressed tar.
+        DataError: for members that `with_labels` refuses, and for a compressed tar.
         tarfile.ReadError: for a shard that is cut off or damaged.
     """
     chunks = iter(chunks)
     begin = next(chunks, b"")
     if begin.startswith(GZIP):
         raise DataError(f"{shard} is compressed; unpack it by `gunzip`: images hardly become smaller")
-    names = set()
     try:
         with tarfile.open(fileobj=Chunks(chain([begin], chunks)), mode="r|", tarinfo=Member) as tar:  # pyright: ignore[reportCallIssue]
-            samples = groupby(images_and_labels(tar, shard), key=lambda part: part[0])
-            for index, (name, parts) in enumerate(samples):
-                is_wanted = index >= first and (index - first) % stride == 0
-                found: dict[bool, tuple[str, bytes]] = {}
-                for _, is_image, member in parts:
-                    if is_image in found or name in names:
-                        raise DataError(
-                            f"{shard} has two {'images' if is_image else 'labels'} called {name}; give each image its own "
-                            "name, and put its two members one after the other"
-                        )
-                    found[is_image] = member.name, tar.extractfile(member).read() if is_wanted else b""
-                names.add(name)
-                if len(found) < 2:
-                    raise DataError(
-                        f"{shard}: {name} has no {'label' if True in found else 'image'} beside it; the members {name}.jpg "
-                        f"and {name}.cls must follow each other"
-                    )
-                if is_wanted:
-                    (image, content), (label_file, label) = found[True], found[False]
-                    yield TarImage(image, content, text_of_label(label, f"{shard}: {label_file}"))
+
+            def content(number: int, member: tarfile.TarInfo) -> bytes:
+                is_wanted = number >= first and (number - first) % stride == 0
+                return tar.extractfile(member).read() if is_wanted else b""  # pyright: ignore[reportOptionalMemberAccess]
+
+            parts = (
+                (name, is_image, (member.name, content(number, member)))
+                for number, name, is_image, member in images_and_labels(tar, shard)
+            )
+            for (image, pixels), (file, label) in islice(with_labels(parts, shard), first, None, stride):
+                yield TarImage(image, pixels, text_of_label(label, f"{shard}: {file}"))
     except tarfile.TarError as error:
         raise tarfile.ReadError(f"is not a whole tar: {error}") from None
 

@@ -82,10 +82,11 @@ class GamesArgs:
 
     @property
     def game_key(self) -> list:
-        """Key under which the cache finds the data from these files."""
-        if self.train_files:
-            return [[Path(file).suffix, cache.file_version(file)] for file in self.train_files]
-        return [self.dataset_files, cache.version("dataset", self.dataset_name, self.dataset_files)]
+        """Key under which the cache finds the data from these files, with these settings."""
+        files = [[Path(file).suffix, cache.file_version(file)] for file in self.train_files]
+        if not files:
+            files = [self.dataset_files, cache.version("dataset", self.dataset_name, self.dataset_files)]
+        return [VERSION, files, self.heldout_share, self.num_positions, self.skip_bad_games, self.piece_letters]
 
 
 @dataclass
@@ -113,13 +114,7 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
     Raises:
         ConfigError: for files without games, and for illegal moves unless `args.skip_bad_games`.
     """
-    settings = {
-        "sources": args.game_key,
-        "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
-        "settings": [max_length, args.heldout_share, args.num_positions, seed, args.skip_bad_games],
-        "letters": args.piece_letters,
-        "version": VERSION,
-    }
+    tokens = xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode())
 
     def build(folder: Path, tmp: Path) -> dict:
         import datasets
@@ -150,7 +145,7 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
                 rules.mark_seen(facts["positions"], train_games)
         return facts
 
-    return cached(Path(args.data_cache_dir), settings, build)
+    return cached(Path(args.data_cache_dir), {"games": args.game_key, "rows": [tokens, max_length, seed]}, build)
 
 
 def prepare_positions(args: PositionsArgs, seed: int) -> Path:
@@ -164,12 +159,6 @@ def prepare_positions(args: PositionsArgs, seed: int) -> Path:
     Raises:
         ConfigError: for files without games, and for illegal moves unless `args.skip_bad_games`.
     """
-    settings = {
-        "sources": args.game_key,
-        "positions": [args.heldout_share, args.num_train_positions, args.num_positions, seed, args.skip_bad_games],
-        "letters": args.piece_letters,
-        "version": VERSION,
-    }
 
     def build(folder: Path, tmp: Path) -> dict:
         import datasets
@@ -202,7 +191,8 @@ def prepare_positions(args: PositionsArgs, seed: int) -> Path:
         rules.mark_seen(found["heldout"], (games[i] for i in train_games))
         return {"positions": found["heldout"], "baseline": baseline}
 
-    return cached(Path(args.data_cache_dir), settings, build)
+    key = {"games": args.game_key, "positions": [args.num_train_positions, seed]}
+    return cached(Path(args.data_cache_dir), key, build)
 
 
 def begin_token(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -10,8 +10,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.data.shown import NUM_ROWS
+from accelerate_recipes.disk import read_json
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import begin_token
+from accelerate_recipes.games.rewards import answer
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.picture import Curves
 
@@ -35,20 +37,20 @@ def longest_move(tokenizer: PreTrainedTokenizerBase) -> int:
 class NextMoves:
     """Evaluator that uses the same positions for every evaluation and for the baseline.
 
-    `games.prepare_games` writes the `facts`; `metric_file` is the `evaluate` module that counts. Results have the keys
-    `legal_move_rate` and `next_move_accuracy`; with the suffix `_<phase>` for each phase, and with `_unseen` for positions
-    that occur in no training game.
+    `folder` is that of `games.prepare_games` or `prepare_positions`; `metric_file` is the `evaluate` module that counts.
+    Results have the keys `legal_move_rate` and `next_move_accuracy`; with the suffix `_<phase>` for each phase, and with
+    `_unseen` for positions that occur in no training game.
     """
 
     curves = Curves({"legal": "eval_legal_move_rate", "as played": "eval_next_move_accuracy"}, "Next moves, held out")
 
-    def __init__(self, facts: dict, tokenizer: PreTrainedTokenizerBase, metric_file: Path):
+    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, metric_file: Path):
         import evaluate
 
         self.tokenizer = tokenizer
         self.metric = evaluate.load(str(metric_file), keep_in_memory=True)
-        self.positions = facts["positions"]
-        self.followers = facts["baseline"]
+        self.facts = read_json(folder / "facts.json")
+        self.positions = self.facts["positions"]
         self.prefixes = [" ".join(position["prefix"]) for position in self.positions]
         self.max_new_tokens = longest_move(tokenizer)
 
@@ -59,13 +61,17 @@ class NextMoves:
 
     def evaluate(self, accelerator: Accelerator, model: nn.Module, batch_size: int) -> dict[str, float]:
         """Evaluate the greedy moves of `model`. Every rank takes its share; all get the result."""
-        prompts = [prompt_of(self.tokenizer, position["prefix"]) for position in self.positions]
-        texts = generate_texts(accelerator, model, self.tokenizer, prompts, self.max_new_tokens, batch_size).texts
-        return self._count([(text.split() or [""])[0] for text in texts])
+        return self._count(self.moves(accelerator, model, self.positions, batch_size))
+
+    def moves(self, accelerator: Accelerator, model: nn.Module, positions: Sequence[dict], size: int) -> list[str]:
+        """Return the greedy moves of a model in positions, of which it reads `size` at a time."""
+        prompts = [prompt_of(self.tokenizer, position["prefix"]) for position in positions]
+        texts = generate_texts(accelerator, model, self.tokenizer, prompts, self.max_new_tokens, size).texts
+        return [answer(text) for text in texts]
 
     def baseline(self) -> dict[str, float]:
         """Evaluate the baseline: the most frequent next move after the previous move."""
-        return self._count([self.followers.get((p["prefix"] or [""])[-1], "") for p in self.positions])
+        return self._count([self.facts["baseline"].get((p["prefix"] or [""])[-1], "") for p in self.positions])
 
     def _count(self, moves: list[str]) -> dict[str, float]:
         return self.metric.compute(  # pyright: ignore[reportReturnType]

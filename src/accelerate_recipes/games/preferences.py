@@ -5,20 +5,14 @@ the master did not play.
 """
 
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate import Accelerator
 from torch import nn
-from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.disk import fsync, read_json_lines
-from accelerate_recipes.games.next_moves import prompt_of
-from accelerate_recipes.games.rewards import answer
+from accelerate_recipes.games.next_moves import NextMoves
 from accelerate_recipes.games.rules import is_legal
-from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.ranks import on_first_rank
 
 RULES = ["illegal", "not_played"]
@@ -32,43 +26,31 @@ def is_worse(position: dict, move: str, rule: str) -> bool:
 def make_pairs(
     accelerator: Accelerator,
     model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    positions: Sequence[dict],
+    next_moves: NextMoves,
+    positions: list[dict],
     rule: str,
     file: Path,
-    max_new_tokens: int,
-    batch_size: int,
+    size: int,
 ) -> None:
     """Write the pairs of all positions to `file`, as JSON lines with `position` (its number), `chosen` and `rejected`.
 
-    The model's moves are greedy, so they are the same on any number of processes. After a kill, writing continues after
-    the last written pair; the file gets its name when all pairs are written.
+    The model's moves are greedy, so they are the same on any number of processes; `size` is its batch. After a kill, writing
+    continues after the last written pair; the file gets its name when all pairs are written.
 
     Raises:
         Stopped: between two batches.
     """
     partial = file.with_suffix(".partial")
-    done = on_first_rank(lambda: go_on(partial))
-    chunk = 4 * batch_size * accelerator.num_processes  # positions are sorted by length inside a chunk
-    bar = tqdm(
-        total=len(positions),
-        initial=done,
-        unit="position",
-        desc="Making pairs",
-        disable=not (accelerator.is_main_process and sys.stderr.isatty()),
-    )
-    for start in range(done, len(positions), chunk):
+    chunk = 4 * size * accelerator.num_processes  # positions are sorted by length inside a chunk
+    for start in range(on_first_rank(lambda: go_on(partial)), len(positions), chunk):
         part = positions[start : start + chunk]
-        prompts = [prompt_of(tokenizer, position["prefix"]) for position in part]
-        texts = generate_texts(accelerator, model, tokenizer, prompts, max_new_tokens, batch_size).texts
+        moves = next_moves.moves(accelerator, model, part, size)
         if accelerator.is_main_process:
             with partial.open("a", encoding="utf-8") as lines:
-                for i, (position, text) in enumerate(zip(part, texts, strict=True), start):
-                    if is_worse(position, move := answer(text), rule):
-                        pair = {"position": i, "chosen": position["move"], "rejected": move}
+                for number, (position, move) in enumerate(zip(part, moves, strict=True), start):
+                    if is_worse(position, move, rule):
+                        pair = {"position": number, "chosen": position["move"], "rejected": move}
                         lines.write(json.dumps(pair) + "\n")
-        bar.update(len(part))
-    bar.close()
     if accelerator.is_main_process:
         partial.touch()
         fsync(partial)

@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -62,12 +63,9 @@ def all_uci_moves() -> list[str]:
             board = chess.Board(None)
             board.set_piece_at(square, chess.Piece(piece, chess.WHITE))
             moves |= {move.uci() for move in board.pseudo_legal_moves}
-        for target in chess.SQUARES:
-            rank, up = chess.square_rank(square), chess.square_rank(target) - chess.square_rank(square)
-            sideways = abs(chess.square_file(target) - chess.square_file(square))
-            if (rank, up) in ((6, 1), (1, -1)) and sideways <= 1:
-                moves |= {chess.Move(square, target, promotion).uci() for promotion in range(2, 6)}
-    return sorted(moves)
+    # A pawn moves to its last rank like a queen, straight or to a file beside it.
+    last = [move for move in moves if move[1::2] in ("78", "21") and abs(ord(move[0]) - ord(move[2])) <= 1]
+    return sorted(moves | {move + piece for move in last for piece in "bnqr"})
 
 
 def defect_of_moves(moves: object) -> str:
@@ -233,21 +231,13 @@ def sample_positions(games: Iterable[list[str]], num_positions: int, seed: int) 
 
 def mark_seen(positions: Sequence[dict], games: Iterable[list[str]]) -> None:
     """Set `is_seen` of each position: whether one of the games begins with the same moves."""
-    tree: dict = {}  # the prefixes, one level for each move; "" holds the positions after these moves
+    prefixes = [position["prefix"] for position in positions]
+    begins = {tuple(prefix[:number]) for prefix in prefixes for number in range(len(prefix) + 1)}
+    seen = set()
+    for moves in games:  # follow each game as long as a position begins with the same moves
+        seen.update(takewhile(begins.__contains__, (tuple(moves[:number]) for number in range(len(moves) + 1))))
     for position in positions:
-        position["is_seen"] = False
-        node = tree
-        for move in position["prefix"]:
-            node = node.setdefault(move, {})
-        node.setdefault("", []).append(position)
-    # Follow each game through the tree: all positions on its way are seen. `pop` marks each position only once.
-    for moves in games:
-        node = tree
-        for move in [*moves, None]:
-            for position in node.pop("", ()):
-                position["is_seen"] = True
-            if (node := node.get(move)) is None:
-                break
+        position["is_seen"] = tuple(position["prefix"]) in seen
 
 
 def most_frequent_followers(games: Iterable[list[str]]) -> dict[str, str]:
