@@ -250,14 +250,10 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
     lengths = row_lengths(layers, source) if args.use_dora else {}
     with torch.random.fork_rng([]):
         for name, layer in layers.items():
-            for part in layer.modules():
-                for key, parameter in part._parameters.items():
-                    if parameter is not None and parameter.requires_grad:
-                        # PEFT has made it in the dtype of the layer, and on its device.
-                        device = "cpu" if source else parameter.device
-                        part._parameters[key] = nn.Parameter(
-                            torch.empty_like(parameter, dtype=torch.float32, device=device)
-                        )
+            # PEFT has made them in the dtype of the layer, and on its device.
+            parts = nn.ModuleList([layer.lora_A, layer.lora_B, layer.lora_magnitude_vector]).float()
+            if source:
+                parts.to_empty(device="cpu")
             torch.manual_seed(seed_of(name, args.seed))
             layer.reset_lora_parameters(NAME, init_lora_weights=True)
             if args.use_dora:

@@ -18,7 +18,7 @@ import yaml
 
 from accelerate_recipes.adapter_args import AdapterArgs
 from accelerate_recipes.arguments import help_text, recipe_parser
-from accelerate_recipes.errors import raise_problems
+from accelerate_recipes.errors import noting, raise_problems
 from accelerate_recipes.flags import Merge, Range, arg, declarations, flag_problem, group_flags, read_preset, tokens
 from accelerate_recipes.ranks import data_world_size, is_first, ranks_a_row, readers
 
@@ -302,7 +302,9 @@ class TrainArgs(AdapterArgs):
 
         def is_fixed(name: str) -> bool:
             found = [(owner, said["fixed"]) for owner, said in declarations(cls, name) if "fixed" in said]
-            owner, fixed = found[-1] if found else (TrainArgs, False)  # the class that first declares it by `arg` decides
+            owner, fixed = (
+                found[-1] if found else (TrainArgs, False)
+            )  # the class that first declares it by `arg` decides
             return not issubclass(TrainArgs, owner) if fixed is None else fixed
 
         return {*cls.fixed, *(f.name for f in fields(cls) if is_fixed(f.name))}
@@ -329,7 +331,7 @@ class TrainArgs(AdapterArgs):
 Args = TypeVar("Args", bound=TrainArgs)
 
 
-def parse(args_class: type[Args], argv: Sequence[str], world_size: int | None = None) -> Args:
+def parse(args_class: type[Args], argv: Sequence[str], world_size: int = 0) -> Args:
     """Return the arguments of a recipe, as `resolve` does.
 
     Raises:
@@ -341,15 +343,11 @@ def parse(args_class: type[Args], argv: Sequence[str], world_size: int | None = 
 
 
 def resolve(
-    args_class: type[Args],
-    argv: Sequence[str],
-    world_size: int | None = None,
-    elsewhere: Sequence[str] = (),
-    row_size: int | None = None,
+    args_class: type[Args], argv: Sequence[str], world_size: int = 0, elsewhere: Sequence[str] = (), row_size: int = 0
 ) -> tuple[Args, list[str]]:
     """Return the arguments of a recipe, without those that are wrong, and every problem found.
 
-    `world_size` is the number of shares of the data. By default, it and `row_size` follow from the launcher's environment.
+    `world_size` is the number of shares of the data. If it or `row_size` is 0, it follows from the launcher's environment.
     `elsewhere` and `row_size` are fields of `TrainArgs`.
     """
     world_size, row_size = world_size or data_world_size(), row_size or ranks_a_row()
@@ -364,7 +362,9 @@ def resolve(
     errors = [f"{token!r} does not belong to any flag" for token in stray]
     presets = [values for flag, values in flags if flag == "--config"]
     mappings = {action.dest for action in parser._actions if isinstance(action, Merge)}
-    groups = [(f"--{key}", values, where) for key, values, where in read_preset(presets, mappings, errors)]
+    groups = []
+    with noting(errors):
+        groups += read_preset(presets, mappings)
     groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
     # Parse each flag alone first, to find all errors. Then parse the flags without error together, in the same order: a flag
     # after the preset overrides it.

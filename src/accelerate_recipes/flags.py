@@ -159,32 +159,25 @@ def tokens(flag: str, values: Sequence[str]) -> list[str]:
     return [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]
 
 
-def read_preset(
-    presets: list[list[str]], mappings: Collection[str], errors: list[str]
-) -> list[tuple[str, list[str], str]]:
-    """List (key, values, place) for each line of the preset, with values as on a command line, so both pass the same checks.
+def read_preset(presets: list[list[str]], mappings: Collection[str]) -> Iterator[tuple[str, list[Any], str]]:
+    """Yield flag, values and place of each line of the preset, as from a command line, so that both pass the same checks.
 
     `mappings` are the keys that hold a section. Values stay as they are written in the file: YAML would make 8 of 010,
     false of `no`, 3.1 of 3.10, and a text of 1e-5.
+
+    Raises:
+        ConfigError: if it is not one file of `name: value` lines.
     """
     if not presets:
-        return []
+        return
     if len(presets) > 1 or len(presets[0]) != 1:
-        errors.append("--config takes one file, once")
-        return []
+        raise ConfigError("--config takes one file, once")
     path = Path(presets[0][0])
     if not path.is_file():
-        errors.append(f"--config {path}: no such file")
-        return []
-    try:
-        content = read_yaml(path, Texts) or {}
-    except ConfigError as error:
-        errors.append(f"--config {error}")
-        return []
+        raise ConfigError(f"--config {path}: no such file")
+    content = read_yaml(path, Texts) or {}
     if not isinstance(content, dict):
-        errors.append(f"--config {path} must hold `name: value` lines, not a {type(content).__name__}")
-        return []
-    groups = []
+        raise ConfigError(f"--config {path} must hold `name: value` lines, not a {type(content).__name__}")
     for key, value in content.items():
         if value in (None, [], {}):
             continue  # `save` writes an argument that was not set this way
@@ -193,12 +186,7 @@ def read_preset(
                 f"{name}={as_yaml(leaf)}" for part in value for name, leaf in with_dots(str(part), value[part]).items()
             ]
         values = value if isinstance(value, list) else [value]
-        values = [shipped.data(v, path) if isinstance(v, str) else v for v in values]
-        if not all(isinstance(v, str) for v in values):
-            errors.append(f"{key} in {path} is {value!r:.60}; it must be one value, or a list of some")
-        else:
-            groups.append((str(key), values, f"in {path}"))
-    return groups
+        yield f"--{key}", [shipped.data(v, path) if isinstance(v, str) else v for v in values], f"in {path}"
 
 
 def as_yaml(value: Any) -> str:
@@ -292,7 +280,7 @@ def is_of_new_model(parser: HfArgumentParser, name: str) -> bool:
 
 
 def flag_problem(
-    parser: HfArgumentParser, owned_elsewhere: Mapping[str, str], flag: str, values: list[str], where: str
+    parser: HfArgumentParser, owned_elsewhere: Mapping[str, str], flag: str, values: list[Any], where: str
 ) -> str:
     """Parse one flag with its values; return the reason if that fails, else ""."""
     action = parser._option_string_actions.get(flag)
@@ -308,6 +296,8 @@ def flag_problem(
         if not hint and is_of_new_model(parser, name):
             hint = f"; a field of a new model's config.json is given by --config_overrides {name}=..."
         return f"unknown argument {name!r} {where}{hint or suggestion(name, known, cutoff=0.5)}"
+    if not all(isinstance(value, str) for value in values):
+        return f"{name} {where} is {values!r:.60}; it must be one value, or a list of some"
     try:
         _, rest = parser.parse_known_args(tokens(flag, values))
     except ValueError as error:  # of the range
