@@ -10,9 +10,8 @@ from unittest import mock
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase, modeling_rope_utils
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.errors import ConfigError, error_list, noting, one_line, raise_problems, suggestion
+from accelerate_recipes.errors import ConfigError, error_list, one_line, raise_problems, suggestion
 from accelerate_recipes.flags import Range, field_names
-from accelerate_recipes.losses import check_head
 from accelerate_recipes.models import CAUSAL
 from accelerate_recipes.positions import max_positions
 from accelerate_recipes.pretrained import Kind
@@ -162,10 +161,8 @@ def nested(values: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, A
     return found
 
 
-def check_belong_together(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int, whole_logits: bool = True
-) -> None:
-    """Check that a model can be trained on rows of `max_length` tokens of this tokenizer, with or without whole logits.
+def check_belong_together(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    """Check that a model can be trained on rows of `max_length` tokens of this tokenizer.
 
     Raises:
         ConfigError: with everything that does not fit.
@@ -186,7 +183,4 @@ def check_belong_together(
             )
     if max_length > (longest := max_positions(config)):
         found.append(f"--max_length is {max_length}, the model's is {longest}")
-    if not whole_logits:
-        with noting(found):
-            check_head(config)
     raise_problems("Model and data do not belong together", found)
