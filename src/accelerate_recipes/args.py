@@ -301,11 +301,10 @@ class TrainArgs(AdapterArgs):
         """Return the names of the arguments that must not change when a checkpoint is continued; see `arg`."""
 
         def is_fixed(name: str) -> bool:
-            found = [(owner, said["fixed"]) for owner, said in declarations(cls, name) if "fixed" in said]
-            owner, fixed = (
-                found[-1] if found else (TrainArgs, False)
-            )  # the class that first declares it by `arg` decides
-            return not issubclass(TrainArgs, owner) if fixed is None else fixed
+            is_shared = name in TrainArgs.__dataclass_fields__
+            owners = declarations(TrainArgs if is_shared else cls, name)
+            found = [said["fixed"] for _, said in owners if "fixed" in said]  # the first class that declares it decides
+            return bool(found) and (found[0] if is_shared else found[0] is not False)
 
         return {*cls.fixed, *(f.name for f in fields(cls) if is_fixed(f.name))}
 
