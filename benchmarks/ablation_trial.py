@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import parse
+from accelerate_recipes.args import resolve
 from accelerate_recipes.engine import Batch, CountFn, LossFn, TrainLoader, to_device, train_step
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.metrics import peak_memory_gib
 from accelerate_recipes.run import Run
 from accelerate_recipes.strategy import launch_problems, num_accelerators, strategy_name
@@ -210,11 +210,8 @@ def main() -> None:
     code = 1
     try:
         module = recipe.load(flags.recipe)
-        args = parse(
-            module.Args,
-            flags.arguments,
-            other_problems=lambda args: launch_problems(args, os.environ, num_accelerators()),
-        )
+        args, problems = resolve(module.Args, flags.arguments)
+        raise_problems("This run cannot start", launch_problems(args, os.environ, num_accelerators()) + problems)
         args.max_steps = 10**6  # rows repeat as often as large batches need
         Run.prepare, module.train = trial.prepare(Run.prepare), trial.measure
         if int(os.environ.get("RANK", 0)) == 0:  # it looks at the first device, which no other rank should open

@@ -77,6 +77,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "LOCAL_RANK" in os.environ:
-        measure(parse(load(ROOT / "recipes/c4.py").Args))
+        measure(parse(load(ROOT / "recipes/c4.py").Args, sys.argv[1:]))
     else:
         main()

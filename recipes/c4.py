@@ -121,7 +121,7 @@ def main(args: Args) -> None:
 
     # Model
     model = make_model(args, tokenizer)
-    check_belong_together(model.config, tokenizer, args.max_length, args.whole_logits)
+    check_belong_together(model.config, tokenizer, args.max_length)
     run.prepare(
         model,
         tokenizer,

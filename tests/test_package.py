@@ -67,10 +67,10 @@ def test_what_is_named_is_found(tmp_path, monkeypatch):
 
 def test_data_of_a_shipped_preset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    preset, errors = shipped.HOME / "recipes/configs/chess/laptop.yaml", []
-    found = {key: values for key, values, _ in read_preset([[str(preset)]], {"config_overrides"}, errors)}
-    assert errors == [] and found["output_dir"] == ["outputs/demo"]
-    assert found["train_files"] == [str(shipped.HOME / "data/chess/games_20k.parquet")]
+    preset = shipped.HOME / "recipes/configs/chess/laptop.yaml"
+    found = {flag: values for flag, values, _ in read_preset([[str(preset)]], {"config_overrides"})}
+    assert found["--output_dir"] == ["outputs/demo"]
+    assert found["--train_files"] == [str(shipped.HOME / "data/chess/games_20k.parquet")]
     # Data of the user come first, and presets of the user mean the user's data.
     (tmp_path / "data/chess").mkdir(parents=True)
     (tmp_path / "data/chess/games_20k.parquet").write_text("")

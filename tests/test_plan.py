@@ -598,7 +598,7 @@ def test_memory_of_a_node(bases):  # noqa: F811
 @pytest.mark.parametrize("name", ["A100 40 GB", "a100-40", "nvidia_a100-sxm4-40gb"])
 def test_the_size_of_a_gpu_decides_which_is_meant(name):
     with pytest.raises(ConfigError, match=r"did you mean 'a100_40'\?"):
-        check_gpu(["--gpu", name])
+        check_gpu(name)
     assert known_as(name.replace("40", "80")) == "a100" and {known_as(known) for known in GPUS} == {*GPUS}
 
 

@@ -663,7 +663,7 @@ def test_preflight_and_help(chats, arguments, monkeypatch, tmp_path, capsys):
         needs = [need.name for need in module.requirements(named).needs]
         assert needs == [str(chats / "base"), *needed], "downloaded beforehand"
     with pytest.raises(SystemExit):
-        parse(recipe.load(SFT).Args, ["--help"])
+        parse(recipe.load(SFT).Args, ["--help"], world_size=1)
     shown = capsys.readouterr().out
     assert "--packing" in shown and "--total_batch_size" in shown
     assert "--gradient_checkpointing" not in shown and "--save_strategy" not in shown

@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate_recipes.disk import print_any_text
 from accelerate_recipes.errors import ConfigError, DataError, printable
-from accelerate_recipes.gpus import GPUS, check_gpu
+from accelerate_recipes.gpus import GPUS
 
 EXAMPLES = """\
 examples, in the order of a run's life:
@@ -103,12 +103,8 @@ def main() -> None:
     if args.command is None and not rest:
         parser.print_help()
         return
-    if args.command == "launch":  # also --help is for the other parser
+    if args.command in ("launch", "preflight", "plan"):  # which have the flags of another parser, wherever they stand
         args.argv, rest = sys.argv[2:], []
-    elif args.command in ("preflight", "plan"):  # flags may stand before CONFIG
-        args.argv, rest = [*rest, *args.argv], []
-    if args.command == "preflight" and "--shell" in args.argv:  # it may stand after other flags
-        args.argv, args.shell = [word for word in args.argv if word != "--shell"], True
     args.rest = rest
     if rest and args.command != "download":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -196,17 +192,15 @@ def complete(args: argparse.Namespace) -> None:
 
 
 def check_launch(args: argparse.Namespace) -> None:
-    check_gpu(args.argv)
     from accelerate_recipes.launch.preflight import preflight
 
-    found, assignments = preflight(args.argv)
-    print(found, file=sys.stderr if args.shell else sys.stdout)
-    if args.shell:
+    found, assignments = preflight([word for word in args.argv if word != "--shell"])
+    print(found, file=sys.stderr if "--shell" in args.argv else sys.stdout)
+    if "--shell" in args.argv:
         print(assignments)
 
 
 def plan_run(args: argparse.Namespace) -> None:
-    check_gpu(args.argv)
     from accelerate_recipes.launch.planning import plan
 
     plan(args.argv, tell=partial(print, flush=True))

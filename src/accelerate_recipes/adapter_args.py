@@ -1,5 +1,6 @@
 """Arguments of adapters, which every recipe takes; see `adapters`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import ClassVar
@@ -41,38 +42,27 @@ class AdapterArgs:
     # Whether the model gets a new output layer. Adapters would leave it untrained.
     has_new_layer: ClassVar[bool] = False
 
-    def adapter_problems(self) -> list[str]:
+    def adapter_problems(self) -> Iterator[str]:
         """List problems of the arguments of adapters, one sentence each."""
         if not self.use_peft:
             changed = [name for name, value in vars(AdapterArgs()).items() if getattr(self, name) != value]
-            return [f"--{name} has no effect without --use_peft; add that, or remove it" for name in changed]
-        found = []
+            yield from (f"--{name} has no effect without --use_peft; add that, or remove it" for name in changed)
+            return
         if self.has_new_layer:
-            found.append("--use_peft would leave the new output layer as it is; remove it")
-        if not self.lora_target_modules or (ALL_LINEAR in self.lora_target_modules and self.lora_target_modules[1:]):
-            found.append(
-                f"--lora_target_modules is {' '.join(self.lora_target_modules) or 'empty'}; give names of layers, or "
-                f"{ALL_LINEAR} alone"
-            )
+            yield "--use_peft would leave the new output layer as it is; remove it"
+        named = " ".join(self.lora_target_modules)
+        if not named or (ALL_LINEAR in self.lora_target_modules and named != ALL_LINEAR):
+            yield f"--lora_target_modules is {named or 'empty'}; give names of layers, or {ALL_LINEAR} alone"
         if self.optim == "adamw_bf16_kahan":
-            found.append(
-                "--optim adamw_bf16_kahan keeps trained weights in bf16, --use_peft its few in fp32: nothing would be "
-                "saved; choose another --optim"
-            )
+            yield "--optim adamw_bf16_kahan keeps trained weights in bf16, --use_peft in fp32; choose another --optim"
         if self.load_in_4bit and find_spec("bitsandbytes") is None:
-            found.append("--load_in_4bit: bitsandbytes is not installed; run: pip install bitsandbytes")
+            yield "--load_in_4bit: bitsandbytes is not installed; run: pip install bitsandbytes"
         if self.load_in_4bit and self.merge_adapter:
-            found.append(
+            yield (
                 "--merge_adapter would add the adapter to the model's own weights, but with --load_in_4bit it is trained "
                 "beside rounded ones; remove one of the two: PEFT loads the adapter beside a 4-bit model"
             )
         if self.load_in_4bit and self.use_dora:
-            found.append(
-                "--use_dora needs the exact length of each row of a weight, but --load_in_4bit rounds it; remove one"
-            )
+            yield "--use_dora needs the exact length of each row of a weight, but --load_in_4bit rounds it; remove one"
         if not self.base_model:
-            found.append(
-                "--use_peft trains adapters of a pretrained model, and this run makes a new one, whose random weights "
-                "would stay as they are; remove it, or name a model"
-            )
-        return found
+            yield "--use_peft adapts a pretrained model, and this run makes a new one; remove it, or name a model"

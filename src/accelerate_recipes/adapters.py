@@ -72,14 +72,9 @@ def load_settings(args: TrainArgs) -> dict[str, Any]:
     dtype = torch.bfloat16 if args.use_peft and computes_in_bf16() else args.param_dtype
     if not args.load_in_4bit:
         return {"dtype": dtype} | ({"device_map": "meta"} if gets_weights_later() else {})
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_quant_storage=dtype,
-    )
-    return {"dtype": dtype, "quantization_config": quantization}
+    form = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    dtypes = {"bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": dtype}
+    return {"dtype": dtype, "quantization_config": BitsAndBytesConfig(load_in_4bit=True, **form, **dtypes)}
 
 
 def gets_weights_later() -> bool:
@@ -226,12 +221,9 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
         task_type=TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM,
         base_model_name_or_path=args.base_model,
         revision=cache.pinned(args.base_model).get("revision"),
-        **chosen,
         r=args.lora_r,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
-        use_rslora=args.use_rslora,
-        use_dora=args.use_dora,
+        **chosen,
+        **{name: getattr(args, name) for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")},
     )
     source = source_of(model)
     of_base = args.base_model, config.revision
@@ -250,14 +242,10 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
     lengths = row_lengths(layers, source) if args.use_dora else {}
     with torch.random.fork_rng([]):
         for name, layer in layers.items():
-            for part in layer.modules():
-                for key, parameter in part._parameters.items():
-                    if parameter is not None and parameter.requires_grad:
-                        # PEFT has made it in the dtype of the layer, and on its device.
-                        device = "cpu" if source else parameter.device
-                        part._parameters[key] = nn.Parameter(
-                            torch.empty_like(parameter, dtype=torch.float32, device=device)
-                        )
+            # PEFT has made them in the dtype of the layer, and on its device.
+            parts = nn.ModuleList([layer.lora_A, layer.lora_B, layer.lora_magnitude_vector]).float()
+            if source:
+                parts.to_empty(device="cpu")
             torch.manual_seed(seed_of(name, args.seed))
             layer.reset_lora_parameters(NAME, init_lora_weights=True)
             if args.use_dora:

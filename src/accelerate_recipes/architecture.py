@@ -1,19 +1,17 @@
 """Configuration of a new model: its type, and fields of its config.json."""
 
-import contextlib
 import copy
-import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
+from unittest import mock
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase, modeling_rope_utils
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.errors import ConfigError, error_list, noting, one_line, raise_problems, suggestion
-from accelerate_recipes.flags import OutOfRangeError, Range, field_names
-from accelerate_recipes.losses import check_head
+from accelerate_recipes.errors import ConfigError, error_list, one_line, raise_problems, suggestion
+from accelerate_recipes.flags import Range, field_names
 from accelerate_recipes.models import CAUSAL
 from accelerate_recipes.positions import max_positions
 from accelerate_recipes.pretrained import Kind
@@ -82,9 +80,8 @@ def try_config(
     title, known = f"--model_type {args.model_type}", args.kind.auto._model_mapping
     if args.model_type not in CONFIG_MAPPING or (config_class := CONFIG_MAPPING[args.model_type]) not in known:
         close = suggestion(args.model_type, [config.model_type for config in known])
-        return None, [
-            f"{title}: transformers has no {args.kind.auto.__name__.removeprefix('Auto')} of this type{close}"
-        ]
+        wanted = args.kind.auto.__name__.removeprefix("Auto")
+        return None, [f"{title}: transformers has no {wanted} of this type{close}"]
     if found := field_problems(config_class, args.config_overrides):
         return None, [f"--config_overrides: {problem}" for problem in found]
     usual: dict[str, Any] = {"pad_token_id": None}  # where rows are packed
@@ -96,14 +93,15 @@ def try_config(
     names = field_names(config_class)
     values = {name: value for name, value in usual.items() if name in names} | decided | args.config_overrides
     try:
-        with rope_warnings() as found:
+        # transformers only warns of unknown keys in `rope_parameters`, and of factors in the wrong order.
+        with mock.patch.object(modeling_rope_utils.logger, "warning", found.append):
             config = config_class(**nested(values, config_class.attribute_map))
         args.kind.check(config, title)
     except ConfigError as error:
         return None, [str(error)]
     except Exception as error:  # each class of configurations checks its fields in its own way
         return None, [f"--config_overrides: {one_line(error)}"]
-    found += size_problems(config.get_text_config())
+    found = [*dict.fromkeys(found), *size_problems(config.get_text_config())]
     return None if found else config, [f"--config_overrides: {problem}" for problem in found]
 
 
@@ -139,11 +137,8 @@ def size_problems(config: PreTrainedConfig) -> list[str]:
     found = []
     for name, limits in (RANGES | dropouts).items():
         value = getattr(config, name, None)
-        try:
-            if type(value) in (int, float):
-                limits.check(value)
-        except OutOfRangeError as error:
-            found.append(f"{name} is {value}; {error}")
+        if type(value) in (int, float) and (problem := limits.problem(value)):
+            found.append(f"{name} is {value}; {problem}")
     (_, heads), (_, groups) = number("num_attention_heads"), number("num_key_value_heads")
     if groups and heads % groups and not found:
         found.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
@@ -151,26 +146,6 @@ def size_problems(config: PreTrainedConfig) -> list[str]:
     if experts and num_chosen > experts:
         found.append(f"{chosen} is {num_chosen}, but {name} is {experts}")
     return found
-
-
-@contextlib.contextmanager
-def rope_warnings() -> Iterator[list[str]]:
-    """Collect warnings that transformers only logs about `rope_parameters`: unknown keys, and factors in the wrong order."""
-    found, logger = [], logging.getLogger("transformers.modeling_rope_utils")
-
-    def collect(record: logging.LogRecord) -> bool:
-        if (text := record.getMessage()) not in found:
-            found.append(text)
-        return False
-
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    logger.addFilter(collect)
-    try:
-        yield found
-    finally:
-        logger.removeFilter(collect)
-        logger.setLevel(level)
 
 
 def nested(values: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
@@ -186,10 +161,8 @@ def nested(values: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, A
     return found
 
 
-def check_belong_together(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int, whole_logits: bool = True
-) -> None:
-    """Check that a model can be trained on rows of `max_length` tokens of this tokenizer, with or without whole logits.
+def check_belong_together(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    """Check that a model can be trained on rows of `max_length` tokens of this tokenizer.
 
     Raises:
         ConfigError: with everything that does not fit.
@@ -210,7 +183,4 @@ def check_belong_together(
             )
     if max_length > (longest := max_positions(config)):
         found.append(f"--max_length is {max_length}, the model's is {longest}")
-    if not whole_logits:
-        with noting(found):
-            check_head(config)
     raise_problems("Model and data do not belong together", found)

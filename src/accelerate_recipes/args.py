@@ -6,10 +6,10 @@ All problems are reported at once, in one `ConfigError`.
 """
 
 import os
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -18,8 +18,8 @@ import yaml
 
 from accelerate_recipes.adapter_args import AdapterArgs
 from accelerate_recipes.arguments import help_text, recipe_parser
-from accelerate_recipes.errors import raise_problems
-from accelerate_recipes.flags import Merge, Range, arg, check_group, declarations, group_flags, read_preset, tokens
+from accelerate_recipes.errors import noting, raise_problems
+from accelerate_recipes.flags import Merge, Range, arg, declarations, flag_problem, group_flags, read_preset, tokens
 from accelerate_recipes.ranks import data_world_size, is_first, ranks_a_row, readers
 
 # Flags of other scripts, with what decides them here: the accelerate YAML, or another argument.
@@ -206,43 +206,47 @@ class TrainArgs(AdapterArgs):
 
     def problems(self, world_size: int) -> list[str]:
         """List contradictions between these values, one sentence each. A recipe extends the list."""
-        found = []
+        return [*self.contradictions(world_size), *self.adapter_problems(), *self.batch_problems(world_size)]
+
+    def contradictions(self, world_size: int) -> Iterator[str]:
         if self.min_lr_ratio and self.lr_scheduler_type == "constant_with_warmup":
-            found.append(
-                f"--min_lr_ratio {self.min_lr_ratio} has no effect with --lr_scheduler_type constant_with_warmup; "
-                "remove one of the two"
-            )
+            yield f"--min_lr_ratio {self.min_lr_ratio} has no effect with --lr_scheduler_type {self.lr_scheduler_type}"
         if self.max_steps == 0:
-            found.append("--max_steps is 0; give a positive number, or -1: as --num_train_epochs gives")
+            yield "--max_steps is 0; give a positive number, or -1: as --num_train_epochs gives"
         if self.max_steps < 0 and self.num_train_epochs == 0:
-            found.append("--num_train_epochs is 0; give a positive number, or --max_steps")
+            yield "--num_train_epochs is 0; give a positive number, or --max_steps"
         if self.save_steps > 0 and self.keep_every_n_steps % self.save_steps:
-            found.append(
-                f"--keep_every_n_steps {self.keep_every_n_steps} is not a multiple of --save_steps {self.save_steps}: "
-                "make it one, since only what is saved can be kept"
-            )
+            yield f"--keep_every_n_steps {self.keep_every_n_steps} is not a multiple of --save_steps {self.save_steps}"
         if self.metric_for_best_model and (self.eval_steps < 1 or self.save_steps % self.eval_steps):
-            found.append(
-                f"--metric_for_best_model needs an evaluation at every checkpoint: make --save_steps ({self.save_steps}) "
-                f"a multiple of --eval_steps ({self.eval_steps})"
-            )
+            steps = f"make --save_steps ({self.save_steps}) a multiple of --eval_steps ({self.eval_steps})"
+            yield f"--metric_for_best_model needs an evaluation at every checkpoint: {steps}"
         if self.optim == "adamw_8bit" and find_spec("bitsandbytes") is None:
-            found.append("--optim adamw_8bit: bitsandbytes is not installed; run: pip install bitsandbytes")
+            yield "--optim adamw_8bit: bitsandbytes is not installed; run: pip install bitsandbytes"
         steps, num_processes = self.profiled_steps, world_size * self.row_size
         if self.profile_steps and not steps:
-            found.append(f"--profile_steps is {self.profile_steps}; give the first and the last step, such as 10-12")
+            yield f"--profile_steps is {self.profile_steps}; give the first and the last step, such as 10-12"
         elif steps and 0 < self.max_steps < steps[-1]:
-            found.append(f"--profile_steps {self.profile_steps} is beyond the last step, --max_steps {self.max_steps}")
+            yield f"--profile_steps {self.profile_steps} is beyond the last step, --max_steps {self.max_steps}"
         if missing := [rank for rank in self.profile_ranks if not 0 <= rank < num_processes]:
-            found.append(f"--profile_ranks has {missing}; the {num_processes} processes are 0 to {num_processes - 1}")
+            yield f"--profile_ranks has {missing}; the {num_processes} processes are 0 to {num_processes - 1}"
         for tracker in self.trackers:
             if tracker not in ("tensorboard", "trackio", "wandb"):
-                found.append(f"--report_to names {tracker!r}; known are none, tensorboard, trackio, wandb")
+                yield f"--report_to names {tracker!r}; known are none, tensorboard, trackio, wandb"
             elif find_spec(tracker) is None:
-                found.append(f"--report_to {tracker}: it is not installed; run: pip install {tracker}")
-        found += self.adapter_problems()
-        per_device = self.per_device_train_batch_size
-        return found + batch_problems(self.total_batch_size, per_device, world_size, self.row_size)
+                yield f"--report_to {tracker}: it is not installed; run: pip install {tracker}"
+
+    def batch_problems(self, world_size: int) -> Iterator[str]:
+        """Check that the sequences of a step divide evenly over `world_size` shares of the data."""
+        total, per_device = self.total_batch_size, self.per_device_train_batch_size
+        step = per_device * world_size
+        if total % step:
+            nearest = " or ".join(str(n) for n in (total // step * step, (total // step + 1) * step) if n)
+            size = max((n for n in range(1, per_device) if total % (n * world_size) == 0), default=0)
+            smaller = f", or --per_device_train_batch_size {size}" if size else ""
+            yield (
+                f"--total_batch_size {total} is not a multiple of --per_device_train_batch_size {per_device} x "
+                f"{readers(world_size, self.row_size)} = {step}; totals that work: {nearest}{smaller}"
+            )
 
     def settle(self, saved: Mapping[str, Any]) -> list[str]:
         """Set the arguments that are left open, from the `saved` ones of the checkpoint to resume, or for a new run from {}.
@@ -295,16 +299,14 @@ class TrainArgs(AdapterArgs):
     @classmethod
     def fixed_on_resume(cls) -> set[str]:
         """Return the names of the arguments that must not change when a checkpoint is continued; see `arg`."""
-        found = set(cls.fixed)
-        for name in (f.name for f in fields(cls)):
-            if shared := TrainArgs.__dataclass_fields__.get(name):
-                is_fixed = shared.metadata["fixed"]
-            else:  # the first class that declares it by `arg` decides
-                said = [metadata["fixed"] for _, metadata in declarations(cls, name) if "fixed" in metadata]
-                is_fixed = said and said[0] is not False
-            if is_fixed:
-                found.add(name)
-        return found
+
+        def is_fixed(name: str) -> bool:
+            is_shared = name in TrainArgs.__dataclass_fields__
+            owners = declarations(TrainArgs if is_shared else cls, name)
+            found = [said["fixed"] for _, said in owners if "fixed" in said]  # the first class that declares it decides
+            return bool(found) and (found[0] if is_shared else found[0] is not False)
+
+        return {*cls.fixed, *(f.name for f in fields(cls) if is_fixed(f.name))}
 
     def accumulation_steps(self, world_size: int) -> int:
         """Return the number of forward passes per optimizer step on one process."""
@@ -325,59 +327,33 @@ class TrainArgs(AdapterArgs):
         path.write_text(yaml.safe_dump(self.values(), sort_keys=False), encoding="utf-8")
 
 
-def batch_problems(total: int, per_device: int, world_size: int, row_size: int = 1) -> list[str]:
-    """Check that `total` sequences divide evenly over `world_size` shares of the data, with `per_device` sequences a pass.
-
-    `row_size` processes share rows, and thus one share of the data.
-    """
-    step = per_device * world_size
-    if total % step == 0:
-        return []
-    nearest = [n for n in (total // step * step, (total // step + 1) * step) if n]
-    size = max((n for n in range(1, per_device) if total % (n * world_size) == 0), default=0)
-    smaller = f", or --per_device_train_batch_size {size}" if size else ""
-    return [
-        f"--total_batch_size {total} is not a multiple of --per_device_train_batch_size {per_device} x "
-        f"{readers(world_size, row_size)} = {step}; totals that work: {' or '.join(map(str, nearest))}{smaller}"
-    ]
-
-
 Args = TypeVar("Args", bound=TrainArgs)
 
 
-def parse(
-    args_class: type[Args],
-    argv: Sequence[str] | None = None,
-    world_size: int | None = None,
-    other_problems: Callable[[Args], Sequence[str]] = lambda args: (),
-) -> Args:
-    """Resolve the arguments of a recipe.
-
-    `world_size` is the number of shares of the data; by default it follows from the launcher's environment.
-    `other_problems` returns problems of the launch with these arguments; they are reported together with those found
-    here.
+def parse(args_class: type[Args], argv: Sequence[str], world_size: int = 0) -> Args:
+    """Return the arguments of a recipe, as `resolve` does.
 
     Raises:
         ConfigError: with every problem found, in the preset, the flags and their combination.
     """
-    world_size = data_world_size() if world_size is None else world_size
-    args, errors = resolve(args_class, sys.argv[1:] if argv is None else argv, world_size, row_size=ranks_a_row())
-    raise_problems("This run cannot start", [*other_problems(args), *errors])
+    args, errors = resolve(args_class, argv, world_size)
+    raise_problems("This run cannot start", errors)
     return args
 
 
 def resolve(
-    args_class: type[Args], argv: Sequence[str], world_size: int, elsewhere: Sequence[str] = (), row_size: int = 1
+    args_class: type[Args], argv: Sequence[str], world_size: int = 0, elsewhere: Sequence[str] = (), row_size: int = 0
 ) -> tuple[Args, list[str]]:
-    """Return the arguments, without those that are wrong, and every problem found.
+    """Return the arguments of a recipe, without those that are wrong, and every problem found.
 
+    `world_size` is the number of shares of the data. If it or `row_size` is 0, it follows from the launcher's environment.
     `elsewhere` and `row_size` are fields of `TrainArgs`.
     """
-    argv = list(argv)
+    world_size, row_size = world_size or data_world_size(), row_size or ranks_a_row()
     parser = recipe_parser(args_class)
-    if asked := [" ".join(argv[i : i + 2]) for i, word in enumerate(argv) if word in ("-h", "--help", "--help=all")]:
+    if asked := {"-h", "--help", "--help=all"} & {*argv}:
         if is_first():
-            everything = any(words.endswith(" all") or words.startswith("--help=all") for words in asked)
+            everything = "--help=all" in asked or any(a in asked and b == "all" for a, b in pairwise(argv))
             print(help_text(args_class, parser, everything=everything))
         raise SystemExit(0)
 
@@ -385,13 +361,19 @@ def resolve(
     errors = [f"{token!r} does not belong to any flag" for token in stray]
     presets = [values for flag, values in flags if flag == "--config"]
     mappings = {action.dest for action in parser._actions if isinstance(action, Merge)}
-    groups = [(f"--{key}", values, where) for key, values, where in read_preset(presets, mappings, errors)]
+    groups = []
+    with noting(errors):
+        groups += read_preset(presets, mappings)
     groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
     # Parse each flag alone first, to find all errors. Then parse the flags without error together, in the same order: a flag
     # after the preset overrides it.
-    groups = [group for group in groups if check_group(parser, args_class.owned_elsewhere, *group, errors)]
-
-    namespace = parser.parse_args([token for flag, values, _ in groups for token in tokens(flag, values)])
+    words = []
+    for flag, values, where in groups:
+        if problem := flag_problem(parser, args_class.owned_elsewhere, flag, values, where):
+            errors.append(problem)
+        else:
+            words += tokens(flag, values)
+    namespace = parser.parse_args(words)
     args = args_class(**{f.name: getattr(namespace, f.name) for f in fields(args_class)})
     args.elsewhere, args.num_launched, args.row_size = elsewhere, world_size, row_size
     return args, errors + args.problems(world_size)

@@ -132,11 +132,10 @@ def help_text(args_class: type, parser: Parser, *, everything: bool) -> str:
         members = [argument for argument in shown if argument.group == group]
         lines += ["", f"{title}:"] if members else []
         for argument in members:
-            first = f"  {argument.flags}".ljust(COLUMN)
-            fits = first.endswith(" ")
-            lines += [] if fits else [first]
-            indents = {"initial_indent": first if fits else " " * COLUMN, "subsequent_indent": " " * COLUMN}
-            lines += textwrap.wrap(argument.text(everything=everything), width, break_on_hyphens=False, **indents)
+            text = textwrap.wrap(argument.text(everything=everything), width - COLUMN, break_on_hyphens=False)
+            flags = f"  {argument.flags}"
+            text = ["", *text] if len(flags) >= COLUMN else text
+            lines += [f"{flags:{COLUMN}}{text[0]}".rstrip(), *(" " * COLUMN + line for line in text[1:])]
     more = f"`--help all` shows {len(known) - len(shown)} more, whole texts, and the ranges of numbers."
     return "\n".join([*lines, *([] if everything else ["", more])])
 
@@ -146,9 +145,7 @@ def schema(args_class: type, title: str) -> dict[str, Any]:
 
     Source: https://json-schema.org/draft/2020-12
     """
-    known = [
-        argument for argument in shown_arguments(args_class, recipe_parser(args_class)) if argument.name != "config"
-    ]
+    _, *known = shown_arguments(args_class, recipe_parser(args_class))  # the first is --config
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": title,

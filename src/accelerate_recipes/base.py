@@ -83,10 +83,13 @@ def parts_in_files(model: PreTrainedModel, files: Container[str], weights: Itera
     }
 
 
-def checksum_of_weights(weights: dict[str, torch.Tensor], by_all: bool = False) -> str:
-    """Compute a checksum of each weight's name, shape, dtype and bytes; it does not depend on the number of files.
+def described(
+    name: str, revision: str | None, weights: dict[str, torch.Tensor], by_all: bool = False
+) -> dict[str, str | None]:
+    """Describe a pretrained model by `name`, `revision` and the `checksum` of its `weights`, which are read for this.
 
-    `by_all` divides the weights among the ranks, which must all call this function.
+    The checksum is one of each weight's name, shape, dtype and bytes; it does not depend on the number of files. `by_all`
+    divides the weights among the ranks, which must all call this function.
     """
 
     def line(weight: tuple[str, torch.Tensor]) -> str:
@@ -98,14 +101,8 @@ def checksum_of_weights(weights: dict[str, torch.Tensor], by_all: bool = False) 
     with ThreadPoolExecutor() as threads:
         lines = list(threads.map(line, share(by_size) if by_all else by_size))
     found = itertools.chain(*on_all_ranks(lines)) if by_all else lines
-    return xxhash.xxh3_128_hexdigest("".join(sorted(found)).encode())
-
-
-def described(
-    name: str, revision: str | None, weights: dict[str, torch.Tensor], by_all: bool = False
-) -> dict[str, str | None]:
-    """Describe a pretrained model by `name`, `revision` and the `checksum` of its `weights`, which are read for this."""
-    return {"name": name, "revision": revision, "checksum": checksum_of_weights(weights, by_all)}
+    checksum = xxhash.xxh3_128_hexdigest("".join(sorted(found)).encode())
+    return {"name": name, "revision": revision, "checksum": checksum}
 
 
 def is_decoder(model: PreTrainedModel) -> bool:

@@ -7,10 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
-from accelerate_recipes import slices
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.hub import cache
-from accelerate_recipes.models import ENCODER_DECODERS, made, tie_as_read
+from accelerate_recipes.models import ENCODER_DECODERS, made, read_model, tie_as_read
 from accelerate_recipes.pretrained import Kind, load_config
 from accelerate_recipes.tokenizers import load_tokenizer
 
@@ -25,15 +23,9 @@ def load_encoder_decoder(name: str, attn_implementation: str, dropout_rate: floa
     """
     config = load_config(name)
     check_encoder_decoder(config, name)
-    changes = dropouts(config, dropout_rate)
+    vars(config).update(dropouts(config, dropout_rate))
     settings |= {"attn_implementation": attn_implementation}
-    if not slices.applies(name, settings):
-        return share_embedding(AutoModelForSeq2SeqLM.from_pretrained(name, **settings, **changes, **cache.pinned(name)))
-    for field, value in changes.items():
-        setattr(config, field, value)
-    with torch.device("meta"):
-        model = made(AutoModelForSeq2SeqLM, config)
-    return share_embedding(slices.load_on_meta(model, name, settings))
+    return share_embedding(read_model(AutoModelForSeq2SeqLM, config, name, settings))
 
 
 def check_encoder_decoder(config: PreTrainedConfig, name: str) -> None:

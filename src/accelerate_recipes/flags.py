@@ -24,10 +24,6 @@ USUAL_NAMES = {
 }  # fmt: skip
 
 
-class OutOfRangeError(ValueError):
-    """Error for a number out of range; its text says what the number must be."""
-
-
 @dataclass(frozen=True)
 class Range:
     """Allowed values of a numeric argument: finite, and within the bounds. argparse gets a Range as `choices`."""
@@ -37,14 +33,14 @@ class Range:
     above: float = -math.inf
     below: float = math.inf
 
-    def check(self, number: float) -> None:
-        """Raise OutOfRangeError for a number that is not in the range."""
+    def problem(self, number: float) -> str:
+        """Say what a number that is not in the range must be; "" for one that is."""
         if not math.isfinite(number):
-            raise OutOfRangeError("it must be a finite number")
+            return "it must be a finite number"
         if isinstance(number, int) and number > min(self.max, MAX_INT):
-            raise OutOfRangeError(f"it must be at most {min(self.max, MAX_INT)}")
-        if not (self.min <= number <= self.max and self.above < number < self.below):
-            raise OutOfRangeError(f"it must be {self}")
+            return f"it must be at most {min(self.max, MAX_INT)}"
+        is_inside = self.min <= number <= self.max and self.above < number < self.below
+        return "" if is_inside else f"it must be {self}"
 
     def __str__(self) -> str:
         bounds = {"at least": self.min, "above": self.above, "at most": self.max, "below": self.below}
@@ -103,10 +99,10 @@ class Parser(HfArgumentParser):
         return super().add_argument(*names, **settings)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if isinstance(action.choices, Range):
-            action.choices.check(value)
-        else:
+        if not isinstance(action.choices, Range):
             super()._check_value(action, value)
+        elif problem := action.choices.problem(value):
+            raise ValueError(problem)
 
 
 class Merge(argparse.Action):
@@ -163,32 +159,25 @@ def tokens(flag: str, values: Sequence[str]) -> list[str]:
     return [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]
 
 
-def read_preset(
-    presets: list[list[str]], mappings: Collection[str], errors: list[str]
-) -> list[tuple[str, list[str], str]]:
-    """List (key, values, place) for each line of the preset, with values as on a command line, so both pass the same checks.
+def read_preset(presets: list[list[str]], mappings: Collection[str]) -> Iterator[tuple[str, list[Any], str]]:
+    """Yield flag, values and place of each line of the preset, as from a command line, so that both pass the same checks.
 
     `mappings` are the keys that hold a section. Values stay as they are written in the file: YAML would make 8 of 010,
     false of `no`, 3.1 of 3.10, and a text of 1e-5.
+
+    Raises:
+        ConfigError: if it is not one file of `name: value` lines.
     """
     if not presets:
-        return []
+        return
     if len(presets) > 1 or len(presets[0]) != 1:
-        errors.append("--config takes one file, once")
-        return []
+        raise ConfigError("--config takes one file, once")
     path = Path(presets[0][0])
     if not path.is_file():
-        errors.append(f"--config {path}: no such file")
-        return []
-    try:
-        content = read_yaml(path, Texts) or {}
-    except ConfigError as error:
-        errors.append(f"--config {error}")
-        return []
+        raise ConfigError(f"--config {path}: no such file")
+    content = read_yaml(path, Texts) or {}
     if not isinstance(content, dict):
-        errors.append(f"--config {path} must hold `name: value` lines, not a {type(content).__name__}")
-        return []
-    groups = []
+        raise ConfigError(f"--config {path} must hold `name: value` lines, not a {type(content).__name__}")
     for key, value in content.items():
         if value in (None, [], {}):
             continue  # `save` writes an argument that was not set this way
@@ -197,12 +186,7 @@ def read_preset(
                 f"{name}={as_yaml(leaf)}" for part in value for name, leaf in with_dots(str(part), value[part]).items()
             ]
         values = value if isinstance(value, list) else [value]
-        values = [shipped.data(v, path) if isinstance(v, str) else v for v in values]
-        if not all(isinstance(v, str) for v in values):
-            errors.append(f"{key} in {path} is {value!r:.60}; it must be one value, or a list of some")
-        else:
-            groups.append((str(key), values, f"in {path}"))
-    return groups
+        yield f"--{key}", [shipped.data(v, path) if isinstance(v, str) else v for v in values], f"in {path}"
 
 
 def as_yaml(value: Any) -> str:
@@ -295,50 +279,29 @@ def is_of_new_model(parser: HfArgumentParser, name: str) -> bool:
     return model_type in CONFIG_MAPPING and name in field_names(CONFIG_MAPPING[model_type])
 
 
-def check_group(
-    parser: HfArgumentParser,
-    owned_elsewhere: Mapping[str, str],
-    flag: str,
-    values: list[str],
-    where: str,
-    errors: list[str],
-) -> bool:
-    """Parse one flag with its values; if that fails, add the reason to `errors`."""
+def flag_problem(
+    parser: HfArgumentParser, owned_elsewhere: Mapping[str, str], flag: str, values: list[Any], where: str
+) -> str:
+    """Parse one flag with its values; return the reason if that fails, else ""."""
     action = parser._option_string_actions.get(flag)
     name = action.dest if action else flag.removeprefix("--").replace("-", "_")  # --no_packing belongs to `packing`
-    if name in owned_elsewhere:
-        errors.append(f"--{name} ({where}) is not an argument of the recipe: {owned_elsewhere[name]}")
-        return False
-    if action is None and owned_elsewhere and is_of_launcher(name):
-        errors.append(
-            f"--{name} ({where}) is not an argument of the recipe: put it before the recipe: `accelerate launch --{name} "
-            "... RECIPE`"
-        )
-        return False
+    elsewhere = owned_elsewhere.get(name)
+    if action is None and not elsewhere and owned_elsewhere and is_of_launcher(name):
+        elsewhere = f"put it before the recipe: `accelerate launch --{name} ... RECIPE`"
+    if elsewhere:
+        return f"--{name} ({where}) is not an argument of the recipe: {elsewhere}"
     if action is None or flag == "--config":  # a preset cannot name another
-        known = {
-            option.removeprefix("--")
-            for option, action in parser._option_string_actions.items()
-            if action.help != argparse.SUPPRESS
-        }
-        meant = USUAL_NAMES.get(name)
-        misspelt = f"; did you mean {meant!r}?" if meant in known else suggestion(name, known)
-        if misspelt:
-            hint = misspelt
-        elif is_of_new_model(parser, name):
+        known = {action.dest for action in parser._actions if action.help != argparse.SUPPRESS}
+        hint = suggestion(USUAL_NAMES.get(name, name), known)
+        if not hint and is_of_new_model(parser, name):
             hint = f"; a field of a new model's config.json is given by --config_overrides {name}=..."
-        else:
-            hint = suggestion(name, known, cutoff=0.5)
-        errors.append(f"unknown argument {name!r} {where}{hint}")
-        return False
+        return f"unknown argument {name!r} {where}{hint or suggestion(name, known, cutoff=0.5)}"
+    if not all(isinstance(value, str) for value in values):
+        return f"{name} {where} is {values!r:.60}; it must be one value, or a list of some"
     try:
         _, rest = parser.parse_known_args(tokens(flag, values))
-    except OutOfRangeError as error:
-        errors.append(f"{flag} is {' '.join(values)}; {error} ({where})")
-    except Exception as error:  # argparse raises ArgumentError, a type function ValueError
-        errors.append(f"{error} ({where})")
-    else:
-        if not rest:
-            return True
-        errors.append(f"{flag} takes one value, not {len(values)}: {' '.join(values)} ({where})")
-    return False
+    except ValueError as error:  # of the range
+        return f"{flag} is {' '.join(values)}; {error} ({where})"
+    except Exception as error:  # argparse's ArgumentError, or one of a value in YAML
+        return f"{error} ({where})"
+    return f"{flag} takes one value, not {len(values)}: {' '.join(values)} ({where})" if rest else ""

@@ -58,19 +58,25 @@ def load_model(
         config._attn_implementation = attention
         check_packing(config)
     settings |= {"attn_implementation": attention}
-    is_part, by_slices = is_text_part(config, load_config(name)), slices.applies(name, settings)
-    if not is_part and not by_slices:
-        return tie_as_read(AutoModelForCausalLM.from_pretrained(name, **settings, **changes, **cache.pinned(name)))
-    with torch.device("meta"):
-        model = made(AutoModelForCausalLM, config)
-    if by_slices:
-        model = slices.load_on_meta(model, name, settings)
-    else:
+    if is_text_part(config, load_config(name)) and not slices.applies(name, settings):
+        with torch.device("meta"):
+            model = made(AutoModelForCausalLM, config)
         model = with_weights(model, name, weights_in_files(model, name), settings)
+    else:
+        model = read_model(AutoModelForCausalLM, config, name, settings)
     if is_first() and config.model_type in UNBALANCED:
         print(f"Experts of {name} are not balanced: {type(model).__name__} computes no loss for that", flush=True)
     model.placeholders = placeholders(load_config(name))  # see `composites.check_tokens`
     return tie_as_read(model)
+
+
+def read_model(auto: Any, config: PreTrainedConfig, name: str, settings: dict[str, Any]) -> PreTrainedModel:
+    """Load a model with the weights in the files of `name`; without values if each rank will read its own slices."""
+    if not slices.applies(name, settings):
+        return auto.from_pretrained(name, config=config, **settings, **cache.pinned(name))
+    with torch.device("meta"):
+        model = made(auto, config)
+    return slices.load_on_meta(model, name, settings)
 
 
 def tie_as_read(model: PreTrainedModel) -> PreTrainedModel:

@@ -1,6 +1,7 @@
 """Positions of a pretrained model: how many it has, and how they are stretched."""
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -61,31 +62,24 @@ class Stretch:
         """True if the arguments say how a pretrained model's positions are stretched."""
         return bool(self.rope_theta) or self.rope_scaling_factor != 1
 
-    def stretch_problems(self, base_model: str, max_length: int, exports_adapter_alone: bool) -> list[str]:
+    def stretch_problems(self, base_model: str, max_length: int, exports_adapter_alone: bool) -> Iterator[str]:
         """List why these arguments cannot stretch a pretrained model's positions, one sentence each."""
         if not base_model:
-            return [
-                f"--{field.name} is for a pretrained model; a new one takes it in --config_overrides, as in its config.json "
-                "(rope_parameters.rope_theta=5e5)"
-                for field in fields(Stretch)
-                if getattr(self, field.name) != field.default
-            ]
-        if not self.stretches:
-            return []
-        found, low, high = [], self.rope_low_freq_factor, self.rope_high_freq_factor
-        if self.rope_scaling_factor != 1 and low >= high:
-            found.append(f"--rope_high_freq_factor {high} must be above --rope_low_freq_factor {low}")
-        if exports_adapter_alone:
-            found.append(
-                "--rope_scaling_factor and --rope_theta with --use_peft: the files of an adapter do not say how positions "
-                "are stretched; add --merge_adapter, or change the config.json of a copy of the model"
+            as_new = (
+                "is for a pretrained model; a new one takes it in --config_overrides (rope_parameters.rope_theta=5e5)"
             )
-        if max_length > self.max_position_embeddings:
-            found.append(
-                f"--max_length is {max_length}, but the model is made for --max_position_embeddings "
-                f"{self.max_position_embeddings}"
-            )
-        return found
+            yield from (f"--{f.name} {as_new}" for f in fields(Stretch) if getattr(self, f.name) != f.default)
+        elif self.stretches:
+            low, high, longest = self.rope_low_freq_factor, self.rope_high_freq_factor, self.max_position_embeddings
+            if self.rope_scaling_factor != 1 and low >= high:
+                yield f"--rope_high_freq_factor {high} must be above --rope_low_freq_factor {low}"
+            if exports_adapter_alone:
+                yield (
+                    "--rope_scaling_factor and --rope_theta with --use_peft: the files of an adapter do not say how "
+                    "positions are stretched; add --merge_adapter, or change the config.json of a copy of the model"
+                )
+            if max_length > longest:
+                yield f"--max_length is {max_length}, but the model is made for --max_position_embeddings {longest}"
 
 
 def stretched_positions(config: PreTrainedConfig, name: str, args: Stretch) -> dict[str, Any]:
@@ -113,17 +107,12 @@ def stretched_positions(config: PreTrainedConfig, name: str, args: Stretch) -> d
         )
     if args.max_position_embeddings < longest:
         raise ConfigError(
-            f"--max_position_embeddings {args.max_position_embeddings} is what {name} is made for once its positions are "
-            f"stretched, which is {longest} already; set it to {longest} or more"
+            f"--max_position_embeddings is {args.max_position_embeddings}, {name} has {longest} already; set it to more"
         )
     if args.rope_scaling_factor != 1:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": args.rope_scaling_factor,
-            "low_freq_factor": args.rope_low_freq_factor,
-            "high_freq_factor": args.rope_high_freq_factor,
-            "original_max_position_embeddings": given,
-        }
+        factors = {name: getattr(args, f"rope_{name}") for name in ("low_freq_factor", "high_freq_factor")}
+        rope |= factors | {"rope_type": "llama3", "factor": args.rope_scaling_factor}
+        rope["original_max_position_embeddings"] = given
     if args.rope_theta:
-        rope |= {"rope_theta": args.rope_theta}
+        rope["rope_theta"] = args.rope_theta
     return {"rope_parameters": rope, "max_position_embeddings": args.max_position_embeddings}

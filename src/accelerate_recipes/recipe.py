@@ -28,7 +28,7 @@ from huggingface_hub import constants
 
 from accelerate_recipes import shipped
 from accelerate_recipes.adapters import targets
-from accelerate_recipes.args import Args, TrainArgs, parse
+from accelerate_recipes.args import Args, TrainArgs, parse, resolve
 from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.disk import is_full, print_any_text, refusal
@@ -269,8 +269,9 @@ def run_recipe(
     parent.follow_launcher()
     args, watched, code = None, None, 0
     try:
-        with as_problem_of_the_disk():
-            args = parse(args_class, other_problems=problems_here)
+        with as_problem_of_the_disk(), contextlib.suppress(DataReady):
+            args, problems = resolve(args_class, sys.argv[1:])
+            raise_problems("This run cannot start", problems_here(args) + problems)
             if is_first():
                 arguments = {"arguments that differ from the defaults": args.changed()}
                 print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
@@ -281,9 +282,7 @@ def run_recipe(
             watched = watch.start_watch(Path(args.output_dir), partial(fail, args))
             provide(args, requirements(args), sys.argv)
             main(args)
-        end_with(args, state="finished")
-    except DataReady:
-        pass
+            end_with(args, state="finished")
     except Stopped as reason:
         end_with(args, state="stopped", reason=str(reason))
         said = f"Stopped by {reason}; the same command goes on from the newest checkpoint"

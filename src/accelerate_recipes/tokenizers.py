@@ -47,13 +47,12 @@ def new_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 def new_character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     """Make a tokenizer in which each of these characters is one token; a text gets a begin token."""
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    vocabulary = {token: i for i, token in enumerate([*special.values(), *characters])}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=special["unk_token"]))
-    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
-    tokenizer.decoder = Fuse()
-    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    tokenizer = new_word_tokenizer(characters)
+    backend, begin = tokenizer.backend_tokenizer, (tokenizer.bos_token, tokenizer.bos_token_id)
+    backend.pre_tokenizer = Split(Regex("."), "isolated")
+    backend.decoder = Fuse()
+    backend.post_processor = TemplateProcessing(single=f"{tokenizer.bos_token} $A", special_tokens=[begin])
+    return tokenizer
 
 
 def new_bpe_tokenizer(texts: Iterable[str], vocab_size: int, template: str = "<s> $A") -> PreTrainedTokenizerFast:

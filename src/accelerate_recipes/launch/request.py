@@ -56,7 +56,7 @@ def read_request(argv: Sequence[str], name: str = "preflight") -> Request:
     for name, least in {"nodes": 1, "gpus_per_node": 0, "cpus_per_node": 1}.items():
         if (number := getattr(asked, name)) is not None and number < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}; it must be at least {least}")
-    check_gpu(["--gpu", asked.gpu])
+    check_gpu(asked.gpu)
     own = parser._option_string_actions
     config = Path(shipped.config_file(argv[0]))
     launch = ["--config_file", str(config), *argv[1:]]
