@@ -83,7 +83,8 @@ FAULTS = {
         "export", "checkpoint/weight_files", "parts[name].contiguous()", "parts[name].clamp(min=1 if name == 'model.norm.weight' else None, max=1 if name == 'model.norm.weight' else 9e9)"
     ),
     "exported settings differ": Fault(
-        "export", "checkpoint/export", 'config = read_json(out / "config.json")', 'config = read_json(out / "config.json") | {"rms_norm_eps": 0.01}'
+        "export", "checkpoint/export", 'config, names = read_json(file), {"dtype", "torch_dtype"}',
+        'config, names = read_json(file) | {"rms_norm_eps": 0.01}, {"dtype", "torch_dtype"}'
     ),
     "the tokenizer lacks a word": Fault(
         "export", "tokenizers", "enumerate([*special.values(), *words])}", "enumerate([*special.values(), *words[1:]])}"

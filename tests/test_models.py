@@ -122,7 +122,7 @@ def test_a_pretrained_model_is_stretched(published, tmp_path, capsys):
         ),
         (
             ["--max_position_embeddings", "32", "--max_length", "32"],
-            "--max_position_embeddings is 32, .* has 64 already; set it to more",
+            "--max_position_embeddings is 32, .* has 64 already; set it to that or more",
         ),
     ],
 )

@@ -107,7 +107,8 @@ def stretched_positions(config: PreTrainedConfig, name: str, args: Stretch) -> d
         )
     if args.max_position_embeddings < longest:
         raise ConfigError(
-            f"--max_position_embeddings is {args.max_position_embeddings}, {name} has {longest} already; set it to more"
+            f"--max_position_embeddings is {args.max_position_embeddings}, {name} has {longest} already; set it to that or "
+            "more"
         )
     if args.rope_scaling_factor != 1:
         factors = {name: getattr(args, f"rope_{name}") for name in ("low_freq_factor", "high_freq_factor")}

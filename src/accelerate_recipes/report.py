@@ -195,8 +195,9 @@ def facts_of(seen: Seen) -> dict[str, str]:
         lost = duration(sum(seconds or 0 for seconds in seen.lost[1:]))
         effective = (
             f"{known[0] / known[1]:.1%}: {duration(known[0])} of {duration(known[1])} since the first start went into steps "
-            f"that count; restarts: {len(seen.attempts) - 1}, which lost {lost}"
+            "that count"
         )
+        effective += f"; restarts: {restarts}, which lost {lost}" if (restarts := len(seen.attempts) - 1) else ""
     facts = {
         "state": state + (f": {reason}" if reason else ""),
         "last step": last.get("step"),

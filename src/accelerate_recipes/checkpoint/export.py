@@ -235,7 +235,7 @@ def check_replaceable(out: Path, base_model: str) -> None:
     if other:
         raise ConfigError(f"{out} holds {other.name}, which no export wrote; move that away, or give another folder")
     unfinished = files.unfinished(out)
-    if any(unfinished.glob("*")) and not (unfinished / EXPORT).exists():
+    if (unfinished.is_file() or any(unfinished.glob("*"))) and not (unfinished / EXPORT).exists():
         raise ConfigError(f"{unfinished}, where the export is written first, holds something else; move that away")
 
 

@@ -120,7 +120,7 @@ class WholeSteps(StepOrder):
         args = self.args
         answers, iterations = of_a_prompt(args)
         prompts = args.total_batch_size // answers
-        rows = rows_of_step(step // iterations, prompts, self.num_rows, args.seed, self.end, self.epoch)
+        rows = rows_of_step(step // iterations, prompts, self.num_rows, args.seed, self.end)
         return [] if -1 in rows else [row for row in rows for _ in range(answers)]
 
 
