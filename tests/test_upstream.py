@@ -85,7 +85,6 @@ TOUCHED = [
     (torch.nn.Module, "_buffers", "weights", "first values of buffers", None),
     (torch.nn.Module, "_buffers", "pretence", "buffers on the GPU, of parameters on the CPU", None),
     (LRScheduler, "_step_count", "checkpointer", "the schedule at a step", None),
-    (LRScheduler, "_last_lr", "checkpointer", "the schedule at a step", None),
     (c10d, "_get_default_store", "watch", "ranks tell each other what they are doing", ""),
     (_sharding_prop, "ShardingPropagator", "ledger", "shapes that DTensor asks for", None),
     (_sharding_prop.ShardingPropagator, "_propagate_tensor_meta_non_cached", "ledger", "the same", "self op_schema"),
