@@ -90,8 +90,8 @@ def export(
                 weight_files.write_adapter(checkpoint, place)
                 shutil.copyfile(checkpoint / "adapter_config.json", place / "adapter_config.json")
         if merge_adapter or not is_adapter:
-            default = torch.bfloat16 if computes_in_bf16(marker["mixed_precision"]) else marker["param_dtype"]
-            dtype = dtype or getattr(torch, default)
+            usual = "bfloat16" if computes_in_bf16(marker["mixed_precision"]) else marker["param_dtype"]
+            dtype = dtype or getattr(torch, usual)
             if merge_adapter:
                 assert base is not None
                 weight_files.write_merged(checkpoint, folder, dtype, max_shard_size, base, text_only)

@@ -62,7 +62,7 @@ def images_and_labels(tar: tarfile.TarFile, shard: str) -> Iterator[tuple[int, s
         yield number, stem, is_image, member
     while rest := tar.fileobj.read(CHUNK):
         if rest.strip(b"\0"):
-            raise tarfile.ReadError("more follows its end; tars cannot be with_labels by `cat`")
+            raise tarfile.ReadError("more follows its end; tars cannot be joined by `cat`")
 
 
 def with_labels(parts: Iterable[tuple[str, bool, T]], shard: str) -> Iterator[tuple[T, T]]:
