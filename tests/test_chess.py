@@ -197,6 +197,7 @@ def test_from_pretrained_under_bf16(run_forked, undisturbed, tiny, tmp_path):
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
 
 
+@pytest.mark.slow
 def test_other_files_and_the_full_state_dict(run_forked, games_file, tiny, tmp_path):
     """A run works with PGN and jsonl, a skipped bad game, no document mask, a tracker, and a checkpoint that can be loaded."""
     games = pq.read_table(games_file).column("Moves").to_pylist()

@@ -105,6 +105,7 @@ def test_one_order_of_rows(forks, arguments, tmp_path, script, more):
         assert numbers(tmp_path / name) == pytest.approx(numbers(tmp_path / "one"), rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_dropout_goes_on(forks, arguments, folder, tmp_path):
     """A resumed run draws the same dropout in the next epoch, though its workers start once more."""
     base = shutil.copytree(folder / "base", tmp_path / "base")

@@ -127,6 +127,7 @@ def test_generation(run_steps, name):
     assert run_steps(name)["texts"] == run_steps("one process")["texts"]
 
 
+@pytest.mark.slow
 def test_dropout(run_steps):
     """At one world size dropout is bit-equal, also through a resume and where activations are recomputed.
 

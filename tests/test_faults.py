@@ -66,7 +66,7 @@ POINTS = TRAINING | SAVE | AFTER
 # Points that the fast tests try with all ranks killed, and with one. `make test-slow` tries the others; not the end of one
 # rank in a save, which leaves the files that the end of all leaves: `make test-long`.
 ALL_RANKS = ["in a step", "before the marker", "in the middle of the removal"]
-ONE_RANK = ["before the other rank's random state", "between renaming and retention"]
+ONE_RANK = ["between renaming and retention"]
 
 
 def fault(point: str, everyone: bool) -> dict[str, str]:
@@ -154,7 +154,7 @@ def without_dropout(forks, tmp_path_factory) -> dict[int, float]:
     return losses(out)
 
 
-SLOW_CHAINS = {"FSDP2 -> DDP -> FSDP2"}  # the last one goes through DDP too
+SLOW_CHAINS = {"FSDP2 -> DDP -> FSDP2", "single -> hybrid -> DDP -> single"}
 
 
 @pytest.mark.parametrize(

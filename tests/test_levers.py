@@ -155,7 +155,7 @@ EVERYWHERE = [
     ("adamw_bf16_kahan", "fsdp_full"),
     pytest.param("adamw_bf16_kahan", "fsdp1_full", marks=pytest.mark.slow),
     pytest.param("adamw_bf16_kahan", "ddp", marks=pytest.mark.slow),
-    ("adafactor", "fsdp_full"),
+    pytest.param("adafactor", "fsdp_full", marks=pytest.mark.slow),
     pytest.param("adafactor", "ddp", marks=pytest.mark.slow),
     ("adamw_8bit", "ddp"),
 ]

@@ -51,7 +51,9 @@ def arguments(tmp_path, games_file) -> dict[str, tuple]:
     }
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "chess", "t5"])
+@pytest.mark.parametrize(
+    "name", ["sft", pytest.param("dpo", marks=pytest.mark.slow), "chess", pytest.param("t5", marks=pytest.mark.slow)]
+)
 def test_the_run_reads_what_was_prepared(fork_server, forks, arguments, tmp_path, name):
     """Two ranks find all tokenised rows of `prepare`: no file of rows is new, and none is written again."""
     home = Path(psutil.Process(fork_server.process.pid).environ()["HF_HOME"], "datasets")

@@ -111,6 +111,7 @@ def bases(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_an_output_layer_of_its_own(simulator, bases):
     """An mT5 and a FLAN-T5 have an output layer beside the embedding, though transformers ties that of every T5."""
     names = ("T5", "FLAN", "MT5")

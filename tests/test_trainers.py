@@ -300,7 +300,8 @@ def plain_base(chats) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("source", [pytest.param("chat.jinja", marks=pytest.mark.slow), "other"])
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["chat.jinja", "other"])
 def test_what_trl_changes_is_exported(forks, arguments, chats, plain_base, tmp_path, source):
     """Template, end token and the embedding's new rows are exported as they were trained, also after a resume."""
     args = (*arguments, "--model_name_or_path", plain_base, "--chat_template_path", chats / source)

@@ -192,6 +192,7 @@ def streamed(arguments, images_file):
     server.server_close()
 
 
+@pytest.mark.slow
 def test_streamed_shards_train_as_any_other_images(forks, streamed, tmp_path):
     """On 2 processes with workers, a stream gives the losses of 1 process, also killed in step 5 and run again."""
     workers = ("--dataloader_num_workers", 2)
