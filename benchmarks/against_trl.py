@@ -3,13 +3,14 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         benchmarks/against_trl.py --out benchmarks/results/against_trl.json
 
-Model, rows and turns are those of benchmarks/engine_overhead.py: one launch trains two copies of one Llama side by side.
-Both get the same packed rows in the same order, the same optimizer and the same FSDP2 units. trl's trainer has its
+Model, rows and turns are those of benchmarks/engine_overhead.py: one launch trains copies of one Llama side by side.
+All get the same packed rows in the same order, the same optimizer and the same FSDP2 units. trl's trainer has its
 defaults, with `packing` on (the rows are packed beforehand, since trl would pack them differently), its own collator,
 which lays the rows of a batch one after the other, and its own loss. Only its activation checkpointing, on by default, is
 off, as in our loop.
 
-The ratio is ours / trl's, above 1 if ours is faster: the median over the rounds, with the smallest and the largest.
+The ratios are ours / trl's, and ours / those of the bare loop, which is the floor: above 1 if ours is faster. Each is the
+median over the rounds, with the smallest and the largest.
 The losses of all segments are drawn too; those of the last step must agree, or the benchmark ends with an error.
 """
 
@@ -28,7 +29,7 @@ from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.games import rules
 from accelerate_recipes.tokenizers import new_word_tokenizer
 
-LOOPS = ("ours", "trainer")
+LOOPS = {"ours": "ours", "trainer": "trl", "bare": "bare loop"}
 
 
 def make_sft_trainer(
@@ -56,13 +57,13 @@ def make_sft_trainer(
 def draw(path: Path, found: dict[str, Any]) -> None:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     curve, chart = figure.subplots(1, 2)
-    for name, style in (("trainer", "o-"), ("ours", "x--")):
+    for name, style in (("trainer", "o-"), ("bare", "+:"), ("ours", "x--")):
         losses = found["losses"][name]
         places = [found["flags"]["steps"] * (i + 1) for i in range(len(losses))]
-        curve.plot(places, losses, style, label="trl" if name == "trainer" else name)
+        curve.plot(places, losses, style, label=LOOPS[name])
     curve.set(xlabel="optimizer step", ylabel="loss (nats per token)", title="Loss of each segment")
     curve.legend()
-    chart.boxplot([found["tokens_per_second"][name] for name in LOOPS], tick_labels=["ours", "trl"])
+    chart.boxplot([found["tokens_per_second"][name] for name in LOOPS], tick_labels=[*LOOPS.values()])
     chart.set(ylabel="tokens/s", title="Speed of the segments")
     figure.savefig(path, dpi=110)
 
@@ -70,6 +71,6 @@ def draw(path: Path, found: dict[str, Any]) -> None:
 if __name__ == "__main__":
     flags = parse_flags(__doc__)
     with tempfile.TemporaryDirectory() as folder:
-        result = compare(flags, folder, make_sft_trainer, LOOPS)
+        result = compare(flags, folder, make_sft_trainer)
         if flags.out and int(os.environ.get("RANK", 0)) == 0:
             draw(flags.out.with_suffix(".png"), result)

@@ -308,7 +308,6 @@ def compare(
     flags: argparse.Namespace,
     output_dir: str,
     make_trainer: Callable[[PreTrainedModel, PackedRows, TrainArgs, int, Turns], Trainer],
-    names: tuple[str, ...] = LOOPS,
 ) -> dict[str, Any]:
     """Let the loops train in turns; return what was found, which the first process also writes and prints.
 
@@ -327,11 +326,10 @@ def compare(
 
     loops = {}
     for name, make in {"ours": OurLoop, "bare": BareLoop}.items():
-        if name in names:
-            loader = make_train_loader(rows, args, accelerator.process_index, world_size)
-            loops[name] = make(accelerator, copy.deepcopy(model), args, loader)
-    plan = [(name, flags.steps) for i in range(1 + flags.pairs) for name in turns(names, i)]
-    plan += [(name, 1) for name in names]  # one more step, whose loss is logged alone
+        loader = make_train_loader(rows, args, accelerator.process_index, world_size)
+        loops[name] = make(accelerator, copy.deepcopy(model), args, loader)
+    plan = [(name, flags.steps) for i in range(1 + flags.pairs) for name in turns(LOOPS, i)]
+    plan += [(name, 1) for name in LOOPS]  # one more step, whose loss is logged alone
     timed = Turns(plan, {name: loop.run for name, loop in loops.items()})
     trainer = make_trainer(model, rows, args, world_size, timed)
     trainer.remove_callback(PrinterCallback)
@@ -347,9 +345,9 @@ def compare(
     losses["trainer"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     tokens_per_step = args.total_batch_size * flags.max_length
     # The first round warms up; the last segment only gives the loss.
-    wall, cpu = ({name: [float(s[i]) for s in timed.seconds[name][1:-1]] for name in names} for i in range(2))
-    speeds = {name: [flags.steps * tokens_per_step / s for s in wall[name]] for name in names}
-    others = [name for name in names if name != "ours"]
+    wall, cpu = ({name: [float(s[i]) for s in timed.seconds[name][1:-1]] for name in LOOPS} for i in range(2))
+    speeds = {name: [flags.steps * tokens_per_step / s for s in wall[name]] for name in LOOPS}
+    others = [name for name in LOOPS if name != "ours"]
     found = machine(accelerator.device) | {
         "strategy": strategy,
         "mixed_precision": accelerator.mixed_precision,
@@ -367,11 +365,11 @@ def compare(
     if accelerator.is_main_process:
         print(f"{num_parameters:,} parameters, {tokens_per_step:,} tokens a step; tokens/s:")
         for i in range(flags.pairs):
-            print(f"round {i + 1}:", ", ".join(f"{name} {speeds[name][i]:,.1f}" for name in names))
-        print("median:", ", ".join(f"{name} {median(speeds[name]):,.1f}" for name in names))
+            print(f"round {i + 1}:", ", ".join(f"{name} {speeds[name][i]:,.1f}" for name in LOOPS))
+        print("median:", ", ".join(f"{name} {median(speeds[name]):,.1f}" for name in LOOPS))
         print_ratios("speed", found["ratios"])
         print_ratios("CPU time", found["cpu_ratios"])
-        print("last loss:", ", ".join(f"{name} {losses[name][-1]:.6f}" for name in names))
+        print("last loss:", ", ".join(f"{name} {losses[name][-1]:.6f}" for name in LOOPS))
         write_json(flags.out, found)
     # The Trainer passes the number of targets to the model's forward pass, where FSDP2 casts it to the model's
     # precision: in bf16 the logged loss is off by up to 2**-8.

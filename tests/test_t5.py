@@ -227,6 +227,7 @@ def pretrained(run, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_output_layer_of_its_own_stays_one(run, pretrained):
     """The output layer stays separate on 2 ranks and in the export, though transformers and Accelerate would tie it."""
     args = ("--from_scratch", "false", "--model_name_or_path", pretrained)

@@ -133,6 +133,10 @@ class Source:
         made = conversion.convert(weight, model=self.model, config=self.model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
+    def whole(self, weight: str) -> torch.Tensor:
+        """Read a weight of the model as a whole."""
+        return self.convert(weight)[weight]
+
     def rows(self, weight: str, start: int, stop: int) -> torch.Tensor:
         """Read rows of a weight that is one tensor in the files, or that `stacks`."""
         if not isinstance(self.conversions[weight], WeightRenaming):
@@ -170,9 +174,7 @@ def load_on_meta(model: PreTrainedModel, name: str, settings: dict[str, Any]) ->
     # Without values, transformers does not tie weights that the files hold twice.
     for weight, origin in loaded.all_tied_weights_keys.items():
         both = weight in source.parts and origin in source.parts
-        if both and on_first_rank(
-            lambda pair=(weight, origin): torch.equal(*(source.convert(each)[each] for each in pair))
-        ):
+        if both and on_first_rank(lambda pair=(weight, origin): torch.equal(*map(source.whole, pair))):
             path, _, key = weight.rpartition(".")
             setattr(loaded.get_submodule(path), key, loaded.get_parameter(origin))
     loaded.source = source
