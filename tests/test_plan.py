@@ -228,7 +228,8 @@ def test_faults_that_only_a_gpu_shows(simulator, tmp_path):  # noqa: F811
 def test_deep_models_follow_from_shallow_ones(simulator, flags, more):  # noqa: F811
     """Peak with its kinds, FLOPs and collectives are extrapolated to the byte; the bound of the time nearly."""
     deep = on_four("fsdp_full", [*CUDA_C4, "--config_overrides", "num_hidden_layers=13", *more], *flags)
-    (whole,), number = simulator([deep]), simulator.number
+    (whole,) = simulator([deep])
+    number = simulator.number
     (found,) = predict_outcomes(simulator, [deep])
     assert simulator.number == number + 3 and whole.phases and not found.phases  # an extrapolation has none
     for name in ("peak", "at_peak", "host_peak", "flops", "recomputed", "trained", "num_layers"):
