@@ -57,7 +57,8 @@ def make_sft_trainer(
 def draw(path: Path, found: dict[str, Any]) -> None:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     curve, chart = figure.subplots(1, 2)
-    for name, style in (("trainer", "o-"), ("ours", "x--")):  # of the bare loop, only the losses of last steps are known
+    # Of the bare loop, only the losses of last steps are known.
+    for name, style in (("trainer", "o-"), ("ours", "x--")):
         losses = found["losses"][name]
         places = [found["flags"]["steps"] * (i + 1) for i in range(len(losses))]
         curve.plot(places, losses, style, label=LOOPS[name])
