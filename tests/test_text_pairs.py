@@ -15,6 +15,7 @@ from datasets import Dataset, load_from_disk
 from helpers import ROOT
 from tiny import tiny_model
 
+from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader
@@ -68,7 +69,7 @@ def texts_of(heldout: Dataset) -> list[tuple[str, list[str]]]:
     return list(zip(heldout["source"], heldout["references"], strict=True))
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "nested jsonl", "parquet", "dataset"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "nested jsonl", "parquet", "dataset", "folder"])
 def test_every_kind_of_source(kind, prepare, tokenizer, tmp_path):
     """Texts arrive unchanged, even if they look like missing values."""
     rows = [{"source": source, "target": target} for source, target in TEXTS]
@@ -84,6 +85,12 @@ def test_every_kind_of_source(kind, prepare, tokenizer, tmp_path):
     else:
         write_jsonl(file, rows)
     files = {"train_files": [file], "eval_files": [file]}
+    if kind == "folder":
+        (tmp_path / "files").mkdir()
+        write_jsonl(tmp_path / "files/pairs.jsonl", rows)
+        files = {"train_files": [tmp_path / "files"], "eval_files": [tmp_path / "files"]}
+        args = recipe.load(ROOT / "recipes/t5.py").Args(train_files=[str(tmp_path / "files")])
+        assert not [problem for problem in args.problems(1) if "train_files" in problem]
     if kind == "dataset":
         folder = tmp_path / "dataset"
         folder.mkdir()
