@@ -210,13 +210,15 @@ class TrainArgs(AdapterArgs):
 
     def contradictions(self, world_size: int) -> Iterator[str]:
         if self.min_lr_ratio and self.lr_scheduler_type == "constant_with_warmup":
-            yield f"--min_lr_ratio {self.min_lr_ratio} has no effect with --lr_scheduler_type {self.lr_scheduler_type}"
+            schedule = f"--lr_scheduler_type {self.lr_scheduler_type}"
+            yield f"--min_lr_ratio {self.min_lr_ratio} has no effect with {schedule}; remove one of the two"
         if self.max_steps == 0:
             yield "--max_steps is 0; give a positive number, or -1: as --num_train_epochs gives"
         if self.max_steps < 0 and self.num_train_epochs == 0:
             yield "--num_train_epochs is 0; give a positive number, or --max_steps"
         if self.save_steps > 0 and self.keep_every_n_steps % self.save_steps:
-            yield f"--keep_every_n_steps {self.keep_every_n_steps} is not a multiple of --save_steps {self.save_steps}"
+            kept = f"--keep_every_n_steps {self.keep_every_n_steps}"
+            yield f"{kept} is not a multiple of --save_steps {self.save_steps}: make it one"
         if self.metric_for_best_model and (self.eval_steps < 1 or self.save_steps % self.eval_steps):
             steps = f"make --save_steps ({self.save_steps}) a multiple of --eval_steps ({self.eval_steps})"
             yield f"--metric_for_best_model needs an evaluation at every checkpoint: {steps}"
