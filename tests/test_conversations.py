@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     AyaVisionConfig,
+    FuyuConfig,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -974,7 +975,7 @@ def test_new_tokens_beside_the_template_of_a_model(base):
 
 def test_a_model_that_reads_images(base, tmp_path):
     """One whose text part was not tried is refused by name, before its weights are read, by a run and by preflight."""
-    for config in (PaliGemmaConfig(), AyaVisionConfig()):
+    for config in (PaliGemmaConfig(), AyaVisionConfig(), FuyuConfig()):
         folder = tmp_path / config.model_type
         shutil.copytree(base, folder)
         config.architectures = ["PaliGemmaForConditionalGeneration"]

@@ -1,10 +1,12 @@
 """Tests of new models: their sizes, and sizes from which no model can be made."""
 
+import re
+
 import pytest
 import torch
 from helpers import CONFIGS, ROOT
 from tiny import tiny_config
-from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, LlamaConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, LlamaConfig
 
 from accelerate_recipes import recipe
 from accelerate_recipes.architecture import Architecture, check_belong_together, new_config
@@ -282,6 +284,27 @@ def test_mistakes_of_other_architectures(model_type, overrides, reason):
         args = parsed("--from_scratch", "--model_type", model_type, "--max_steps", "1", "--max_length", "64",
                       "--config_overrides", "num_hidden_layers=2", *overrides)  # fmt: skip
         recipe.load(ROOT / "recipes/c4.py").requirements(args).new_model()
+
+
+@pytest.mark.parametrize("max_length", [64, 1_000_000])
+def test_every_decoder_is_new_or_refused_by_name(max_length):
+    """With the defaults of its class, whatever its padding token and rotary embedding; images make it no decoder."""
+    refused = {}
+    for config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
+        try:
+            new_config(Architecture(model_type=config_class.model_type), None, max_length)
+        except ConfigError as error:
+            refused[config_class.model_type] = str(error)
+    assert not [message for message in refused.values() if "--config_overrides" in message]
+    sees = {name for name, message in refused.items() if "also reads images or sound" in message}
+    assert sees >= {"fuyu", "emu3", "gemma4_unified", "mllama", "git"}
+    # Those that no class of configurations can make: of their own defaults, or as transformers 5.23 reads them.
+    other = (
+        refused.keys() - sees - {n for n, m in refused.items() if re.search("has an encoder|is_decoder|the padding", m)}
+    )
+    broken = {"cohere_compass_text", "dots3_note_text", "gemma4_assistant"}
+    stretched = {"gpt_oss", "apertus", "cwm", "ministral3"}
+    assert other <= broken | (stretched if max_length > 64 else set())
 
 
 def test_models_are_made_of_what_is_taken():

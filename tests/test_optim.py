@@ -9,8 +9,16 @@ import sys
 import pytest
 import torch
 from helpers import ROOT
+from models_table import ARCHITECTURES, ENCODER_DECODERS
 from torch import nn
-from transformers import get_scheduler
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
+    SwinConfig,
+    Trainer,
+    get_scheduler,
+)
 from transformers.optimization import Adafactor
 
 from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse
@@ -149,6 +157,31 @@ def test_norms_and_biases_do_not_decay(optim):
     decayed, spared = build(model, optim, weight_decay=0.1).param_groups
     assert decayed["weight_decay"] == 0.1 and [p.shape for p in decayed["params"]] == [(3, 4)]
     assert spared["weight_decay"] == 0.0 and len(spared["params"]) == 3
+
+
+# Vectors that transformers' Trainer decays, because it chooses by names: norms among them, sinks and scales of states.
+DECAYED_BY_TRAINER = (".norm_f.weight", ".sinks", ".A_log", ".D")
+
+
+@pytest.mark.parametrize(
+    ("auto", "config"),
+    [
+        *((AutoModelForCausalLM, config) for config in ARCHITECTURES.values() if not config.is_encoder_decoder),
+        *((AutoModelForSeq2SeqLM, config) for config in ENCODER_DECODERS.values()),
+        (AutoModelForImageClassification, SwinConfig(embed_dim=12, depths=[1], num_heads=[2])),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_what_decays_is_what_trainer_decays(auto, config):
+    """Biases of several dimensions have no decay; the only differences are vectors, by DECAYED_BY_TRAINER."""
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = optimizer_fn(model, TrainArgs(weight_decay=0.1))(model).param_groups
+    decayed = {names[p] for group in groups if group["weight_decay"] for p in group["params"]}
+    theirs = {*Trainer.get_decay_parameter_names(None, model)} & {*names.values()}
+    assert decayed <= theirs
+    assert {name for name in theirs - decayed if not name.endswith(DECAYED_BY_TRAINER)} == set()
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)

@@ -82,13 +82,18 @@ def try_config(
         close = suggestion(args.model_type, [config.model_type for config in known])
         wanted = args.kind.auto.__name__.removeprefix("Auto")
         return None, [f"{title}: transformers has no {wanted} of this type{close}"]
+    title = "--config_overrides" if args.config_overrides else title
     if found := field_problems(config_class, args.config_overrides):
-        return None, [f"--config_overrides: {problem}" for problem in found]
+        return None, [f"{title}: {problem}" for problem in found]
     usual: dict[str, Any] = {"pad_token_id": None}  # where rows are packed
+    if any(
+        f.name == "pad_token_id" and f.type is int for f in fields(config_class)
+    ):  # ModernBERT's decoder must have one
+        usual["pad_token_id"] = getattr(tokenizer, "pad_token_id", None) or 0
     if tokenizer is not None:
         usual |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
         usual["forced_eos_token_id"] = tokenizer.eos_token_id
-    if max_length:
+    if max_length and not has_positions(config_class, max_length, args.config_overrides):
         usual["max_position_embeddings"] = max_length
     names = field_names(config_class)
     values = {name: value for name, value in usual.items() if name in names} | decided | args.config_overrides
@@ -96,13 +101,28 @@ def try_config(
         # transformers only warns of unknown keys in `rope_parameters`, and of factors in the wrong order.
         with mock.patch.object(modeling_rope_utils.logger, "warning", found.append):
             config = config_class(**nested(values, config_class.attribute_map))
-        args.kind.check(config, title)
+        args.kind.check(config, f"--model_type {args.model_type}")
+        found += size_problems(config.get_text_config())
     except ConfigError as error:
         return None, [str(error)]
     except Exception as error:  # each class of configurations checks its fields in its own way
-        return None, [f"--config_overrides: {one_line(error)}"]
-    found = [*dict.fromkeys(found), *size_problems(config.get_text_config())]
-    return None if found else config, [f"--config_overrides: {problem}" for problem in found]
+        return None, [f"{title}: {one_line(error)}"]
+    return None if found else config, [f"{title}: {problem}" for problem in dict.fromkeys(found)]
+
+
+def has_positions(config_class: type[PreTrainedConfig], max_length: int, overrides: Mapping[str, Any]) -> bool:
+    """Tell whether a class has a rotary embedding that is stretched to the class's own length, `max_length` or more.
+
+    Such an embedding (of GPT-OSS, Apertus) contradicts another length.
+    """
+    if any(name.startswith("rope_parameters") for name in overrides):
+        return False
+    try:
+        usual = config_class()
+    except Exception:  # some classes have no defaults that fit together
+        return False
+    stretched = "original_max_position_embeddings" in (getattr(usual, "rope_parameters", None) or {})
+    return stretched and max_length <= max_positions(usual)
 
 
 def field_problems(config_class: type[PreTrainedConfig], overrides: Mapping[str, Any], path: str = "") -> list[str]:

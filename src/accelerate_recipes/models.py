@@ -1,10 +1,17 @@
 """Models: from a name, a folder or a configuration."""
 
+import re
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from accelerate_recipes import slices
 from accelerate_recipes.attention import choose
@@ -104,7 +111,8 @@ def check_decoder(config: PreTrainedConfig, name: str) -> None:
             model with an encoder and a decoder, such as BART, because transformers would silently take the decoder alone;
             and for an encoder.
     """
-    if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
+    others = [name for name in vars(config) if re.search("(vision|audio).*_config$", name) and getattr(config, name)]
+    if others or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:  # Fuyu and Emu3 have no vision_config
         raise ConfigError(
             f"{name} is a {config.model_type}, which also reads images or sound; these recipes train models that read text "
             f"alone, and the text part of a pretrained {', '.join(COMPOSITES[:-1])} or {COMPOSITES[-1]}: give one of those"

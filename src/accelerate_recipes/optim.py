@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from accelerate_recipes.weights import WRAPPERS
 
 # Bytes of a parameter in a checkpoint: the weight and its optimizer state. The means of Adafactor are negligible.
 _STATE_BYTES = {"adamw_torch_fused": 12, "adamw_bf16_kahan": 8, "adafactor": 4, "adamw_8bit": 6}
+# Biases with several dimensions: those of experts (GPT-OSS), and tables of biases by distance (T5, Swin).
+_BIAS = re.compile(r"(bias|biases|bias_table|_bias\.weight)$")
 
 
 def checkpoint_bytes(args: TrainArgs, trained: int, state_dict_type: str | None) -> int:
@@ -28,16 +31,16 @@ def checkpoint_bytes(args: TrainArgs, trained: int, state_dict_type: str | None)
 def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """Return a function that builds the optimizer of `args` on `model` once it is sharded.
 
-    Matrices get weight decay; norms, biases and other parameters with fewer than two dimensions do not. The names of
+    Matrices get weight decay; biases, norms and other parameters with fewer than two dimensions do not. The names of
     these are collected before sharding, because FSDP1 makes every parameter flat.
     """
-    vectors = {name for name, parameter in model.named_parameters() if parameter.ndim < 2}
+    not_decayed = {name for name, parameter in model.named_parameters() if parameter.ndim < 2 or _BIAS.search(name)}
 
     def make_optimizer(sharded: nn.Module) -> torch.optim.Optimizer:
         decayed, spared = [], []
         for name, parameter in sharded.named_parameters():
             if parameter.requires_grad:
-                (spared if WRAPPERS.sub("", name) in vectors else decayed).append(parameter)
+                (spared if WRAPPERS.sub("", name) in not_decayed else decayed).append(parameter)
         groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": spared, "weight_decay": 0.0}]
         # Leave out an empty group, because a checkpoint could not restore it. Adapters, for example, are all matrices.
         groups = [group for group in groups if group["params"]]
