@@ -1,12 +1,12 @@
 """Tests that an export has the form of the files that its run began with: names, shapes, and fp32 where these have it."""
 
-import json
 from pathlib import Path
 
 import models_table
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import toy
 import yaml
 from models_table import COMPOSITES, ENCODER_DECODERS, ROWS, SIZES
 from safetensors.torch import load_file, save_file
@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from accelerate_recipes import base, recipe
+from accelerate_recipes.adapters import add_adapters, merged
 from accelerate_recipes.base import check_export_form, described, differences, is_decoder, open_base
 from accelerate_recipes.checkpoint import files, weight_files
 from accelerate_recipes.checkpoint.export import export
@@ -31,6 +32,7 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import CAUSAL, load_model
 from accelerate_recipes.pretrained import check_model, mapped_weights, model_checksum
 from accelerate_recipes.vision.classifiers import load_classifier
+
 
 @pytest.fixture
 def compared(monkeypatch) -> list[list[str]]:
@@ -76,7 +78,7 @@ def save_base(model: PreTrainedModel, folder: Path, **settings: object) -> Path:
     """Save a model whose values all differ."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
-            tensor.copy_(torch.rand(tensor.shape))
+            tensor.copy_(torch.randn(tensor.shape) / 4)
     model.save_pretrained(folder, **settings)
     return folder
 
@@ -94,6 +96,36 @@ def test_weights_that_the_files_fuse(tmp_path):
         assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
         again = load_model(str(tmp_path / name), "sdpa").state_dict()
         assert all(torch.equal(again[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "layers, dora", [("all-linear", False), ("up_proj q_proj o_proj", False), ("up_proj q_proj", True)]
+)
+def test_adapters_of_weights_that_the_files_fuse(layers, dora, tmp_path):
+    """Merged, they compute what the model with adapters computes, though some parts of a tensor may have none."""
+    start = save_base(AutoModelForCausalLM.from_config(HRM), tmp_path / "base")
+    settings = {"lora_dropout": 0.0, "use_peft": True, "merge_adapter": True, "lora_target_modules": layers.split()}
+    model = load_model(str(start), "eager")
+    config = add_adapters(model, toy.Args(model_name_or_path=str(start), use_dora=dora, **settings)).config
+    trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(HRM)
+    of_base, adapter = mapped_weights(start), {key: parameter.detach() for key, parameter in trained.items()}
+    weight_named = merged(plain, of_base, adapter, config)
+    model.config.save_pretrained(tmp_path / "merged")
+    whole = {key: weight_named(key).contiguous() for key in of_base}
+    save_file(whole, tmp_path / "merged/model.safetensors", {"format": "pt"})
+    ids, before, after = (
+        torch.arange(12)[None],
+        load_model(str(start), "eager"),
+        load_model(str(tmp_path / "merged"), "eager"),
+    )
+    logits = [net.eval()(ids, use_cache=False).logits for net in (before, model, after)]
+    assert (logits[1] - logits[0]).norm() > 0.01 * logits[0].norm()
+    assert (logits[1] - logits[2]).norm() < 1e-5 * logits[1].norm()
 
 
 def test_another_form_is_an_error_before_the_first_step_and_at_the_export(tmp_path, monkeypatch):
@@ -123,7 +155,9 @@ def test_another_form_is_an_error_before_the_first_step_and_at_the_export(tmp_pa
 @pytest.mark.parametrize("name", ROWS)
 def test_models_of_the_table_have_the_form_of_their_files(name, tmp_path):
     kinds = {"": (AutoModelForCausalLM, CAUSAL)} | dict.fromkeys(COMPOSITES, (AutoModelForImageTextToText, CAUSAL))
-    auto, kind = (kinds | dict.fromkeys(ENCODER_DECODERS, (AutoModelForSeq2SeqLM, ENCODER_DECODER))).get(name, kinds[""])
+    auto, kind = (kinds | dict.fromkeys(ENCODER_DECODERS, (AutoModelForSeq2SeqLM, ENCODER_DECODER))).get(
+        name, kinds[""]
+    )
     with torch.device("meta"):
         model = auto.from_config(ROWS[name])
     model.to_empty(device="cpu").tie_weights()
@@ -138,7 +172,9 @@ def as_bin(folder: Path, weights: dict[str, torch.Tensor]) -> None:
 
 def rewrite(folder: Path, change) -> None:
     weights = load_file(folder / "model.safetensors")
-    save_file({n: t.contiguous().clone() for n, t in change(weights).items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {n: t.contiguous().clone() for n, t in change(weights).items()}, folder / "model.safetensors", {"format": "pt"}
+    )
 
 
 def with_old_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -106,10 +106,7 @@ def as_in_files(
 
 
 def differences(
-    model: PreTrainedModel,
-    base: Mapping[str, torch.Tensor],
-    written: Mapping[str, torch.Tensor],
-    tied: Collection[str],
+    model: PreTrainedModel, base: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor], tied: Collection[str]
 ) -> list[str]:
     """List how the tensors of an export differ in name, shape or kind of number from those of its base, unless it is meant.
 

@@ -163,7 +163,7 @@ def base_of(checkpoint: Path, marker: dict) -> Base:
 
 
 def base_if_here(checkpoint: Path, name: str) -> Base | None:
-    """Open the model that the run of a checkpoint of a whole model began with; None if it is no longer here, or has changed."""
+    """Open the model that the run of a checkpoint began with; None if it is no longer here, or has changed."""
     if not is_same_model(checkpoint, name):
         return None
     return open_base(weight_files.model_on_meta(checkpoint)[0], name, cache.pinned(name).get("revision"))
