@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForTokenClassification,
+    Ernie4_5_MoeConfig,
     HrmTextConfig,
     PreTrainedModel,
 )
@@ -302,3 +303,19 @@ def test_a_base_in_fp32_is_exported_in_bf16(tmp_path):
     start = save_base(tiny_model(), tmp_path / "base")
     export(saved_by(load_model(str(start), "eager"), tmp_path / "run", start), tmp_path / "export")
     assert {tensor.dtype for tensor in mapped_weights(tmp_path / "export").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "optim, use_fsdp, said",
+    [("adamw_bf16_kahan", True, "gate.weight in fp32"), ("adamw_bf16_kahan", False, ""), ("adafactor", True, "")],
+)
+def test_trained_weights_of_two_dtypes(optim, use_fsdp, said, monkeypatch, tmp_path):
+    """FSDP would refuse them in the first step, with an assertion."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(use_fsdp).lower())
+    config = Ernie4_5_MoeConfig(**SIZES, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, head_dim=8)
+    start = save_base(AutoModelForCausalLM.from_config(config), tmp_path / "base")
+    c4 = recipe.load(models_table.REPOSITORY / "recipes/c4.py")
+    args = c4.Args(model_name_or_path=str(start), optim=optim, whole_logits=True, data_only=True)
+    _, problems = recipe.check_models(args, c4.requirements(args))
+    problems = [problem for problem in problems if "tokenizer" not in problem]
+    assert [said in problem for problem in problems] == [True] * bool(said), problems

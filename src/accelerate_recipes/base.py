@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +153,7 @@ def kept_in_fp32(model: PreTrainedModel, base: Mapping[str, torch.Tensor]) -> se
     `base` although most of its values are narrower.
     """
     listed = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
-    found = {weight for weight in model.state_dict() if listed and build_glob_alternation(listed)[0].search(weight)}
+    found = {*named_by(listed, model.state_dict())}
     values = [tensor for tensor in base.values() if tensor.is_floating_point()]
     narrow = sum(tensor.numel() for tensor in values if tensor.dtype.itemsize < 4)
     if 2 * narrow > sum(tensor.numel() for tensor in values):
@@ -161,6 +161,22 @@ def kept_in_fp32(model: PreTrainedModel, base: Mapping[str, torch.Tensor]) -> se
             if all(tensor.dtype == torch.float32 for tensor in tensors.values()):
                 found |= {*weights}
     return found
+
+
+def named_by(modules: Sequence[str], weights: Iterable[str]) -> list[str]:
+    """List the weights that a class's list of modules names, as transformers reads such a list."""
+    pattern, *_ = build_glob_alternation([*modules])
+    return [weight for weight in weights if modules and pattern.search(weight)]
+
+
+def check_one_dtype(model: PreTrainedModel, name: str) -> None:
+    """Raise ConfigError for a model of which transformers would load some trained weights in fp32, the others in bf16."""
+    weights = [weight for weight, _ in model.named_parameters()]
+    if found := named_by([*(model._keep_in_fp32_modules_strict or ())], weights):
+        raise ConfigError(
+            f"{name} is a {model.config.model_type}, which keeps {found[0]} in fp32, but --optim adamw_bf16_kahan keeps the "
+            "weights in bf16, and FSDP shards those of a layer in one dtype; give another --optim"
+        )
 
 
 def in_words(tensors: Mapping[str, torch.Tensor]) -> str:
