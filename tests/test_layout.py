@@ -49,6 +49,7 @@ MAY_IMPORT = {
     "base": {"composites", "errors", "hub", "pretrained", "ranks"},
     "slices": {"errors", "hub", "pretrained", "ranks", "weights"},
     "mixers": {"attention", "errors"},
+    "rotary": set(),
     "probes": {"attention", "errors", "mixers", "sequence"},
     "optim": {"args", "kernels", "ranks", "weights"},
     "strategy": {"args", "environment", "errors", "ranks", "upstream", "weights"},
@@ -57,8 +58,8 @@ MAY_IMPORT = {
     "games": {"args", "data", "disk", "errors", "generation", "hub", "picture", "ranks"},
     "data": {"args", "attention", "disk", "errors", "hub", "life", "page", "picture", "ranks", "sequence"},
     "distributed": {
-        "args", "attention", "environment", "errors", "machine", "mixers", "optim", "probes", "ranks", "sequence",
-        "slices", "strategy", "upstream", "weights",
+        "args", "attention", "environment", "errors", "machine", "mixers", "optim", "probes", "ranks", "rotary",
+        "sequence", "slices", "strategy", "upstream", "weights",
     },
     "agenda": {"checkpoint", "errors", "life", "metrics", "profiling", "ranks", "report", "upstream"},
     "trial": {"adapters", "args", "data", "encoder_decoders", "errors", "hub", "losses", "models", "pretrained"},

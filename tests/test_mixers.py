@@ -8,19 +8,22 @@ import torch
 import toy
 from models_table import ARCHITECTURES, compare_gradients, documents_alone, gradients
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import (
     AutoModelForCausalLM,
+    InklingTextConfig,
     PreTrainedConfig,
     PreTrainedModel,
     RecurrentGemmaConfig,
     RwkvConfig,
+    ZayaConfig,
     xLSTMConfig,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-from accelerate_recipes import mixers, upstream
-from accelerate_recipes.attention import choose
+from accelerate_recipes import mixers, probes, upstream
+from accelerate_recipes.attention import boundaries, boundary_arguments, choose
 from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import check_document_mask, next_token_loss
@@ -70,6 +73,48 @@ def test_documents_are_found_and_put_back():
     assert sorted(len(row) for group in documents_of(continued).groups for row in group) == [5, 5, 10]
     assert documents_of(positions([10], [10])) is None
     assert documents_of(torch.zeros(2, 3, dtype=torch.int64)).groups[0].shape == (6, 1)
+
+
+# Convolutions inside an attention with a window, so that the attention is what computes each document by itself.
+WINDOWED = {
+    "zaya": ZayaConfig(layer_types=["hybrid", "hybrid_sliding"], num_hidden_layers=2, sliding_window=9),
+    "inkling": InklingTextConfig(),
+}
+
+
+@pytest.mark.parametrize(
+    "name, attention",
+    [("zaya", "sdpa"), ("zaya", "eager"), ("zaya", "documents"), ("inkling", "sdpa"), ("inkling", "eager")],
+)
+def test_documents_longer_than_the_window(name, attention):
+    """They are computed as if each were alone, with the window that each layer has."""
+    config = copy.deepcopy(WINDOWED[name])
+    config._attn_implementation = attention
+    model = probes.tiny_model(config, "sdpa")
+    assert model is not None
+    plain, ids, places = copy.deepcopy(model), torch.arange(60).view(2, 30) % 32, positions([17, 13], [5, 24, 1])
+    model.set_attn_implementation(attention)
+    classes = mixers_in(model)
+    assert any("Attention" in name for name in classes) and unpack_documents(model, classes)
+    told = boundaries(places) if attention == "documents" else {}
+    with torch.no_grad():
+        found = model(
+            input_ids=ids, position_ids=places, use_cache=False, **boundary_arguments(config, told) if told else {}
+        )
+        begins = [0, 17, 30, 35, 59, 60]
+        for begin, end in itertools.pairwise(begins):
+            alone = plain(input_ids=ids.flatten()[None, begin:end], use_cache=False).logits[0]
+            packed = found.logits.flatten(0, 1)[begin:end]
+            assert (packed - alone).norm() <= 1e-4 * alone.norm(), (begin, end)
+
+
+def test_a_mask_that_cannot_be_cut():
+    with pytest.raises(ConfigError, match=r"flex_attention.*cannot be cut; give sdpa, or auto"):
+        mixers.mask_taken(
+            torch.Size([1, 4]),
+            torch.arange(4)[None],
+            create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4, "cpu"),
+        )
 
 
 @pytest.mark.parametrize("name", all_but("Qwen3.5", "Falcon-H1"))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from loaded import CPU, compare, loaded, on_ranks, sharded, values_of
+from safetensors.torch import load_file
 from tiny import SIZES, tiny_composite, tiny_model
 from transformers import AutoModelForCausalLM, DeepseekV3Config, KimiLinearConfig, PreTrainedModel
 
@@ -66,6 +67,22 @@ def test_every_value_is_in_its_place(folders, world):
 def test_another_dtype(folders):
     (result,) = on_ranks(2, compare, [(folders["experts"], torch.bfloat16)])
     assert not result["differ"]
+
+
+def kept(folder: str) -> list[object]:
+    """Load a model in bf16, and its files by slices; return the dtypes of what the class keeps in fp32, and what differs."""
+    model = loaded(folder, torch.bfloat16, by_slices=True)
+    slices.read_slices(sharded(model), slices.source_of(model), CPU, CPU)
+    found = {name: value for name, value in values_of(model).items() if name.endswith("e_score_correction_bias")}
+    files = load_file(Path(folder, "model.safetensors"))
+    return [
+        sorted({str(value.dtype) for value in found.values()}),
+        [name for name, value in found.items() if not torch.equal(value, files[name])],
+    ]
+
+
+def test_what_a_class_keeps_in_fp32_is_not_rounded(folders):
+    assert on_ranks(2, kept, [(folders["buffers"],)]) == [[["torch.float32"], []]]
 
 
 def twice(folder: str) -> list[bool]:

@@ -26,11 +26,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from accelerate_recipes.adapter_args import ALL_LINEAR
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.base import described, folder_of_base, open_base, parts_in_files
+from accelerate_recipes.base import as_in_files, described, folder_of_base, open_base, parts_in_files
 from accelerate_recipes.environment import computes_in_bf16, is_compiled
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
@@ -371,15 +370,26 @@ def merged(
     plain = copy.deepcopy(model)
     inject_adapter_in_model(replace(config, trainable_token_indices=None), model, NAME)
     layers = {weight_of(path, m): (path, m) for path, m in model.named_modules() if isinstance(m, LoraLayer)}
-    names = names_in_base(plain, base, layers)
-    weight_in = {name: weight for weight, parts in names.items() for name in parts}
+    names_in_base(plain, base, layers)
+    shapes, weights_in = {name: tensor.shape for name, tensor in plain.state_dict().items()}, {}
+    for weight, parts in parts_in_files(plain, base, shapes).items():
+        for part in parts:
+            weights_in[part] = (*weights_in.get(part, ()), weight)  # several, if the files hold them as one tensor
     extended = {name: weight for weight, (name,) in names_in_base(plain, base, layers_with_new_rows(config)).items()}
 
     @lru_cache(2)
-    def deltas(weight: str) -> dict[str, torch.Tensor]:
+    def deltas(weights: tuple[str, ...]) -> dict[str, torch.Tensor]:
         """Return the sums to add, by names in the files: splitting or transposing a weight commutes with the addition."""
-        delta = delta_of(*layers[weight], adapter)
-        return {weight: delta} if names[weight] == [weight] else revert_weight_conversion(plain, {weight: delta})
+        adapted = {weight: delta_of(*layers[weight], adapter) for weight in weights if weight in layers}
+        others = {weight: torch.zeros(shapes[weight]) for weight in weights if weight not in layers}
+        return as_in_files(plain, adapted | others, base)
+
+    def lengths(weights: tuple[str, ...], name: str) -> torch.Tensor:
+        """Return DoRA's length of each row of a tensor in the files, as a column; NaN where no adapter is."""
+        found = {weight: torch.full((shapes[weight][0], 1), torch.nan) for weight in weights}
+        for weight in layers.keys() & found.keys():
+            found[weight] = adapter[f"{layers[weight][0]}.lora_magnitude_vector.{NAME}.weight"].float().unsqueeze(1)
+        return as_in_files(plain, found, base)[name]
 
     def weight_named(name: str) -> torch.Tensor:
         if name in extended:
@@ -388,13 +398,13 @@ def merged(
             whole[: len(base[name])] = base[name]
             whole[config.trainable_token_indices[layer]] = adapter[f"{layer}.{NEW_ROWS}"]  # pyright: ignore
             return whole
-        if name not in weight_in:
+        weights = weights_in.get(name, ())
+        if layers.keys().isdisjoint(weights):
             return base[name]
-        whole = base[name].float() + deltas(weight_in[name])[name]
+        whole = base[name].float() + deltas(weights)[name]
         if config.use_dora:
-            path, _ = layers[weight_in[name]]
-            length = adapter[f"{path}.lora_magnitude_vector.{NAME}.weight"].float()
-            whole *= (length / whole.norm(dim=1)).unsqueeze(1)
+            wanted = lengths(weights, name)
+            whole *= torch.where(wanted.isnan(), 1.0, wanted / whole.norm(dim=1, keepdim=True))
         return whole
 
     return weight_named

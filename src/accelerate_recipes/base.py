@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +11,21 @@ from pathlib import Path
 import torch
 import xxhash
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from accelerate_recipes.composites import is_text_part
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
-from accelerate_recipes.pretrained import MASKS, load_config, mapped_weights, names_in_files
+from accelerate_recipes.pretrained import (
+    MASKS,
+    NUM_NAMED,
+    conversions,
+    is_new,
+    load_config,
+    mapped_weights,
+    names_in_files,
+)
 from accelerate_recipes.ranks import on_all_ranks, share
 
 # Endings of tensors in files that are not weights: a model computes them itself.
@@ -75,12 +83,124 @@ def open_base(model: PreTrainedModel, name: str, revision: str | None) -> Base:
 
 
 def parts_in_files(model: PreTrainedModel, files: Container[str], weights: Iterable[str]) -> dict[str, list[str]]:
-    """Map weights of a model without adapters to their names in `files`, or to the names of the parts that form a weight."""
-    state = model.state_dict()
-    return {
-        name: [name] if name in files else list(revert_weight_conversion(model, {name: state[name].to("meta")}))
-        for name in weights
-    }
+    """Map weights of a model without adapters to their names in `files`, or to the names of the parts that form a weight.
+
+    Several weights with the same part are one tensor in the files, which the class of the model splits.
+    """
+    state = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    if as_in_files(model, state, files).keys() == state.keys():  # at once, for most classes
+        return {name: [name] for name in weights}
+    return {name: list(as_in_files(model, {name: state[name]}, files)) for name in weights}
+
+
+def as_in_files(
+    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], files: Container[str]
+) -> dict[str, torch.Tensor]:
+    """Convert weights of a model to the tensors of its files: those in `files` as they are, others as they are published.
+
+    Weights that are one tensor in the files must come together.
+    """
+    own = {name: tensor for name, tensor in weights.items() if name in files}
+    others = {name: tensor for name, tensor in weights.items() if name not in files}
+    return own | (revert_weight_conversion(model, others) if others else {})
+
+
+def differences(
+    model: PreTrainedModel, base: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor], tied: Collection[str]
+) -> list[str]:
+    """List how the tensors of an export differ in name, shape or kind of number from those of its base, unless it is meant.
+
+    `model` is on the meta device, without adapters; `base` and `written` have the names of its class. Meant are other rows
+    of the vocabulary, the new head of a classifier, `tied` weights present or absent, tensors that are none of the model's
+    weights, and other names or another division of as many values, since transformers' mapping renames and divides.
+    """
+    of_base, of_export = tensors_by_weight(model, base), tensors_by_weight(model, written)
+    rows = getattr(model.config.get_text_config(), "vocab_size", None)
+    is_classifier = model.get_output_embeddings() is None
+    ties = {*tied, *model.all_tied_weights_keys.values()}
+    found = []
+    for weights in sorted(of_base.keys() | of_export.keys()):
+        theirs, ours = of_base.get(weights, {}), of_export.get(weights, {})
+        if (is_classifier and is_new(weights[0], model)) or (weights[0] in ties and not (theirs and ours)):
+            continue
+        cut = int(any(tensor.shape[:1] == (rows,) for tensor in ours.values()))
+        shapes = [{name: tensor.shape[cut:] for name, tensor in side.items()} for side in (theirs, ours)]
+        sizes = [sum(shape.numel() for shape in side.values()) for side in shapes]
+        kinds = [{tensor.is_floating_point() for tensor in side.values()} for side in (theirs, ours)]
+        is_same = shapes[0] == shapes[1] if theirs.keys() == ours.keys() else theirs and ours and sizes[0] == sizes[1]
+        if not is_same or kinds[0] != kinds[1]:
+            found.append(f"{in_words(theirs)} in the base, {in_words(ours)} in the export")
+    return found
+
+
+def tensors_by_weight(
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]
+) -> dict[tuple[str, ...], dict[str, torch.Tensor]]:
+    """Group tensors in files by the weights of a model that they form: several, if these are published as one tensor."""
+    parts, found = parts_in_files(model, (), model.state_dict()), {}
+    together: dict[str, tuple[str, ...]] = {}
+    for weight, names in parts.items():
+        together[names[0]] = (*together.get(names[0], ()), weight)
+    for name, weight, *_ in conversions(model, tensors):
+        found.setdefault(together[parts[weight][0]], {})[name] = tensors[name]
+    return found
+
+
+def kept_in_fp32(model: PreTrainedModel, base: Mapping[str, torch.Tensor]) -> set[str]:
+    """Name the weights that stay in fp32 in an export of a narrower dtype, since rounding them would change the model.
+
+    Its class names some, such as the biases by which a router chooses experts. Others are in fp32 in the files of the
+    `base` although most of its values are narrower.
+    """
+    listed = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
+    found = {*named_by(listed, model.state_dict())}
+    values = [tensor for tensor in base.values() if tensor.is_floating_point()]
+    narrow = sum(tensor.numel() for tensor in values if tensor.dtype.itemsize < 4)
+    if 2 * narrow > sum(tensor.numel() for tensor in values):
+        for weights, tensors in tensors_by_weight(model, base).items():
+            if all(tensor.dtype == torch.float32 for tensor in tensors.values()):
+                found |= {*weights}
+    return found
+
+
+def named_by(modules: Sequence[str], weights: Iterable[str]) -> list[str]:
+    """List the weights that a class's list of modules names, as transformers reads such a list."""
+    pattern, *_ = build_glob_alternation([*modules])
+    return [weight for weight in weights if modules and pattern.search(weight)]
+
+
+def check_one_dtype(model: PreTrainedModel, name: str) -> None:
+    """Raise ConfigError for a model of which transformers would load some trained weights in fp32, the others in bf16."""
+    weights = [weight for weight, _ in model.named_parameters()]
+    if found := named_by([*(model._keep_in_fp32_modules_strict or ())], weights):
+        raise ConfigError(
+            f"{name} is a {model.config.model_type}, which keeps {found[0]} in fp32, but --optim adamw_bf16_kahan keeps the "
+            "weights in bf16, and FSDP shards those of a layer in one dtype; give another --optim"
+        )
+
+
+def in_words(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Name tensors with their shapes and dtypes, at most two."""
+    said = [f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in sorted(tensors.items())]
+    more = f" and {len(said) - 2} more" if len(said) > 2 else ""
+    return ", ".join(said[:2]) + more or "none"
+
+
+def check_export_form(model: PreTrainedModel, name: str) -> None:
+    """Check that an export of the pretrained model `name` would have the form of its own files; no value is needed.
+
+    Raises:
+        ConfigError: names what would differ.
+    """
+    base = open_base(model, name, cache.pinned(name).get("revision"))
+    with torch.device("meta"):
+        plain = type(model)(model.config)
+    written = as_in_files(plain, plain.state_dict(), base.files if base.rest and is_decoder(model) else ())
+    if found := differences(plain, base.weights, written, plain.all_tied_weights_keys):
+        raise ConfigError(
+            f"an export of {name} would not have the form of its files, so that other programs might not read it: "
+            f"{'; '.join(found[:NUM_NAMED])}; give another model, or train adapters alone (--use_peft)"
+        )
 
 
 def described(

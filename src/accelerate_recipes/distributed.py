@@ -45,6 +45,7 @@ from accelerate_recipes.mixers import check_units, recompute_documents, unpack_d
 from accelerate_recipes.optim import local_shard, optimizer_fn
 from accelerate_recipes.probes import mixers_in
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank, rank, ranks_a_row
+from accelerate_recipes.rotary import embed_by_length
 from accelerate_recipes.sequence import share_attention
 from accelerate_recipes.strategy import (
     environment_warnings,
@@ -188,6 +189,7 @@ def prepare(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     make_optimizer = optimizer_fn(model, args)
     mixers = unpack_documents(model, mixers_in(model))
+    embed_by_length(model)
     functorch_config.activation_memory_budget = args.activation_memory_budget
     if accelerator.mixed_precision == "fp8":
         layers = fp8_layers(model)

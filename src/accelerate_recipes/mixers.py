@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
@@ -147,14 +148,23 @@ def end(*_: Any) -> None:
 @torch.compiler.disable
 def by_document(forward: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call a mixer's `forward` for one group of documents after the other; pack the results again."""
-    documents = _documents
-    kwargs |= dict.fromkeys(kwargs.keys() & (OF_ROWS if documents else BOUNDARIES))
+    documents, masks = _documents, kwargs.get("attention_mask")
+    # An attention beside convolutions has a kernel that asks where documents begin.
+    is_told = hasattr(getattr(forward, "__self__", None), "is_causal") and kwargs.get("cu_seq_lens_q") is not None
     if documents is None:
+        kwargs |= {} if is_told else dict.fromkeys(kwargs.keys() & BOUNDARIES)
         return forward(*args, **kwargs)
+    kwargs |= dict.fromkeys(kwargs.keys() & OF_ROWS)
     found = []
     with Keeping(None):  # a mixer inside a mixer already gets documents
         for group in documents.groups:
             some_args, some_kwargs = tree_map(partial(taken, documents.shape, group), (args, kwargs))
+            if "attention_mask" in kwargs:
+                some_kwargs["attention_mask"] = tree_map(partial(mask_taken, documents.shape, group), masks)
+            if is_told:
+                ends = torch.arange(0, group.numel() + 1, group.shape[1], dtype=torch.int32, device=group.device)
+                some_kwargs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+                some_kwargs |= {"max_length_q": group.shape[1], "max_length_k": group.shape[1]}
             found.append(forward(*some_args, **some_kwargs))
     is_tuple = isinstance(found[0], tuple)
     results = [result[0] if is_tuple else result for result in found]
@@ -168,6 +178,29 @@ def taken(shape: torch.Size, group: torch.Tensor, value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape[:2] != shape:
         return value
     return value.flatten(0, 1).index_select(0, group.flatten()).unflatten(0, group.shape)
+
+
+def mask_taken(shape: torch.Size, group: torch.Tensor, mask: Any) -> torch.Tensor | None:
+    """Cut the mask of a group of documents, (N, 1, L, L), out of that of packed rows, (B, 1, T, T): it may hold a window.
+
+    A mask of padding, (B, T), becomes None.
+
+    Raises:
+        ConfigError: for the mask of flex_attention, which cannot be cut.
+    """
+    if isinstance(mask, BlockMask):
+        raise ConfigError(
+            "--attn_implementation flex_attention: this model computes the attention of each document by itself, and this "
+            "mask cannot be cut; give sdpa, or auto"
+        )
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 4:
+        return None
+    rows, columns = group // shape[1], group % shape[1]
+    cut = mask.expand(shape[0], -1, -1, -1)[rows[:, :1, None], :, columns[:, :, None], columns[:, None, :]]
+    # Beyond its end, a document repeats its last token, which must not see the copies.
+    later = torch.ones(group.shape[1], group.shape[1], dtype=torch.bool, device=mask.device).triu(1)
+    unseen = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    return cut.permute(0, 3, 1, 2).masked_fill(later, unseen)
 
 
 def recompute_documents(model: nn.Module) -> None:

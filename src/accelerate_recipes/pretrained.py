@@ -24,6 +24,14 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from accelerate_recipes.composites import is_text_part, names_of_class, text_part
 from accelerate_recipes.deepvit import DeepViTConfig, DeepViTForImageClassification
@@ -248,6 +256,27 @@ def first_names(names: Iterable[str]) -> str:
     names = sorted(names)
     more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
     return f"{', '.join(names[:NUM_NAMED])}{more}"
+
+
+def conversions(
+    model: PreTrainedModel, tensors: Iterable[str]
+) -> Iterator[tuple[str, str, str | None, WeightTransform]]:
+    """Find the conversion of each tensor in files, as transformers 5.23 does (convert_and_load_state_dict_in_model).
+
+    Yields the tensor, the first weight of the model that is made of it, the pattern that the conversion takes it for (None
+    if it is only renamed), and the conversion. Tensors of which no weight is made are left out.
+    """
+    mapping, weights = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix = model.base_model_prefix
+    for tensor in sorted(tensors, key=dot_natural_key):
+        name, pattern = rename_source_key(tensor, renamings, converters, prefix, weights)
+        if name not in weights and tensor in weights:
+            name, pattern = rename_source_key(tensor, [], [], prefix, weights)
+        if name in weights:
+            yield tensor, name, pattern, of_pattern[pattern] if pattern else WeightRenaming(tensor, name)
 
 
 def names_in_files(model: PreTrainedModel, name: str, files: Collection[str]) -> dict[str, str]:

@@ -24,6 +24,12 @@ CROSSES = (
 # Errors of models for arguments that they do not take.
 REFUSALS = (AttributeError, TypeError, ValueError, RuntimeError, KeyError)
 FIRST = 5  # number of tokens of the first of two documents
+# Fields for the number of tokens that attention sees in some layers, and this number in a tiny model.
+WINDOWS = (
+    "sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size", "local_attention",
+    "window_size", "index_topk",
+)  # fmt: skip
+WINDOW = 4
 
 
 class Packing(Enum):
@@ -150,7 +156,10 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
 
 
 def sizes_of_tiny(text: PreTrainedConfig, layers: int) -> dict[str, int]:
-    """Choose the sizes of a tiny model; sizes that a configuration derives from others are derived here in the same way."""
+    """Choose the sizes of a tiny model; sizes that a configuration derives from others are derived here in the same way.
+
+    Windows of attention become shorter than the documents of a probe, since a model may lose them in packed rows.
+    """
     hidden = 2 * max(map(width_of_heads, of_layers(text))) if getattr(text, "num_attention_heads", None) else 128
     sizes = {
         "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": hidden,
@@ -159,6 +168,9 @@ def sizes_of_tiny(text: PreTrainedConfig, layers: int) -> dict[str, int]:
         "linear_head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "mamba_num_heads": 2,
         "mamba_n_groups": 1, "mamba_ngroups": 1, "n_groups": 1, "chunk_size": 8, "mamba_chunk_size": 8,
     }  # fmt: skip
+    for name in WINDOWS:
+        if isinstance(window := getattr(text, name, None), int) and window > WINDOW:
+            sizes[name] = WINDOW
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         sizes[name] = min(32, getattr(text, name, None) or 0)
     if of_attention := getattr(text, "attention_hidden_size", None):  # Zamba2's, or RWKV's

@@ -30,6 +30,7 @@ from accelerate_recipes import shipped
 from accelerate_recipes.adapters import targets
 from accelerate_recipes.args import Args, TrainArgs, parse, resolve
 from accelerate_recipes.attention import choose
+from accelerate_recipes.base import check_export_form, check_one_dtype
 from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.disk import is_full, print_any_text, refusal
 from accelerate_recipes.errors import ConfigError, DataError, NonFiniteError, noting, printable, raise_problems
@@ -161,6 +162,12 @@ def check_models(
         if (place := cache.folder("model", name)) and (place / "config.json").is_file():
             with noting(problems):
                 models.append(check_model(name, needed.kind, needed.changes))
+                if name != args.base_model or args.use_peft:
+                    continue
+                if args.param_dtype == torch.bfloat16 and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+                    check_one_dtype(models[-1], name)
+                if not cache.lacking(cache.HubModel(name)):
+                    check_export_form(models[-1], name)
     load = load_tokenizer if needed.tokenizers else needed.kind.reader
     for name in needed.tokenizers or needed.models:
         if not problems and not cache.lacking(cache.HubModel(name, weights=not needed.tokenizers)):

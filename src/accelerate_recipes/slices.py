@@ -24,21 +24,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightRenaming, WeightTransform
 from transformers.integrations.fsdp import is_fsdp_enabled
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
-from accelerate_recipes.pretrained import mapped_weights, names_in_files, with_weights
+from accelerate_recipes.pretrained import conversions, mapped_weights, names_in_files, with_weights
 from accelerate_recipes.ranks import is_first, on_all_ranks, on_first_rank
 from accelerate_recipes.weights import all_places, draw_values, fill
 
@@ -82,20 +73,10 @@ class Source:
     sizes: list[int] = field(default_factory=list)  # of what was read, in bytes; threads may append
 
     def __post_init__(self):
-        """Find the conversion of each tensor, as transformers 5.23 does (convert_and_load_state_dict_in_model)."""
-        mapping, weights = get_model_conversion_mapping(self.model), self.model.state_dict()
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        prefix = self.model.base_model_prefix
-        for tensor in sorted(self.tensors, key=dot_natural_key):
-            name, pattern = rename_source_key(tensor, renamings, converters, prefix, weights)
-            if name not in weights and tensor in weights:
-                name, pattern = rename_source_key(tensor, [], [], prefix, weights)
-            if name in weights:
-                converter = of_pattern[pattern] if pattern else WeightRenaming(tensor, name)
-                self.conversions.setdefault(name, converter)
-                self.parts.setdefault(name, {}).setdefault(pattern or tensor, []).append(tensor)
+        """Find the conversion of each tensor."""
+        for tensor, name, pattern, conversion in conversions(self.model, self.tensors):
+            self.conversions.setdefault(name, conversion)
+            self.parts.setdefault(name, {}).setdefault(pattern or tensor, []).append(tensor)
 
     def read(self, tensor: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Read the rows of a tensor from `start` to `stop`, all by default.

@@ -20,6 +20,7 @@ from accelerate_recipes.checkpoint.published import COMPOSITE
 from accelerate_recipes.disk import read_json, read_json_lines, write_atomically
 from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.hub import cache
 from accelerate_recipes.metrics import is_evaluation
 from accelerate_recipes.pretrained import mapped_weights, model_checksum
 
@@ -76,6 +77,8 @@ def export(
     if marker.get("base_model") and (merge_adapter or not (is_adapter or text_only)):
         base = base_of(checkpoint, marker)
     is_whole = base is not None and not text_only
+    if base is None and not is_adapter:
+        base = base_if_here(checkpoint, began_with)
     with replacing(out, began_with) as folder:
         left_out = {"data.json"}
         if is_adapter:  # `from_pretrained` would misread a file of the other kind
@@ -96,7 +99,7 @@ def export(
                 assert base is not None
                 weight_files.write_merged(checkpoint, folder, dtype, max_shard_size, base, text_only)
             else:
-                weight_files.write_safetensors(checkpoint, folder, dtype, max_shard_size, base if is_whole else None)
+                weight_files.write_safetensors(checkpoint, folder, dtype, max_shard_size, base, is_whole)
             say_dtype(folder / "config.json", str(dtype).removeprefix("torch."))
         if base and is_whole and base.rest:
             description += f" {untrained(base.rest, marker['base_model']['name'])}."
@@ -157,6 +160,13 @@ def base_of(checkpoint: Path, marker: dict) -> Base:
     weights = mapped_weights(folder_of_base(name, revision)) if files.holds_adapter(marker) else base.rest
     files.check_base(checkpoint, marker, described(name, revision, weights))
     return base
+
+
+def base_if_here(checkpoint: Path, name: str) -> Base | None:
+    """Open the model that the run of a checkpoint began with; None if it is no longer here, or has changed."""
+    if not is_same_model(checkpoint, name):
+        return None
+    return open_base(weight_files.model_on_meta(checkpoint)[0], name, cache.pinned(name).get("revision"))
 
 
 def check_shard_size(text: str) -> None:

@@ -10,47 +10,64 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
-from transformers.core_model_loading import revert_weight_conversion
 
 from accelerate_recipes import adapters
-from accelerate_recipes.base import Base
+from accelerate_recipes.base import Base, as_in_files, differences, kept_in_fp32, parts_in_files
 from accelerate_recipes.checkpoint.published import COMPOSITE
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
 from accelerate_recipes.composites import layers_in_whole, name_in_whole, places_of_parts
 from accelerate_recipes.disk import read_json
-from accelerate_recipes.pretrained import model_class, output_is_embedding
+from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.pretrained import NUM_NAMED, conversions, model_class, output_is_embedding
 
 
 def write_safetensors(
-    checkpoint: Path, out: Path, dtype: torch.dtype | None, max_shard_size: int | str, base: Base | None = None
+    checkpoint: Path,
+    out: Path,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    base: Base | None = None,
+    is_whole: bool = False,
 ) -> None:
     """Write the model of `checkpoint/state` as safetensors, with an index if in several shards.
 
-    With `base`, weights have the names of its files, and its untrained rest is written too. Otherwise they are named and
-    divided as in published files of such a model. The division matters: transformers 5 joins the experts of a layer when it
-    reads them, older versions and other programs do not. One shard of `max_shard_size` bytes is in memory at a time.
-    Floating-point weights are converted to `dtype`; with None they stay as saved.
+    If the export `is_whole`, weights have the names of the `base`'s files, and its untrained rest is written too. Otherwise
+    they are named and divided as in published files of such a model. The division matters: transformers 5 joins the experts
+    of a layer when it reads them, older versions and other programs do not. One shard of `max_shard_size` bytes is in memory
+    at a time. Floating-point weights are converted to `dtype`, except those that `kept_in_fp32` names; with None they stay
+    as saved.
+
+    Raises:
+        ConfigError: if the files would not have the form of those of the base.
     """
     model, tied = model_on_meta(checkpoint)
-    saved = {name: converted(t, dtype) for name, t in saved_tensors(checkpoint).items() if name not in tied}
+    fp32 = kept_in_fp32(model, base.weights if base else {}) if dtype else set()
+    saved = {
+        name: converted(tensor, torch.float32 if name in fp32 else dtype)
+        for name, tensor in saved_tensors(checkpoint).items()
+        if name not in tied
+    }
     if missing := set(model.state_dict()) - tied - set(saved):
         raise RuntimeError(f"{checkpoint} lacks {sorted(missing)}, which {type(model).__name__} needs")
 
-    def parts_of(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {name: tensor} if base and name in base.files else revert_weight_conversion(model, {name: tensor})
+    names = base.files if base and is_whole else ()
+    tensors, sources = as_in_files(model, saved, names), {}
+    for weight, parts in parts_in_files(model, names, saved).items():
+        for part in parts:
+            sources.setdefault(part, []).append(weight)
 
-    tensors, source = {}, {}
-    for name, tensor in saved.items():
-        parts = parts_of(name, tensor)
-        tensors |= parts
-        source |= dict.fromkeys(parts, name)
+    if base and (found := differences(model, base.weights, tensors, tied)):
+        raise ConfigError(
+            f"{checkpoint} cannot be exported: weights would be written in another form than the run began with: "
+            f"{'; '.join(found[:NUM_NAMED])}. The checkpoint is whole, and stays"
+        )
 
     def read(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        whole = read_state(checkpoint, {source[name]: saved[source[name]] for name in wanted})
-        parts = {part: value for name, tensor in whole.items() for part, value in parts_of(name, tensor).items()}
+        needed = {weight: saved[weight] for name in wanted for weight in sources[name]}
+        parts = as_in_files(model, read_state(checkpoint, needed), names)
         return {name: parts[name].contiguous() for name in wanted}
 
-    write_shards(tensors, read, out, max_shard_size, base)
+    write_shards(tensors, read, out, max_shard_size, base if is_whole else None)
 
 
 def write_merged(
@@ -62,7 +79,13 @@ def write_merged(
     """
     config, adapter = adapters.read_config(checkpoint), read_adapter(checkpoint)
     model, tied = model_on_meta(checkpoint)
-    tensors = {name: converted(t.to("meta"), dtype) for name, t in base.weights.items() if name not in tied}
+    fp32 = kept_in_fp32(model, base.weights)
+    fp32 = {name for name, weight, *_ in conversions(model, base.weights) if weight in fp32}
+    tensors = {
+        name: converted(tensor.to("meta"), torch.float32 if name in fp32 else dtype)
+        for name, tensor in base.weights.items()
+        if name not in tied
+    }
     new_rows = adapters.names_in_base(model, base.weights, adapters.layers_with_new_rows(config))
     for weight, (name,) in new_rows.items():
         tensors[name] = torch.empty_like(model.get_parameter(weight), dtype=tensors[name].dtype)

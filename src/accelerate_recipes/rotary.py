@@ -1,0 +1,115 @@
+"""Rotary embeddings that depend on the length of a text (longrope, dynamic): each document gets the one that it has alone.
+
+transformers 5.23 takes the largest position of a batch for the length of all its texts, and for the dynamic kind that of
+earlier batches too. What a document teaches would depend on its neighbours in the row, in the batch, and before.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import PreTrainedModel
+
+KINDS = ("dynamic", "longrope")
+
+
+class Texts(NamedTuple):
+    """For each token of a batch, (B, T): the length of its document, and the place in the row where that begins."""
+
+    lengths: torch.Tensor
+    starts: torch.Tensor
+
+
+_texts: Texts | None = None  # of the batch that a model is computing
+
+
+def kinds_of(module: nn.Module) -> set[str]:
+    """Return those kinds of a module that depend on the length: of a rotary embedding, one for each kind of layer."""
+    kinds = getattr(module, "rope_type", None)
+    found = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return {kind for kind in found if isinstance(kind, str)} & {*KINDS}
+
+
+def embed_by_length(model: nn.Module) -> list[nn.Module]:
+    """Let the rotary embeddings of a model that depend on the length of a text take that of each document, in place.
+
+    Returns:
+        These modules.
+    """
+    found = [module for module in model.modules() if kinds_of(module)]
+    for module in found:
+        module.forward = partial(by_length, module, module.forward)
+    if found:
+        model.register_forward_pre_hook(begin, with_kwargs=True)
+        model.register_forward_hook(end, always_call=True)
+    return found
+
+
+def texts_of(inputs: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None) -> Texts:
+    """Find the documents of a batch: a row with padding is one; in packed rows a document begins where a position is 0."""
+    places = torch.arange(inputs.shape[1], device=inputs.device).expand(inputs.shape[:2])
+    if mask is not None:
+        lengths, starts = mask.long().sum(1, keepdim=True), mask.long().argmax(1, keepdim=True)
+        return Texts(lengths.clamp(min=1).expand_as(places), starts.expand_as(places))
+    begins = torch.zeros_like(places, dtype=torch.bool) if positions is None else (positions == 0).expand_as(places)
+    begins = begins | (places == 0)
+    numbers = begins.flatten().cumsum(0) - 1
+    lengths = torch.bincount(numbers)[numbers].view(places.shape)
+    return Texts(lengths, torch.where(begins, places, 0).cummax(1).values)
+
+
+@torch.compiler.disable
+def begin(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Find the texts of the batch before a model computes it. While it generates, transformers decides."""
+    global _texts
+    inputs = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    inputs = args[0] if inputs is None and args else inputs
+    is_cached = kwargs.get("past_key_values") is not None
+    is_known = isinstance(inputs, torch.Tensor) and (positions is None or positions.ndim == 2)
+    if is_cached or not is_known or isinstance(inputs, FakeTensor):  # in a simulation tokens have no values
+        _texts = None
+    else:
+        _texts = texts_of(inputs, positions, mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None)
+
+
+@torch.compiler.disable
+def end(*_: Any) -> None:
+    global _texts
+    _texts = None
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def by_length(
+    module: Any, forward: Callable, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call the `forward` of a rotary embedding for texts up to the original length, then for each greater length."""
+    of_layer = {} if layer_type is None else {"layer_type": layer_type}
+    kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+    if _texts is None or kind not in KINDS:
+        return forward(x, position_ids, **of_layer)
+    parameters = module.config.rope_parameters if layer_type is None else module.config.rope_parameters[layer_type]
+    is_dynamic, original = kind == "dynamic", module.original_max_seq_len
+    if not is_dynamic:
+        original = parameters["original_max_position_embeddings"]
+    lengths, starts = _texts
+    positions = position_ids.expand_as(lengths)
+    # From the begin of the text: only differences of positions count.
+    positions = (positions - positions.gather(1, starts)).clamp(min=0).minimum(lengths - 1)
+    long = lengths[lengths > original].unique()
+    found = None
+    for group in [lengths <= original, *([lengths == n for n in long] if is_dynamic else [lengths > original])]:
+        if not group.any():
+            continue
+        if is_dynamic:
+            prefix = "" if layer_type is None else f"{layer_type}_"
+            module.register_buffer(f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False)
+            setattr(module, f"{prefix}max_seq_len_cached", original)
+        made = forward(x, torch.where(group, positions, 0), **of_layer)  # the largest of these positions decides
+        found = made if found is None else tuple(map(partial(torch.where, group[..., None]), made, found))
+    assert found is not None
+    return found
