@@ -12,12 +12,12 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.data.files import check_texts_or_messages
+from accelerate_recipes.data.files import check_texts_or_messages, class_names
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.prepared import checksum_of_rows
 from accelerate_recipes.data.rows import RowLoader, Rows, StepLoader, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.engine import Batch, evaluate_loss, train
-from accelerate_recipes.hub import cache
+from accelerate_recipes.models import load_classifier
 from accelerate_recipes.pretrained import Kind, read_tokenizer
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
@@ -49,7 +49,7 @@ def make_data(run: Run[Args]) -> tuple[PreTrainedTokenizerBase, StepLoader, RowL
     tables = on_first_of_machine_before_others(args.read_rows)
     for part, table in tables.items():
         check_texts_or_messages(table, ["text", "label"], args.sources[part])
-    labels = sorted({label for table in tables.values() for label in table["label"]})
+    labels = class_names(label for table in tables.values() for label in table["label"])
     make = partial(make_row, tokenizer, args, labels)
     rows = {part: Rows(table, make) for part, table in args.sides(tables, "text").items()}
     content = checksum_of_rows(tables["train"], tables["train"].column_names)
@@ -58,8 +58,7 @@ def make_data(run: Run[Args]) -> tuple[PreTrainedTokenizerBase, StepLoader, RowL
 
 
 def make_model(args: Args, labels: list[str]) -> PreTrainedModel:
-    settings = load_settings(args) | cache.pinned(args.model_name_or_path) | {"id2label": dict(enumerate(labels))}
-    return AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, **settings)
+    return load_classifier(AutoModelForSequenceClassification, args.model_name_or_path, labels, **load_settings(args))
 
 
 def predict(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

@@ -38,7 +38,7 @@ from accelerate_recipes.vision.classifiers import (
     image_loss,
     image_size_problems,
     images_trial,
-    load_classifier,
+    load_image_classifier,
     load_image_processor,
     new_classifier,
     new_image_processor,
@@ -81,7 +81,7 @@ def requirements(args: Args) -> Requirements:
 def make_model(args: Args, names: list[str]) -> PreTrainedModel:
     if args.from_scratch:
         return new_classifier(args, names, args.param_dtype)
-    return load_classifier(args.model_name_or_path, names, **load_settings(args))
+    return load_image_classifier(args.model_name_or_path, names, **load_settings(args))
 
 
 def loss_fn(args: Args) -> Callable:

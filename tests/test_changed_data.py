@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import datasets
 import pytest
+from datasets import load_from_disk
 from helpers import ROOT
 from huggingface_hub import constants
 
@@ -18,11 +19,12 @@ from accelerate_recipes.data.rows import make_train_loader
 from accelerate_recipes.data.shards import shards_version
 from accelerate_recipes.data.streams import StreamLoader
 from accelerate_recipes.data.text import TextShards
-from accelerate_recipes.data.text_pairs import PairArgs
+from accelerate_recipes.data.text_pairs import PairArgs, prepare_pairs
 from accelerate_recipes.data.token_shards import pretokenize
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.games.games import GamesArgs, prepare_games
 from accelerate_recipes.life.watch import SECONDS_TO_MISS, Watch
-from accelerate_recipes.tokenizers import new_word_tokenizer
+from accelerate_recipes.tokenizers import new_bpe_tokenizer, new_word_tokenizer
 
 
 def change(file: Path, content: str) -> None:
@@ -69,6 +71,34 @@ def test_pairs_to_prefer_from_belong_to_the_model_that_made_them(tmp_path):
     assert before == dpo.pair_file(args, tmp_path / "positions")
     change(weights, "1235")
     assert before != dpo.pair_file(args, tmp_path / "positions")
+
+
+def test_a_tokenizer_with_other_special_tokens_makes_its_own_rows(tmp_path):
+    """A base and its model of answers share a tokenizer.json. They make rows of their own, of games and of pairs."""
+    moves = [("e2e4", second) for second in ("e7e5", "c7c5", "e7e6", "c7c6", "d7d5", "g8f6", "g7g6", "b8c6")]
+    games, pairs = tmp_path / "games.jsonl", tmp_path / "pairs.jsonl"
+    games.write_text("".join(json.dumps({"Moves": game}) + "\n" for game in moves))
+    pairs.write_text("".join(json.dumps({"source": first, "target": second}) + "\n" for first, second in moves[1:]))
+    others = GamesArgs(train_files=[str(games)], heldout_share=0.5, num_positions=3, data_cache_dir=str(tmp_path))
+    of_pairs = PairArgs(
+        train_files=[str(pairs)], eval_files=[str(pairs)], source_column="source", target_column="target", dataset_config="",
+        data_cache_dir=str(tmp_path),
+    )  # fmt: skip
+    base, answers, other_begin = (
+        new_word_tokenizer(sorted({move for game in moves for move in game})) for _ in range(3)
+    )
+    answers.eos_token, other_begin.bos_token = answers.pad_token, answers.pad_token
+    for tokenizer in (base, answers, other_begin):
+        assert tokenizer.backend_tokenizer.to_str() == base.backend_tokenizer.to_str()
+        rows = load_from_disk(prepare_games(tokenizer, others, max_length=8, seed=0) / "train")["input_ids"]
+        assert {row[0] for row in rows} == {tokenizer.bos_token_id} and {row[-1] for row in rows} == {
+            tokenizer.eos_token_id
+        }
+    ending, other_end = (new_bpe_tokenizer(["e2e4"], 300, "$A </s>") for _ in range(2))
+    assert prepare_pairs(ending, of_pairs).is_dir()
+    other_end.eos_token = other_end.pad_token
+    with pytest.raises(ConfigError, match="does not put its end token behind a text"):
+        prepare_pairs(other_end, of_pairs)
 
 
 def test_checksum_of_rows():

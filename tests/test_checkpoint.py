@@ -43,7 +43,7 @@ from accelerate_recipes.engine import dump_non_finite
 from accelerate_recipes.errors import ConfigError, NonFiniteError
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import read_status
-from accelerate_recipes.models import new_model
+from accelerate_recipes.models import new_model, with_classes
 from accelerate_recipes.optim import make_scheduler
 
 
@@ -573,6 +573,21 @@ def test_a_checkpoint_of_another_model_is_refused(make_run):
         ConfigError, match=r"holds another model: lm_head\.weight has the shape \(50, 16\) there and \(50, 32\) here"
     ):
         other.resume()
+
+
+def test_a_checkpoint_of_other_classes_is_refused(make_run):
+    """A class is a number in the labels and a row in the weights: other names would train other rows."""
+    run = make_run()
+    with_classes(run.artifacts[0], ["0", "1", "10", "2"])
+    saved = save(run, 10)
+    for names, number, before, now in ((["0", "1", "2", "10"], 2, "10", "2"), (["0", "1", "10"], 3, "2", "none")):
+        other = make_run(resumed_from=saved)
+        with_classes(other.artifacts[0], names)
+        with pytest.raises(ConfigError, match=rf"4 classes, .* {len(names)}: number {number} is '{before}' .* '{now}'"):
+            other.resume()
+    same = make_run(resumed_from=saved)
+    with_classes(same.artifacts[0], ["0", "1", "10", "2"])
+    assert same.resume() == 10
 
 
 def test_what_is_kept(make_run):

@@ -21,6 +21,7 @@ from PIL import Image
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.augmentation import Augmentation, decode, image_size, random_box
+from accelerate_recipes.data.files import class_names
 from accelerate_recipes.data.images import ImageArgs, Images, Labelled, collate_images, groups_of_alike, load_images
 from accelerate_recipes.data.prepared import check_content
 from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader
@@ -236,6 +237,29 @@ def test_every_source_gives_the_same_images(parquet, tmp_path):
             tar.addfile(member, io.BytesIO(content))
     with pytest.raises(DataError, match=r"shard-0\.tar has two labels called x; give each image its own name"):
         sides([str(shards[0])])
+
+
+def test_labels_that_are_numbers_are_in_their_order(tmp_path):
+    """The texts of a tar give the classes of Parquet's numbers: 2 comes before 10, and what is not a number by its letters."""
+    numbers = [0, 1, 2, 10, 11]
+    rows = {"image": [{"bytes": png(i), "path": None} for i in range(20)], "label": [numbers[i % 5] for i in range(20)]}
+    Dataset.from_dict(rows, features=Features({"image": ImageColumn(), "label": Value("int64")})).to_parquet(
+        tmp_path / "images.parquet"
+    )
+    with tarfile.open(tmp_path / "images.tar", "w") as tar:
+        for i in range(20):
+            for suffix, content in (("png", png(i)), ("cls", b"%d" % numbers[i % 5])):
+                member = tarfile.TarInfo(f"{i:02}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    of_parquet, of_tar = (sides([str(tmp_path / f"images.{kind}")]) for kind in ("parquet", "tar"))
+    assert of_tar[2] == of_parquet[2] == ["0", "1", "2", "10", "11"]
+    assert np.array_equal(of_tar[0].labels, of_parquet[0].labels)
+    assert class_names(["b", "10", "2", "10"]) == ["10", "2", "b"] and class_names(["3", "-1", "03"]) == [
+        "-1",
+        "03",
+        "3",
+    ]
 
 
 @pytest.mark.parametrize("kind", ["folder", "parquet"])

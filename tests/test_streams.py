@@ -23,6 +23,10 @@ import pytest
 import torch
 from helpers import ROOT
 from huggingface_hub import constants
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs, resolve
@@ -1018,6 +1022,34 @@ def test_a_full_disk_names_the_folder_of_tokens(text_shards, tokenizer, tmp_path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert is_full(caught.value) and str(tmp_path) in caught.value.filename
+
+
+def test_pretokenised_numbers_above_65535(tmp_path):
+    """The largest number decides how many bytes a token has, not how many tokens there are; tokens cut to 2 are refused."""
+    vocabulary = {"<s>": 0, "</s>": 1, "<unk>": 2, "a": 65535, "b": 70000}
+    file = write_shard(tmp_path / "c4-train.0.json.gz", ["a b", "b"])
+    for names, dtype in ((["a"], "<u2"), (["a", "b"], "<u4")):
+        chosen = {token: n for token, n in vocabulary.items() if token in names or n < 3}
+        backend = Tokenizer(WordLevel(chosen, unk_token="<unk>"))
+        backend.pre_tokenizer = WhitespaceSplit()
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        )
+        folder = tmp_path / dtype
+        tokens = pretokenize(folder, tokenizer, lambda: [file], {})
+        assert tokens.manifest["dtype"] == dtype
+        found = [tokens.tokens(0, [i]) for i in range(2)]
+        wanted = [[chosen.get(word, 2) for word in text.split()] + [1] for text in ("a b", "b")]
+        assert [next(one).tolist() for one in found] == wanted
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"dtype": "<u2"}))
+    with pytest.raises(ConfigError, match=r"dtype was <u2, is <u4.*another folder"):
+        pretokenize(folder, tokenizer, lambda: [file], {})
+
+
+def test_a_tokenizer_in_python_is_too_slow_for_a_stream(tmp_path):
+    with pytest.raises(ConfigError, match=r"a ByT5Tokenizer is written in Python.*tokenizer\.json"):
+        pretokenize(tmp_path, ByT5Tokenizer(), lambda: ["a.json.gz"], {})
 
 
 def test_pretokenised_shards_are_made_once(text_shards, tokenizer, tmp_path):

@@ -150,6 +150,19 @@ def test_second_example(forks, arguments, tmp_path):
     assert "rows.jsonl, row 200 has 2 words and 1 tags; give each word a tag" in log_of(tmp_path / "bad")
 
 
+def test_a_base_with_classes_of_its_own(arguments, tmp_path):
+    """The rows of a base go by the names of its labels, also where their number differs, and both tables of names agree."""
+    base = tiny_model("bert", AutoModelForSequenceClassification, id2label={0: "even", 1: "odd", 2: "zero"})
+    base.save_pretrained(tmp_path)
+    module = recipe.load(ROOT / "recipes/template.py")
+    args = module.Args(model_name_or_path=str(tmp_path), train_files=["texts.jsonl"])
+    for labels, rows in ((["zero", "even", "odd"], [2, 0, 1]), (["odd", "even"], [1, 0])):
+        model = module.make_model(args, labels)
+        assert torch.equal(model.classifier.weight, base.classifier.weight[rows])
+        assert model.config.label2id == {label: number for number, label in model.config.id2label.items()}
+        assert [*model.config.id2label.values()] == labels
+
+
 def test_too_few_texts_to_hold_any_out(forks, typed, arguments, tmp_path):
     """Too few texts are refused, because an evaluation of no rows would give no number."""
     out, texts = tmp_path / "out", tmp_path / "texts.jsonl"

@@ -14,10 +14,12 @@ import torch
 from datasets import Dataset, load_from_disk
 from helpers import ROOT
 from tiny import tiny_model
+from transformers import ByT5Tokenizer
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.files import falls_under
+from accelerate_recipes.data.prepared import tokens_key
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader
 from accelerate_recipes.data.text_pairs import PairArgs, Pairs, prepare_pairs
 from accelerate_recipes.errors import ConfigError, DataError
@@ -104,6 +106,16 @@ def test_every_kind_of_source(kind, prepare, tokenizer, tmp_path):
     for part in (train, heldout):
         assert part["source_ids"][:] == [tokenizer(source)["input_ids"] for source, _ in TEXTS]
         assert part["target_ids"][:] == [tokenizer(target)["input_ids"] for _, target in TEXTS]
+
+
+def test_bytes_as_tokens(prepare, tmp_path):
+    """ByT5's tokenizer is written in Python: it has no tokenizer.json."""
+    tokenizer = ByT5Tokenizer()
+    trained, evaluated = write_pairs(tmp_path / "a.jsonl", TEXTS[:2]), write_pairs(tmp_path / "b.jsonl", TEXTS[2:])
+    facts, train, heldout = prepare(tokenizer, train_files=[trained], eval_files=[evaluated])
+    assert train["source_ids"][:] == [[byte + 3 for byte in source.encode()] + [1] for source, _ in TEXTS[:2]]
+    assert texts_of(heldout) == [("None", ["NA"])] and facts["train"]["pairs"] == 2
+    assert tokens_key(tokenizer) != tokens_key(ByT5Tokenizer(extra_ids=0))
 
 
 def test_prefix_and_truncation(prepare, tokenizer, tmp_path):

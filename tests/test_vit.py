@@ -33,6 +33,7 @@ from accelerate_recipes.vision.classifiers import (
     flops_per_image,
     image_loss,
     image_size_problems,
+    load_image_classifier,
     new_classifier,
     new_vision_config,
 )
@@ -369,6 +370,40 @@ def test_new_models_and_their_layers(model_type):
     without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert without == []
     assert flops_per_image(model, size).attended > 6 * sum(p.numel() for p in model.parameters() if p.ndim == 2)
+
+
+@pytest.mark.parametrize("model_type", LAYERS)
+def test_rows_of_a_classifier_go_by_the_names_of_its_classes(model_type, tmp_path, capsys):
+    """Classes in another order, or fewer, keep their logits; a class that the base lacks gets a new row, and is counted."""
+    base = new_classifier(architecture(model_type), ["car", "bus", "truck"], torch.float32)
+    initialize(base, 0, "cpu")
+    base.save_pretrained(tmp_path)
+    size = architecture(model_type).config_overrides["image_size"]
+    pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    wanted = dict(zip(["car", "bus", "truck"], base.eval()(pixel_values=pixels).logits.unbind(1), strict=True))
+    for names in (["bus", "car", "truck"], ["truck", "bus"], ["ape", "bus", "car"], ["ape", "bee", "cow"]):
+        model = load_image_classifier(str(tmp_path), names, dtype=torch.float32).eval()
+        assert f"{len(wanted.keys() & names)} of {len(names)} classes have the rows" in capsys.readouterr().out
+        assert model.config.id2label == dict(enumerate(names))
+        assert model.config.label2id == {name: number for number, name in enumerate(names)}
+        for name, found in zip(names, model(pixel_values=pixels).logits.unbind(1), strict=True):
+            if name in wanted:
+                torch.testing.assert_close(found, wanted[name])
+            else:
+                assert not any(torch.allclose(found, old, rtol=1e-3, atol=1e-4) for old in wanted.values())
+
+
+def test_classes_that_a_base_does_not_name_and_classes_of_one_name(tmp_path):
+    """Without names, a class of the base is called by its number; two classes of ImageNet are called crane."""
+    for of_base, names, rows in (
+        (["LABEL_0", "LABEL_1", "LABEL_2"], ["0", "1", "2"], [0, 1, 2]),
+        (["crane", "ape", "crane"], ["crane", "crane", "ape"], [0, 2, 1]),
+    ):
+        base = new_classifier(architecture("vit"), of_base, torch.float32)
+        initialize(base, 0, "cpu")
+        base.save_pretrained(tmp_path)
+        model = load_image_classifier(str(tmp_path), names, dtype=torch.float32)
+        assert torch.equal(model.classifier.weight, base.classifier.weight[rows])
 
 
 @pytest.mark.parametrize("reattention", [True, False])

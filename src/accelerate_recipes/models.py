@@ -1,6 +1,9 @@
 """Models: from a name, a folder or a configuration."""
 
+import copy
 import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -162,6 +165,54 @@ def new_model(
     attention, _ = choose(attn_implementation, config, dtype, has_boundaries, ranks_a_row() > 1)
     with torch.device("meta"):
         return made(AutoModelForCausalLM, config, dtype=dtype, attn_implementation=attention)
+
+
+def with_classes(config: PreTrainedConfig, names: Sequence[str]) -> PreTrainedConfig:
+    """Give a configuration the names of the classes."""
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: number for number, name in enumerate(names)}
+    return config
+
+
+def load_classifier(auto: Any, name: str, names: Sequence[str], **settings: Any) -> PreTrainedModel:
+    """Load a model as `auto`, a class of transformers, with the classes `names`, of texts, of tokens or of images.
+
+    In the output layer, a class has the row of its name in the files, and a class that has none gets a new row. A base that
+    does not name its classes calls them by their numbers.
+    """
+    config = load_config(name)
+    of_base = [str(n) if label == f"LABEL_{n}" else label for n, label in sorted(config.id2label.items())]
+    config.architectures = config.architectures or []  # transformers 5.23 reads it to choose a class of a DeiT
+    with torch.device("meta"):
+        one_more = made(auto, with_classes(copy.deepcopy(config), [*names, ""]))
+        model = made(auto, with_classes(config, names))
+    shapes = {weight: parameter.shape for weight, parameter in one_more.named_parameters()}
+    of_classes = [weight for weight, parameter in model.named_parameters() if parameter.shape != shapes[weight]]
+    weights = weights_in_files(model, name)
+    of_files = {weight: weights.pop(weight) for weight in of_classes if weight in weights}
+    place_of = {label: number for number, label in enumerate(occurrences(of_base))}
+    kept = {number: place_of[label] for number, label in enumerate(occurrences(names)) if label in place_of}
+    rows = {w: values[[*kept.values()]] for w, values in of_files.items() if len(values) == len(of_base)}
+    if len(kept) == len(names):
+        model = with_weights(model, name, weights | rows, settings)
+    else:  # transformers draws the whole layer, and says that it is new
+        model = with_weights(model, name, weights, settings)
+        for weight, values in rows.items():
+            parameter = model.get_parameter(weight).data
+            parameter[[*kept]] = values.to(parameter.dtype)
+    if rows and is_first():
+        print(f"Output layer: {len(kept)} of {len(names)} classes have the rows of their names in {name}", flush=True)
+    return model
+
+
+def occurrences(names: Iterable[str]) -> list[tuple[str, int]]:
+    """Number the occurrences of each name: two classes of ImageNet are called "crane"."""
+    counts: Counter[str] = Counter()
+    found = []
+    for name in names:
+        counts[name] += 1
+        found.append((name, counts[name]))
+    return found
 
 
 def classifier_on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from accelerate_recipes import adapters
 from accelerate_recipes.args import TrainArgs
@@ -273,6 +273,7 @@ class Checkpointer:
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         on_first_rank(lambda: files.check_base(checkpoint, marker, self.base))
         state = self._trained_state()
+        check_classes(checkpoint, self.artifacts[0])
         check_shapes(checkpoint, state["model"])
         dcp.load(state, storage_reader=StateReader(checkpoint / "state"), planner=StatePlanner())
         set_state_dict(
@@ -322,6 +323,19 @@ def broken_weight(model: nn.Module) -> str | None:
     largest = [torch.linalg.vector_norm(tensor, float("inf")).float() for tensor in held.values()]
     are_finite = torch.isfinite(torch.stack(largest)).tolist() if held else []
     return next((WRAPPERS.sub("", name) for name, good in zip(held, are_finite, strict=True) if not good), None)
+
+
+def check_classes(checkpoint: Path, config: PreTrainedConfig) -> None:
+    """Raise ConfigError if the classes of a checkpoint have other names, or other numbers, than those of the data."""
+    there = read_json(checkpoint / "config.json").get("id2label")  # None for those that transformers itself names
+    here = {str(number): name for number, name in (getattr(config, "id2label", None) or {}).items()}
+    if there and there != here:
+        number = next(number for number in there | here if there.get(number) != here.get(number))
+        raise ConfigError(
+            f"{checkpoint} has {len(there)} classes, and the data have {len(here)}: number {number} is "
+            f"{there.get(number, 'none')!r} there and {here.get(number, 'none')!r} here; give data with the same labels, or "
+            "begin anew in another --output_dir"
+        )
 
 
 def check_shapes(checkpoint: Path, model_state: dict[str, torch.Tensor]) -> None:

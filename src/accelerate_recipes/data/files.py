@@ -3,7 +3,7 @@
 import json
 import logging
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -162,6 +162,14 @@ def check_messages(values: "pa.ChunkedArray", where: str) -> None:
     ):
         number = next(i for i, found in enumerate(values.to_pylist()) if any(m["role"] is None for m in found))
         raise DataError(f"{where.format(f', row {number}')} has a message without a role")
+
+
+def class_names(labels: Iterable[str]) -> list[str]:
+    """List the different labels, in the order of numbers if all are numbers: 2 before 10."""
+    names = {*labels}
+    if all(name.removeprefix("-").isdecimal() for name in names):
+        return sorted(names, key=lambda name: (int(name), name))
+    return sorted(names)
 
 
 def falls_under(source: str, share: float) -> bool:

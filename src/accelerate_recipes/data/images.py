@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.augmentation import Augmentation, Preparation, decode
 from accelerate_recipes.data.documents import reading
-from accelerate_recipes.data.files import read_split
+from accelerate_recipes.data.files import class_names, read_split
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.shards import (
     HUB,
@@ -189,7 +189,11 @@ def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
     for name, table in tables.items():
         check_columns(table, args, args.sources[name])
     all_classes = tables.get("train", tables.get("test"))
-    names = class_names(all_classes.features[args.label_column], all_classes.data.column(args.label_column))
+    of_labels = all_classes.features[args.label_column]
+    if isinstance(of_labels, datasets.ClassLabel):
+        names = list(of_labels.names)
+    else:
+        names = class_names(map(str, all_classes.data.column(args.label_column).unique().to_pylist()))
     sides = {}
     for name, table in tables.items():
         images = table.select_columns([args.image_column]).rename_columns({args.image_column: "image"})
@@ -228,15 +232,6 @@ def check_columns(table: "datasets.Dataset", args: ImageArgs, source: str) -> No
     for column in (args.image_column, args.label_column):
         if missing := table.data.column(column).null_count:
             raise DataError(f"{source}: {column!r} is null in {missing} of {len(table)} rows")
-
-
-def class_names(feature: Any, labels: Any) -> list[str]:
-    """List the names of the classes, in the order of their numbers."""
-    import datasets
-
-    if isinstance(feature, datasets.ClassLabel):
-        return list(feature.names)
-    return [str(label) for label in sorted(labels.unique().to_pylist())]
 
 
 def numbered(table: "datasets.Dataset", column: str, names: Sequence[str], source: str) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
+from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.disk import naming, own_suffix
@@ -71,6 +72,24 @@ def leaf_arrays(name: str, array: "pa.Array") -> Iterator[tuple[str, bytes | np.
         yield name, np.ascontiguousarray(array.fill_null(0))
     else:
         yield name, "".join(f"{value!r}\n" for value in array.to_pylist()).encode()
+
+
+def tokens_key(tokenizer: PreTrainedTokenizerBase) -> list:
+    """Return all that decides the tokens of a text, for the key of a cache.
+
+    A base and the model trained on its answers often share one tokenizer.json, and differ in the tokens that begin and end.
+    """
+    settings = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.split_special_tokens]
+    return [backend_checksum(tokenizer), *settings]
+
+
+def backend_checksum(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Compute a checksum of a tokenizer's file, or, of one in Python such as ByT5's, of its class and vocabulary."""
+    if tokenizer.is_fast:
+        content = tokenizer.backend_tokenizer.to_str()
+    else:
+        content = repr([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
+    return xxhash.xxh64_hexdigest(content.encode())
 
 
 def chunks_of(rows: "Dataset", column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:

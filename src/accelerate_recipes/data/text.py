@@ -170,6 +170,11 @@ class TextShards:
     def __post_init__(self):
         if self.tokenizer.eos_token_id is None:
             raise ConfigError("the tokenizer has no end token, which would end each document; set its eos_token")
+        if not self.tokenizer.is_fast:
+            raise ConfigError(
+                f"a {type(self.tokenizer).__name__} is written in Python, and too slow for a stream of text; give a "
+                "tokenizer that has a tokenizer.json"
+            )
         bos = self.tokenizer.bos_token_id
         self.bos = [bos] if bos is not None and self.tokenizer("a")["input_ids"][0] == bos else []
         # Use a copy: other callers change the truncation and padding of the original.

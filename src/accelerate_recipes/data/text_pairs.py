@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.files import falls_under, file_kind, read_split
 from accelerate_recipes.data.heldout import RowsArgs, in_folders
-from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, lengths_of, num_proc
+from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, lengths_of, num_proc, tokens_key
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.sequence import IGNORE_INDEX
@@ -141,7 +140,7 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
     settings = {
         "sources": args.version(),
         "columns": args.columns,
-        "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
+        "tokenizer": tokens_key(tokenizer),
         "settings": [args.task_prefix, *lengths, args.skip_bad_pairs, args.heldout_share],
         "version": VERSION,
     }

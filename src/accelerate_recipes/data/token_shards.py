@@ -2,8 +2,8 @@
 
 A folder holds `manifest.json`, what the tokens are made from, and for text shard i,
 
-    shard-<i>.tokens     the tokens of its documents, one after another, little-endian uint16, or uint32 for more than
-                         65,536 different tokens; behind them, where each document ends in them, uint64. It is read
+    shard-<i>.tokens     the tokens of its documents, one after another, little-endian uint16, or uint32 if the largest
+                         token has a number above 65,535; behind them, where each document ends in them, uint64. It is read
                          through a memory map
     shard-<i>.json       size and checksum of that file, and of the text, if that is a file; written last, so a shard
                          with this file is finished
@@ -21,6 +21,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.data.documents import is_remote
+from accelerate_recipes.data.prepared import backend_checksum
 from accelerate_recipes.data.text import TextArgs, TextShards
 from accelerate_recipes.disk import checksum, fsync, naming, own_suffix, read_json, size_and_times, write_atomically
 from accelerate_recipes.errors import ConfigError, DataError
@@ -156,21 +157,21 @@ def pretokenize(
             here = find()
     key = {
         "text_column": text_column,
-        "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
+        "tokenizer": backend_checksum(tokenizer),
         "special_tokens": [tokenizer.bos_token_id, tokenizer.eos_token_id],
         "heldout_share": heldout_share,
+        "dtype": "<u2" if max(tokenizer.get_vocab().values()) < 2**16 else "<u4",
     }
     if not is_pretokenized(folder):
         source = TextShards(here or find(), tokenizer, text_column, heldout_share=heldout_share)
-        dtype = "<u2" if len(tokenizer) <= 2**16 else "<u4"
-        made_from = asked | key | {"dtype": dtype, "shards": [Path(shard).name for shard in source.shards]}
+        made_from = asked | key | {"shards": [Path(shard).name for shard in source.shards]}
         if rank == 0 and not (folder / MANIFEST).exists():
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / MANIFEST, json.dumps(made_from, indent=1))
         wait_for(folder / MANIFEST)
         check_key(folder, made_from)
         check_text(folder, source.shards)
-        tokenize_missing(folder, source, dtype, rank, world_size)
+        tokenize_missing(folder, source, key["dtype"], rank, world_size)
         for shard in range(len(source.shards)):  # also those of the other ranks
             wait_for(shard_file(folder, shard, "json"))
         for leftover in folder.glob("*.partial-*") if rank == 0 else ():  # files of killed attempts

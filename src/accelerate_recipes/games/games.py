@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.documents import reading
 from accelerate_recipes.data.files import falls_under, read_files
 from accelerate_recipes.data.packing import pack_documents
-from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, num_proc
+from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, num_proc, tokens_key
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games import rules
 from accelerate_recipes.hub import cache
@@ -114,7 +113,6 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
     Raises:
         ConfigError: for files without games, and for illegal moves unless `args.skip_bad_games`.
     """
-    tokens = xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode())
 
     def build(folder: Path, tmp: Path) -> dict:
         import datasets
@@ -145,7 +143,9 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
                 rules.mark_seen(facts["positions"], train_games)
         return facts
 
-    return cached(Path(args.data_cache_dir), {"games": args.game_key, "rows": [tokens, max_length, seed]}, build)
+    return cached(
+        Path(args.data_cache_dir), {"games": args.game_key, "rows": [tokens_key(tokenizer), max_length, seed]}, build
+    )
 
 
 def prepare_positions(args: PositionsArgs, seed: int) -> Path:

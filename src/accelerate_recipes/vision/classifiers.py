@@ -22,7 +22,7 @@ from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import count_labels
 from accelerate_recipes.metrics import Flops, trained_share
-from accelerate_recipes.models import classifier_on_meta
+from accelerate_recipes.models import classifier_on_meta, load_classifier, with_classes
 from accelerate_recipes.pretrained import Kind, load_config
 from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.trial import NotSimulatedError, Trial, config_of
@@ -64,30 +64,19 @@ def image_size_problems(args: Architecture) -> list[str]:
     return found
 
 
-def with_classes(config: PreTrainedConfig, names: list[str]) -> PreTrainedConfig:
-    """Give a configuration the names of the classes."""
-    config.id2label = dict(enumerate(names))
-    config.label2id = {name: number for number, name in enumerate(names)}
-    return config
-
-
 def new_classifier(args: Architecture, names: list[str], dtype: torch.dtype) -> PreTrainedModel:
     """Make a classifier of images on the meta device; `distributed.prepare` draws its first weights."""
     return by_layers(classifier_on_meta(with_classes(new_vision_config(args), names), dtype))
 
 
-def load_classifier(name: str, names: list[str], **settings: Any) -> PreTrainedModel:
-    """Load a model of images. It gets a new output layer for the classes `names`, unless it has one of this size.
+def load_image_classifier(name: str, names: list[str], **settings: Any) -> PreTrainedModel:
+    """Load a model of images as `load_classifier` does.
 
     Raises:
         ConfigError: for another kind of model.
     """
-    config = load_config(name)
-    check_classifier(config, name)
-    model = AutoModelForImageClassification.from_pretrained(
-        name, config=with_classes(config, names), ignore_mismatched_sizes=True, **settings, **cache.pinned(name)
-    )
-    return by_layers(model)
+    check_classifier(load_config(name), name)
+    return by_layers(load_classifier(AutoModelForImageClassification, name, names, **settings))
 
 
 def check_classifier(config: PreTrainedConfig, name: str) -> None:
