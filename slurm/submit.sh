@@ -222,7 +222,7 @@ run() {
     case $? in
     0) say "$next" ;;
     75)
-        say "$next; requeued, goes on from the newest checkpoint"
+        say "$next; it is requeued"
         trap '' USR1
         trap - TERM
         scontrol requeue "$SLURM_JOB_ID" || die "it could not be requeued; submit it again"

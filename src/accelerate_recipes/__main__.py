@@ -243,7 +243,7 @@ def verify_checkpoint(args: argparse.Namespace) -> None:
     from accelerate_recipes.checkpoint import files
 
     directory = args.directory
-    if reason := files.defect(directory) or files.damage(directory):
+    if reason := files.other_kind(directory, "checkpoint") or files.defect(directory) or files.damage(directory):
         raise ConfigError(f"{directory}: {reason}")
     marker = files.read_marker(directory)
     print(f"{directory}: step {marker['step']}, saved by {marker['world_size']} x {marker['strategy']}")
@@ -257,7 +257,14 @@ def list_checkpoints(args: argparse.Namespace) -> None:
     """Print a line for each directory named like a checkpoint: size, age, and whether it is complete."""
     from accelerate_recipes.checkpoint import files
 
-    for path in files.candidates(args.directory):
+    found = files.candidates(args.directory)
+    if not args.directory.is_dir():
+        raise ConfigError(f"{args.directory}: no such folder; give the output directory of a run")
+    if args.directory.is_dir() and files.other_kind(args.directory, "checkpoint") is None:
+        raise ConfigError(f"{args.directory}: it is a checkpoint; give the folder above it")
+    if not found:
+        print(f"{args.directory} holds no checkpoint")
+    for path in found:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         hours = (time.time() - path.stat().st_mtime) / 3600
         state = files.defect(path) or "complete"
@@ -278,8 +285,9 @@ def export_checkpoint(args: argparse.Namespace) -> None:
     from accelerate_recipes.checkpoint.export import check_shard_size, export
 
     check_shard_size(args.max_shard_size)
-    if reason := files.defect(args.checkpoint) or files.damage(args.checkpoint):
-        raise ConfigError(f"{args.checkpoint}: {reason}")
+    source = args.checkpoint
+    if reason := files.other_kind(source, "checkpoint") or files.defect(source) or files.damage(source):
+        raise ConfigError(f"{source}: {reason}")
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[args.dtype]
     settings = {"merge_adapter": args.merge_adapter, "text_only": args.text_only_export}
     try:
