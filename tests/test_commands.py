@@ -141,6 +141,19 @@ def test_sizes_of_files(size, tmp_path, monkeypatch, capfd):
     assert code == 1 and f"--max_shard_size {size!r} is not a size; give a number with KB, MB" in said
 
 
+@pytest.mark.parametrize(
+    "typed, meant",
+    [
+        (["prefligth"], "preflight"), (["checkpoint", "verfy", "x"], "verify"), (["k8s", "pytorchjb"], "pytorchjob"),
+        (["completion", "bsh"], "bash"), (["check-export", "--promt", "x", "y"], "--prompt"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_command(typed, meant, monkeypatch, capfd):
+    code, said = call(monkeypatch, capfd, *typed)
+    assert code == 2 and said.endswith(f"; did you mean {meant!r}?\n"), said
+    assert "did you mean" not in call(monkeypatch, capfd, "nonsense")[1]
+
+
 @pytest.fixture
 def mistaken(tmp_path, monkeypatch) -> Path:
     """Folders and files, below the working directory, that are not what a command asks for."""
