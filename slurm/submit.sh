@@ -20,6 +20,8 @@ say() { echo "submit.sh $(date +%T): $*"; }
 die() { say "error: $*" >&2; exit 1; }
 usage() { sed -n '2,/^#SBATCH/{/^#SBATCH/d;s/^# \{0,1\}//;p}' "$0"; } # the comment above
 
+NO_ARRAY="all tasks would share one output directory, and signals and requeues would reach all of them; submit a job for each run"
+
 # The login node checks the same as the job: offline, like the compute nodes.
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
@@ -48,31 +50,56 @@ plan() {
 
 ### On the login node
 
-# Prints the value of an sbatch flag, in any of its spellings: --nodes=4, --nodes 4, -N4, -N 4.
-value_of() { # LONG SHORT DEFAULT
-    local i value=$3
-    for ((i = 0; i < ${#flags[@]}; i++)); do
-        case ${flags[i]} in
-        "$1"=*) value=${flags[i]#*=} ;;
-        "$1" | "$2") value=${flags[i + 1]:-} ;;
-        "$2"[0-9]*) value=${flags[i]#"$2"} ;;
+# Flags of sbatch without a value, or with one only after `=`. Every other flag takes the next word.
+SWITCHES=" -h -H -k -O -Q -s -v -V -W --contiguous --exclusive --get-user-env --help --hold --ignore-pbs --nice --no-kill
+    --no-requeue --overcommit --oversubscribe --parsable --propagate --quiet --reboot --requeue --resv-ports --spread-job
+    --stepmgr --test-only --usage --use-min-nodes --verbose --version --wait "
+# Flags that are read here, or refused.
+READ=(--array --cpus-per-task --gpus --gpus-per-node --gpus-per-socket --gpus-per-task --gres --nodes --signal --tres-per-task)
+declare -A LONG=([-a]=--array [-c]=--cpus-per-task [-G]=--gpus [-N]=--nodes)
+
+# Puts the values of sbatch's flags into `asked`, under their long names: --nodes=4, --nodes 4, -N4, -N 4, -N=4.
+read_flags() { # FLAGS OF SBATCH
+    local word name long
+    while (($#)); do
+        word=$1
+        shift
+        case $word in
+        --*) name=${word%%=*} ;;
+        -?*) name=${word:0:2} ;;
+        *) die "put -- before $word: what stands before it is for sbatch" ;;
         esac
+        for long in "${READ[@]}"; do
+            [[ " ${READ[*]} " == *" $name "* || $long != "$name"* ]] || die "$name: write it out, $long"
+        done
+        name=${LONG[$name]:-$name}
+        if [[ $word == --*=* ]]; then
+            asked[$name]=${word#*=}
+        elif [[ $SWITCHES =~ [[:space:]]"$name"[[:space:]] ]]; then
+            [[ $word == --* || ${#word} == 2 ]] || set -- "-${word:2}" "$@" # several in one word: -Qv
+        elif [[ $word != --* && ${#word} -gt 2 ]]; then
+            word=${word:2}
+            asked[$name]=${word#=}
+        else
+            (($#)) || die "$word needs a value"
+            asked[$name]=$1
+            shift
+        fi
     done
-    echo "$value"
 }
 
 # Prints the number of GPUs of a node, from --gpus-per-node (8, h100:8), else from --gres (gpu, gpu:8, gpu:h100:8, among
-# other resources).
+# other resources). What is no number is printed as it is.
 num_gpus() { # GPUS_PER_NODE GRES
-    local part number sum=0 wanted=${1:-$2}
+    local part sum=0 wanted=${1:-$2}
     for part in ${wanted//,/ }; do
-        number=${part##*:}
         if [[ -z $1 ]]; then
-            [[ $part =~ ^(gres[:/])?gpu(:|$) ]] || continue
-            [[ $number =~ ^[0-9]+$ ]] || number=1
+            [[ $part =~ ^(gres[:/])?gpu(:.*)?$ ]] || continue
+            part=${BASH_REMATCH[2]#:}
+            [[ $part =~ ^([^:]*[^:0-9][^:]*)?$ ]] && part=1 # no number: gpu, gpu:h100
         fi
-        [[ $number =~ ^[0-9]+$ ]] || { echo "$1"; return; }
-        sum=$((sum + 10#$number))
+        [[ $part =~ ^([^:]+:)?([0-9]+)$ ]] || { echo "$wanted"; return; }
+        sum=$((sum + 10#${BASH_REMATCH[2]}))
     done
     echo "$sum"
 }
@@ -87,25 +114,48 @@ gpu_name() { # GPUS_PER_NODE GRES
     [[ $name =~ ^[0-9]*$ ]] || python -m accelerate_recipes.gpus "$name"
 }
 
+# Prints a request for GPUs as one of --gres: without the cores behind each name that sinfo shows, gpu:h100:8(S:0-1), and
+# with `:` where Slurm also takes `=`, gres/gpu=8.
+plain() { # REQUEST
+    local words=$1
+    while [[ $words =~ ^(.*)\([^\)]*\)(.*)$ ]]; do words=${BASH_REMATCH[1]}${BASH_REMATCH[2]}; done
+    echo "${words//=/:}"
+}
+
 submit() {
-    local flags=() nodes gpus gres gpu cpus defaults problems=0
+    local flags=() nodes gpus gres gpu cpus signal name defaults problems=0
+    local -A asked=(
+        [--array]=${SBATCH_ARRAY_INX:-} [--cpus-per-task]=1 [--gpus]=${SBATCH_GPUS:-} [--gpus-per-node]=${SBATCH_GPUS_PER_NODE:-}
+        [--gpus-per-task]=${SBATCH_GPUS_PER_TASK:-} [--gres]=${SBATCH_GRES:-} [--nodes]=1 [--signal]=${SBATCH_SIGNAL:-}
+    )
     while (($#)); do
         if [[ $1 == -- ]]; then shift; break; fi
-        [[ $1 == *.yaml || $1 == *.py ]] && die "put -- before $1: what stands before it is for sbatch"
-        [[ $1 == -G* || $1 == --gpus=* || $1 == --gpus ]] && die "$1 leaves open how many each node has; give --gpus-per-node"
         flags+=("$1")
         shift
     done
-    nodes=$(value_of --nodes -N 1)
-    gpus=$(value_of --gpus-per-node --gpus-per-node "${SBATCH_GPUS_PER_NODE:-}")
-    gres=$(value_of --gres --gres "${SBATCH_GRES:-}")
+    read_flags "${flags[@]}"
+    [[ -z ${asked[--array]} ]] || die "--array ${asked[--array]}: $NO_ARRAY"
+    [[ ${asked[--tres-per-task]:-} == *gpu* ]] || unset "asked[--tres-per-task]"
+    for name in --gpus --gpus-per-socket --gpus-per-task --tres-per-task; do
+        [[ -z ${asked[$name]:-} ]] || die "$name ${asked[$name]} leaves open how many each node has; give --gpus-per-node"
+    done
+    nodes=${asked[--nodes]}
+    cpus=${asked[--cpus-per-task]}
+    gpus=$(plain "${asked[--gpus-per-node]}")
+    gres=$(plain "${asked[--gres]}")
     gpu=$(gpu_name "$gpus" "$gres")
     gpus=$(num_gpus "$gpus" "$gres")
-    cpus=$(value_of --cpus-per-task -c 1)
-    [[ $nodes$gpus$cpus =~ ^[0-9]+$ ]] || die "--nodes $nodes, --gpus-per-node $gpus and --cpus-per-task $cpus must be numbers"
+    [[ "$nodes $gpus $cpus" =~ ^[0-9]+\ [0-9]+\ [0-9]+$ ]] ||
+        die "--nodes $nodes, --gpus-per-node $gpus and --cpus-per-task $cpus must be numbers"
     # Report everything that is wrong with the run and with the request at once.
     plan "$nodes" "$gpus" "$cpus" "$gpu" "$@" || problems=1
-    defaults=(--job-name="$(basename "${COMMAND[0]:-chess}" .py)" --signal="B:USR1@${SIGNAL_SECONDS:-300}")
+    signal=B:USR1@${SIGNAL_SECONDS:-300}
+    if [[ ! ${asked[--signal]:=$signal} =~ ^B:(SIG)?USR1(@[0-9]+)?$ ]]; then
+        say "error: --signal ${asked[--signal]} takes the place of --signal=$signal, at which the job saves and requeues itself;" \
+            "leave it out, or give B:USR1 with other seconds" >&2
+        problems=1
+    fi
+    defaults=(--job-name="$(basename "${COMMAND[0]:-chess}" .py)" --signal="${asked[--signal]}")
     sbatch --test-only "${defaults[@]}" "${flags[@]}" slurm/submit.sh || problems=1
     ((problems == 0)) || die "nothing was queued"
     exec sbatch "${defaults[@]}" "${flags[@]}" slurm/submit.sh "$@"
@@ -126,6 +176,7 @@ on_signal() { # NAME
 run() {
     local restart=${SLURM_RESTART_COUNT:-0} node addr port end per_node pid seen rc state count next signalled=()
     ((restart <= MAX_RESTARTS)) || die "restarted $restart times, MAX_RESTARTS is $MAX_RESTARTS"
+    [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || die "--array: $NO_ARRAY"
     trap 'on_signal USR1' USR1
     trap 'on_signal TERM' TERM # Slurm kills what is left after KillWait
     plan "$SLURM_NNODES" "${SLURM_GPUS_ON_NODE:-0}" "${SLURM_CPUS_ON_NODE:-1}" "" "$@" || exit 1
@@ -171,7 +222,7 @@ run() {
     case $? in
     0) say "$next" ;;
     75)
-        say "$next; requeued, goes on from the newest checkpoint"
+        say "$next; it is requeued"
         trap '' USR1
         trap - TERM
         scontrol requeue "$SLURM_JOB_ID" || die "it could not be requeued; submit it again"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import jsonschema
 import pytest
 import yaml
-from helpers import ROOT
+from helpers import REPOSITORY, ROOT
 
 from accelerate_recipes import __main__, recipe
 from accelerate_recipes.args import TrainArgs, arg, resolve
@@ -127,6 +127,39 @@ def test_flags_of_the_launcher_behind_the_recipe(flag):
     _, problems = resolve(args_class, [f"--{flag}", "true"], world_size=1)
     said = f"is not an argument of the recipe: put it before the recipe: `accelerate launch --{flag} ... RECIPE`"
     assert problems == [f"--{flag} (on the command line) {said}"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("num_proceses", "num_processes"), ("main_proces_port", "main_process_port"), ("num-machine", "num_machines")],
+)
+def test_misspelt_flags_of_the_launcher_behind_the_recipe(typed, meant):
+    """They are nearer than any argument of the recipe, and the message says where they stand."""
+    args_class = recipe.load(ROOT / "recipes/chess.py").Args
+    _, problems = resolve(args_class, [f"--{typed}", "2"], world_size=1)
+    place = f"It stands before the recipe: `accelerate launch --{meant} ... RECIPE`"
+    assert problems == [
+        f"unknown argument {typed.replace('-', '_')!r} on the command line; did you mean {meant!r}? {place}"
+    ]
+    assert "accelerate launch" not in resolve(JobArgs, [f"--{typed}", "2"], world_size=1)[1][0]
+
+
+@pytest.mark.parametrize(
+    ("script", "typed", "said"),
+    [
+        ("c4", "llama3", "recipes/configs/c4 holds laptop.yaml, laptop_long.yaml, llama2_13b.yaml"),
+        ("t5", "configs/t5/laptop.yaml", "did you mean recipes/configs/t5/laptop.yaml?"),
+        ("t5", "laptop", "did you mean recipes/configs/t5/laptop.yaml?"),
+        ("template", "laptop", ""),
+    ],
+)
+def test_a_preset_that_is_not_there(script, typed, said, monkeypatch):
+    """The message lists those of the recipe, or names the one that was meant."""
+    monkeypatch.chdir(REPOSITORY)
+    args_class = recipe.load(ROOT / f"recipes/{script}.py").Args
+    _, problems = resolve(args_class, ["--config", typed], world_size=1)
+    assert problems[0].startswith(f"--config {typed}: no such file{'; ' if said else ''}{said}")
+    assert said or problems[0].endswith("no such file")
 
 
 def test_what_is_no_field_of_a_model_has_no_hint_at_one():

@@ -652,7 +652,13 @@ def test_what_a_run_may_continue(make_run, tmp_path, capsys):
     with pytest.raises(ConfigError, match="--total_batch_size was 16 and is now 99"):
         find_resume(args)
     args.resume_from_checkpoint = str(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match="no such checkpoint"):
+    with pytest.raises(ConfigError, match="nothing: there is no such folder; give latest, none, or"):
+        find_resume(args)
+    args.resume_from_checkpoint = str(old.parent)
+    with pytest.raises(ConfigError, match=f"a run, whose newest checkpoint is {old}; give latest, none, or"):
+        find_resume(args)
+    args.resume_from_checkpoint = str(shutil.copytree(old, tmp_path / "best"))
+    with pytest.raises(ConfigError, match="best: its name must be checkpoint-STEP"):
         find_resume(args)
 
 
@@ -675,7 +681,7 @@ def test_the_same_command_goes_on(make_run, tmp_path, begins_with):
     with pytest.warns(UserWarning, match="the file is damaged"):
         assert agree_on_resume(run.accelerator, args) == newer
     args.learning_rate = 0.5  # another command
-    with pytest.raises(ConfigError, match=r"would overwrite .*checkpoint-20|no such checkpoint"):
+    with pytest.raises(ConfigError, match=r"would overwrite .*checkpoint-20|no such folder"):
         find_resume(args)
 
 

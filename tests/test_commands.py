@@ -141,6 +141,68 @@ def test_sizes_of_files(size, tmp_path, monkeypatch, capfd):
     assert code == 1 and f"--max_shard_size {size!r} is not a size; give a number with KB, MB" in said
 
 
+@pytest.mark.parametrize(
+    "typed, meant",
+    [
+        (["prefligth"], "preflight"), (["checkpoint", "verfy", "x"], "verify"), (["k8s", "pytorchjb"], "pytorchjob"),
+        (["completion", "bsh"], "bash"), (["check-export", "--promt", "x", "y"], "--prompt"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_command(typed, meant, monkeypatch, capfd):
+    code, said = call(monkeypatch, capfd, *typed)
+    assert code == 2 and said.endswith(f"; did you mean {meant!r}?\n"), said
+    assert "did you mean" not in call(monkeypatch, capfd, "nonsense")[1]
+
+
+@pytest.fixture
+def mistaken(tmp_path, monkeypatch) -> Path:
+    """Folders and files, below the working directory, that are not what a command asks for."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "new", "run/checkpoint-5", "run/checkpoint-20", "run/export", "run/checkpoint-9.partial"):
+        Path(name).mkdir(parents=True)
+    for name in ("new/args.yaml", "run/args.yaml", "run/checkpoint-20/complete.json", "run/export/config.json", "file"):
+        Path(name).touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "command, given, said",
+    [
+        ("checkpoint verify", "nothing", "nothing: there is no such folder"),
+        ("checkpoint verify", "file", "file: it is a file"),
+        ("checkpoint verify", "run", "whose newest checkpoint is run/checkpoint-20"),
+        ("checkpoint verify", "new", "a run, which has no checkpoint yet"),
+        ("checkpoint verify", "empty", "empty: it holds no complete.json"),
+        ("checkpoint verify", "run/export", "it is an export, not a checkpoint"),
+        ("checkpoint verify", "run/checkpoint-5", "it has no complete.json: the save was interrupted"),
+        ("checkpoint verify", "run/checkpoint-9.partial", "it has no complete.json: the save was interrupted"),
+        ("checkpoint list", "nothing", "nothing: no such folder"),
+        ("checkpoint list", "file", "file: no such folder"),
+        ("checkpoint list", "run/checkpoint-20", "run/checkpoint-20: it is a checkpoint; give the folder above it"),
+        ("export", "run", "whose newest checkpoint is run/checkpoint-20"),
+        ("export", "nothing", "nothing: there is no such folder"),
+        ("check-export", "nothing", "nothing is no export: there is no such folder"),
+        ("check-export", "run", "run is no export: it is the output directory of a run, whose export is run/export"),
+        ("check-export", "new", "new is no export: it is the output directory of a run, which has no export yet"),
+        ("check-export", "run/checkpoint-5", "it is a checkpoint; `python -m accelerate_recipes export` turns"),
+        ("check-export", "empty", "it holds no config.json or adapter_config.json"),
+        ("push", "run", "run is no export: it is the output directory of a run, whose export is run/export"),
+        ("evaluate", "run", "whose export is run/export"),
+    ],
+)
+def test_a_folder_that_is_something_else(command, given, said, mistaken, monkeypatch, capfd):
+    """The message says what it is, and which was meant."""
+    more = {"push": ["me/tiny"], "evaluate": ["--tasks", "a"], "export": ["out"]}.get(command, [])
+    code, message = call(monkeypatch, capfd, *command.split(), given, *more)
+    assert code == 1 and said in message and message.count("error: ") == 1, message
+
+
+def test_a_run_without_checkpoints_has_a_line(mistaken, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["accelerate_recipes", "checkpoint", "list", "new"])
+    __main__.main()
+    assert capsys.readouterr().out == "new holds no checkpoint\n"
+
+
 LONG = "x" * 5000
 COMMANDS = [
     ["preflight"], ["plan"], ["schema", "--json"], ["prepare"], ["download"], ["k8s", "pytorchjob"], ["k8s", "trainjob"], ["requeue"], ["verify"],

@@ -379,7 +379,7 @@ def test_everything_wrong_at_once(monkeypatch, tmp_path):
         "unknown argument 'lerning_rate' on the command line; did you mean 'learning_rate'?",
         "--output_dir /proc/nowhere cannot be written to: ",
         "--data_cache_dir /proc/cache cannot be written to: ",
-        "/checkpoint-1: no such checkpoint; give latest, none, or a path",
+        "/checkpoint-1: there is no such folder; give latest, none, or a checkpoint's path",
         "model 'nobody/nothing' is not in ",
         "dataset 'laion/strategic_game_chess' (**/chess_game_0001.parquet) is not in ",
     ):

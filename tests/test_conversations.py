@@ -788,7 +788,7 @@ def test_a_run_is_compared_with_its_export(forks, base, tmp_path, monkeypatch, c
         check_export(out / "export", None, 3)
     for file in (out / "export").glob("away-*"):
         file.rename(file.with_name(file.name.removeprefix("away-")))
-    with pytest.raises(ConfigError, match="it is no export"):
+    with pytest.raises(ConfigError, match="is no export: it is the output directory of a run, whose export is"):
         check_export(tmp_path, None, 3)
 
 

@@ -21,6 +21,7 @@ from accelerate_recipes import distributed, upstream
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.launcher import launch_environment
+from accelerate_recipes.life import parent
 from accelerate_recipes.strategy import environment_problems, environment_warnings, lever_problems, lever_warnings
 from accelerate_recipes.upstream import choose_interface
 
@@ -264,6 +265,7 @@ OFFLOAD = FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true", "WORLD_SIZE": "2", "LOCAL_WORL
 def test_what_computes_on_the_cpu_has_all_its_cores(monkeypatch, num_devices, env, threads):
     """The launcher's limit of one thread a process is undone, also with GPUs if the optimizer steps on the CPU."""
     found = []
+    monkeypatch.setattr(parent, "threads_are_chosen", lambda: False)
     for name, value in ({"OMP_NUM_THREADS": "1"} | env).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))

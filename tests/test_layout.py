@@ -58,8 +58,8 @@ MAY_IMPORT = {
     "games": {"args", "data", "disk", "errors", "generation", "hub", "picture", "ranks"},
     "data": {"args", "attention", "disk", "errors", "hub", "life", "page", "picture", "ranks", "sequence"},
     "distributed": {
-        "args", "attention", "environment", "errors", "machine", "mixers", "optim", "probes", "ranks", "rotary",
-        "sequence", "slices", "strategy", "upstream", "weights",
+        "args", "attention", "environment", "errors", "life", "machine", "mixers", "optim", "probes", "ranks",
+        "rotary", "sequence", "slices", "strategy", "upstream", "weights",
     },
     "agenda": {"checkpoint", "errors", "life", "metrics", "profiling", "ranks", "report", "upstream"},
     "trial": {"adapters", "args", "data", "encoder_decoders", "errors", "hub", "losses", "models", "pretrained"},

@@ -64,6 +64,40 @@ def ends(process: int, seconds: float = 10) -> bool:
     return False
 
 
+# Starts the code in its last argument with one thread, unless threads are chosen, as launchers do; perhaps by a script.
+LIMITING = """
+import os, subprocess, sys
+env = {"OMP_NUM_THREADS": "1"} | os.environ | {"TORCHELASTIC_RUN_ID": "none"}
+command = ["bash", "-c", '"$@"; exit', "bash"] if "--no_python" in sys.argv else []
+subprocess.run([*command, sys.executable, "-c", sys.argv[-1]], env=env, check=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "threads, flags, chosen",
+    [
+        (None, (), False), ("1", (), True), ("3", (), True), (None, ("--num_cpu_threads_per_process", "1"), True),
+        (None, ("--num-cpu-threads-per-process=1",), True), (None, ("--no_python",), False), ("1", ("--no_python",), True),
+    ],
+)  # fmt: skip
+def test_who_has_chosen_the_threads(threads, flags, chosen):
+    """A launcher's limit of one thread differs from the same number in the environment of the user."""
+    env = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", *parent.LAUNCHED)}
+    env |= {"OMP_NUM_THREADS": threads} if threads else {}
+    told = "from accelerate_recipes.life import parent; print(parent.threads_are_chosen())"
+    command = [sys.executable, "-c", LIMITING, *flags, told]
+    assert subprocess.check_output(command, env=env, text=True, timeout=60).strip() == str(chosen)
+
+
+@pytest.mark.parametrize("threads", [None, "1"])
+def test_without_a_launcher_the_environment_is_the_users(threads, monkeypatch):
+    for name in ("OMP_NUM_THREADS", *parent.LAUNCHED):
+        monkeypatch.delenv(name, raising=False)
+    if threads:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert parent.threads_are_chosen() == bool(threads)
+
+
 @pytest.fixture
 def script(tmp_path):
     path = tmp_path / "recipe.py"

@@ -227,9 +227,15 @@ def test_what_the_hub_refuses(server, push, export):
 
 def test_what_is_no_export(server, push, export, tmp_path):
     (tmp_path / "empty").mkdir()
-    for folder in (tmp_path / "empty", tmp_path / "nowhere", export.parent):
+    shutil.copytree(export, tmp_path / "loaded", ignore=shutil.ignore_patterns("accelerate_recipes.json"))
+    for folder, what in {
+        tmp_path / "empty": "it holds no config.json",
+        tmp_path / "nowhere": "there is no such folder",
+        tmp_path / "loaded": "it holds no accelerate_recipes.json",
+        export.parent: f"it is the output directory of a run, whose export is {export}",
+    }.items():
         code, output = push(folder, "me/tiny")
-        assert code == 1 and f"{folder} is no export: it holds no accelerate_recipes.json" in output, output
+        assert code == 1 and f"{folder} is no export: {what}" in output, output
     outside = tmp_path / "secret"
     outside.write_text("not to be pushed")
     shutil.copytree(export, tmp_path / "evil")

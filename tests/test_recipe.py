@@ -86,7 +86,7 @@ def test_every_end_leaves_alike(run, capsys, error, code, state, reason):
     [
         (DataError("row 17"), "", 2, "row 17"),
         (ValueError("what nobody expected"), "", 1, "ValueError: what nobody expected"),
-        (Stopped("SIGTERM"), "75", 75, "Stopped by SIGTERM; the same command goes on from the newest checkpoint"),
+        (Stopped("SIGTERM"), "75", 75, "Stopped by SIGTERM before the first checkpoint; the same command begins again"),
         (Stopped("SIGTERM"), "0", 0, None),
         (Stopped("file /out/stop"), "75", 0, None),  # written by a person, who wants no restart
         (None, "", 0, None),
@@ -99,6 +99,17 @@ def test_a_run_that_fails_tells_its_launcher(run, tmp_path, monkeypatch, error, 
         monkeypatch.setenv("STOPPED_EXIT_CODE", exit_code)
     assert run(error)[0] == code
     assert (json.loads(file.read_text())["message"]["message"] if file.exists() else None) == message
+
+
+@pytest.mark.parametrize("name, goes_on", [("checkpoint-3", True), ("checkpoint-3.partial", False), ("", False)])
+def test_a_stopped_run_says_where_its_command_goes_on(run, tmp_path, capsys, name, goes_on):
+    """Before the first whole checkpoint it begins again: nothing that it promises is missing."""
+    (tmp_path / name).mkdir(exist_ok=True)
+    (tmp_path / name / "complete.json").touch()
+    run(Stopped("file stop"))
+    said = capsys.readouterr().out
+    assert ("goes on from the newest checkpoint" in said) == goes_on
+    assert ("before the first checkpoint; the same command begins again" in said) != goes_on
 
 
 @pytest.mark.filterwarnings("ignore:.*status.json is damaged")

@@ -30,11 +30,11 @@ def attempt(tmp_path, monkeypatch):
 
 def test_what_goes_on_and_what_does_not(attempt):
     assert attempt("5", 0, signalled=True, state="stopped", reason="SIGUSR1", step=10) == (
-        REQUEUE, "stopped at step 10: SIGUSR1",
+        REQUEUE, "stopped at step 10: SIGUSR1; the job goes on from step 10",
     )  # fmt: skip
     assert attempt("5", 1, state="stopped", reason="the job's end", step=20)[0] == REQUEUE
     assert attempt("5", 2, state="crashed", reason="rank 3 (on n7): gone", step=30)[0] == REQUEUE
-    assert attempt("5", 3, state="running", step=40) == (REQUEUE, "killed at step 40")
+    assert attempt("5", 3, state="running", step=40) == (REQUEUE, "killed at step 40; the job goes on from step 40")
     code, why = attempt("5", 4, state="failed", reason="step 41: loss nan", step=40)
     assert code == FAIL and "loss nan" in why
     assert attempt("6", 0, state="finished", step=50)[0] == DONE
@@ -58,7 +58,9 @@ def test_a_damaged_status_does_not_end_the_chain(attempt, tmp_path, content):
     (tmp_path / "status.json").write_bytes(content)
     (tmp_path / "attempts.jsonl").write_bytes(b'{"job": "5", "restarts": 0, "st')
     with pytest.warns(UserWarning, match="status.json is damaged"):
-        assert attempt("5", 0) == (REQUEUE, "crashed at step 0: status.json is damaged")
+        assert attempt("5", 0) == (
+            REQUEUE, "crashed at step 0: status.json is damaged; the job begins again, since no checkpoint was saved",
+        )  # fmt: skip
         assert attempt("5", 1, state="crashed")[0] == REQUEUE
     assert attempt("5", 2, state="crashed")[0] == FAIL
     assert len((tmp_path / "attempts.jsonl").read_text().splitlines()) == 3
@@ -92,15 +94,17 @@ def test_a_checkpoint_that_the_status_does_not_know(attempt, tmp_path):
     for name in ("checkpoint-12", "checkpoint-15.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "complete.json").touch()
-    assert attempt("5", 0, state="crashed", reason="gone", step=10) == (REQUEUE, "crashed at step 12: gone")
-    assert attempt("5", 1, state="running", step=12) == (REQUEUE, "killed at step 12")
+    assert attempt("5", 0, state="crashed", reason="gone", step=10) == (
+        REQUEUE, "crashed at step 12: gone; the job goes on from step 12",
+    )  # fmt: skip
+    assert attempt("5", 1, state="running", step=12)[1].startswith("killed at step 12;")
     assert attempt("5", 2)[0] == FAIL
 
 
 def test_a_status_of_an_earlier_attempt_is_not_taken_for_this_ones(attempt):
     """If this attempt ended before it wrote a status (nodes did not meet, no Python), an earlier status does not count."""
     attempt("5", 0, state="failed", reason="a bad row", step=10)
-    assert attempt("6", 0) == (REQUEUE, "crashed at step 10: before training")
+    assert attempt("6", 0) == (REQUEUE, "crashed at step 10: before training; the job goes on from step 10")
     assert attempt("6", 1)[0] == REQUEUE
     assert attempt("6", 2)[0] == FAIL
 

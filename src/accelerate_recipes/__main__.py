@@ -3,15 +3,16 @@
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from accelerate_recipes.disk import print_any_text
-from accelerate_recipes.errors import ConfigError, DataError, printable
+from accelerate_recipes.errors import ConfigError, DataError, printable, suggestion
 from accelerate_recipes.gpus import GPUS
 
 EXAMPLES = """\
@@ -32,9 +33,18 @@ examples, in the order of a run's life:
 RUN = "CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]"
 
 
+class Commands(argparse.ArgumentParser):
+    """Parser that names the command, or the choice, that a misspelt one is most like."""
+
+    def error(self, message: str) -> NoReturn:
+        if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
+            message += suggestion(found[1], re.findall("'(.+?)'", found[2]))
+        super().error(message)
+
+
 def command_parser() -> argparse.ArgumentParser:
     """Make the parser of all commands. What it returns holds in `call` the function that does the work."""
-    parser = argparse.ArgumentParser(
+    parser = Commands(
         description="Check, plan, launch and export runs of recipes.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -46,7 +56,7 @@ def command_parser() -> argparse.ArgumentParser:
     ) -> argparse.ArgumentParser:
         said = f"{help[0].upper()}{help[1:]}."
         command = to.add_parser(name, help=help, description=said, allow_abbrev=False, **settings)
-        command.set_defaults(call=call)
+        command.set_defaults(call=call, parser=command)
         if words:  # what follows the command, with the flags of another parser
             command.usage = f"{command.prog} {words}"
             command.add_argument("argv", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -107,7 +117,8 @@ def main() -> None:
         args.argv, rest = sys.argv[2:], []
     args.rest = rest
     if rest and args.command != "download":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        meant = suggestion(rest[0], args.parser._option_string_actions)
+        args.parser.error(f"unrecognized arguments: {' '.join(rest)}{meant}")
     sys.argv[0] += f" {args.command}"
     try:
         args.call(args)
@@ -243,7 +254,7 @@ def verify_checkpoint(args: argparse.Namespace) -> None:
     from accelerate_recipes.checkpoint import files
 
     directory = args.directory
-    if reason := files.defect(directory) or files.damage(directory):
+    if reason := files.other_kind(directory, "checkpoint") or files.defect(directory) or files.damage(directory):
         raise ConfigError(f"{directory}: {reason}")
     marker = files.read_marker(directory)
     print(f"{directory}: step {marker['step']}, saved by {marker['world_size']} x {marker['strategy']}")
@@ -257,7 +268,14 @@ def list_checkpoints(args: argparse.Namespace) -> None:
     """Print a line for each directory named like a checkpoint: size, age, and whether it is complete."""
     from accelerate_recipes.checkpoint import files
 
-    for path in files.candidates(args.directory):
+    found = files.candidates(args.directory)
+    if not args.directory.is_dir():
+        raise ConfigError(f"{args.directory}: no such folder; give the output directory of a run")
+    if args.directory.is_dir() and files.other_kind(args.directory, "checkpoint") is None:
+        raise ConfigError(f"{args.directory}: it is a checkpoint; give the folder above it")
+    if not found:
+        print(f"{args.directory} holds no checkpoint")
+    for path in found:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         hours = (time.time() - path.stat().st_mtime) / 3600
         state = files.defect(path) or "complete"
@@ -278,8 +296,9 @@ def export_checkpoint(args: argparse.Namespace) -> None:
     from accelerate_recipes.checkpoint.export import check_shard_size, export
 
     check_shard_size(args.max_shard_size)
-    if reason := files.defect(args.checkpoint) or files.damage(args.checkpoint):
-        raise ConfigError(f"{args.checkpoint}: {reason}")
+    source = args.checkpoint
+    if reason := files.other_kind(source, "checkpoint") or files.defect(source) or files.damage(source):
+        raise ConfigError(f"{source}: {reason}")
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[args.dtype]
     settings = {"merge_adapter": args.merge_adapter, "text_only": args.text_only_export}
     try:

@@ -6,6 +6,7 @@ All problems are reported at once, in one `ConfigError`.
 """
 
 import os
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from importlib.util import find_spec
@@ -363,9 +364,9 @@ def resolve(
     errors = [f"{token!r} does not belong to any flag" for token in stray]
     presets = [values for flag, values in flags if flag == "--config"]
     mappings = {action.dest for action in parser._actions if isinstance(action, Merge)}
-    groups = []
+    groups, script = [], getattr(sys.modules.get(args_class.__module__), "__file__", None)
     with noting(errors):
-        groups += read_preset(presets, mappings)
+        groups += read_preset(presets, mappings, script or "")
     groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
     # Parse each flag alone first, to find all errors. Then parse the flags without error together, in the same order: a flag
     # after the preset overrides it.

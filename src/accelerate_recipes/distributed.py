@@ -40,6 +40,7 @@ from accelerate_recipes.args import DTYPES, TrainArgs
 from accelerate_recipes.attention import keep_cudnn_from_masks
 from accelerate_recipes.environment import computes_in_bf16, is_compiled
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.life import parent
 from accelerate_recipes.machine import ALLOCATOR_SETTINGS
 from accelerate_recipes.mixers import check_units, recompute_documents, unpack_documents
 from accelerate_recipes.optim import local_shard, optimizer_fn
@@ -139,9 +140,9 @@ def make_deterministic() -> None:
 def use_cores(num_cores: int) -> None:
     """Divide the cores among the processes of this machine, for computation on a CPU or for the optimizer of CPU offload.
 
-    Launchers set OMP_NUM_THREADS=1, even for one process, unless the user has set it. So 1 is not the user's choice.
+    Launchers set OMP_NUM_THREADS=1, even for one process. A number that the user has set stays.
     """
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1" and not parent.threads_are_chosen():
         torch.set_num_threads(max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 

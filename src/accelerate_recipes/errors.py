@@ -54,10 +54,15 @@ def noting(problems: list[str]) -> Iterator[None]:
         problems.append(str(error))
 
 
+def closest(name: str, known: Collection[str], cutoff: float = 0.75) -> str:
+    """Return the most similar known name, or "" if no name is similar."""
+    return next(iter(difflib.get_close_matches(str(name), known, n=1, cutoff=cutoff)), "")
+
+
 def suggestion(name: str, known: Collection[str], cutoff: float = 0.75) -> str:
     """Return "; did you mean ...?" with the most similar known name, or "" if no name is similar."""
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=cutoff)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close = closest(name, known, cutoff)
+    return f"; did you mean {close!r}?" if close else ""
 
 
 def printable(text: str) -> str:

@@ -13,7 +13,7 @@ import yaml
 from transformers import CONFIG_MAPPING, HfArgumentParser, PreTrainedConfig
 
 from accelerate_recipes import shipped
-from accelerate_recipes.errors import ConfigError, suggestion
+from accelerate_recipes.errors import ConfigError, closest, suggestion
 
 MAX_INT = 2**31 - 1  # small enough for numpy and torch, also for a seed plus step and rank, and a product of two sizes
 
@@ -159,11 +159,13 @@ def tokens(flag: str, values: Sequence[str]) -> list[str]:
     return [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]
 
 
-def read_preset(presets: list[list[str]], mappings: Collection[str]) -> Iterator[tuple[str, list[Any], str]]:
+def read_preset(
+    presets: list[list[str]], mappings: Collection[str], recipe: str = ""
+) -> Iterator[tuple[str, list[Any], str]]:
     """Yield flag, values and place of each line of the preset, as from a command line, so that both pass the same checks.
 
-    `mappings` are the keys that hold a section. Values stay as they are written in the file: YAML would make 8 of 010,
-    false of `no`, 3.1 of 3.10, and a text of 1e-5.
+    `mappings` are the keys that hold a section, `recipe` is the path of the recipe. Values stay as they are written in the
+    file: YAML would make 8 of 010, false of `no`, 3.1 of 3.10, and a text of 1e-5.
 
     Raises:
         ConfigError: if it is not one file of `name: value` lines.
@@ -174,7 +176,7 @@ def read_preset(presets: list[list[str]], mappings: Collection[str]) -> Iterator
         raise ConfigError("--config takes one file, once")
     path = Path(presets[0][0])
     if not path.is_file():
-        raise ConfigError(f"--config {path}: no such file")
+        raise ConfigError(f"--config {path}: no such file{shipped.other_presets(recipe, path)}")
     content = read_yaml(path, Texts) or {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} must hold `name: value` lines, not a {type(content).__name__}")
@@ -260,11 +262,11 @@ def read_yaml(path: Path, loader: type[Yaml] = Yaml) -> Any:
         raise ConfigError(f"{path} is not YAML: {error}") from error
 
 
-def is_of_launcher(name: str) -> bool:
-    """Tell whether `accelerate launch` has this flag."""
+def names_of_launcher() -> set[str]:
+    """Return the names of the flags of `accelerate launch`."""
     from accelerate.commands.launch import launch_command_parser
 
-    return f"--{name}" in launch_command_parser()._option_string_actions
+    return {option[2:] for option in launch_command_parser()._option_string_actions if option.startswith("--")}
 
 
 def field_names(config_class: type[PreTrainedConfig]) -> set[str]:
@@ -286,13 +288,17 @@ def flag_problem(
     action = parser._option_string_actions.get(flag)
     name = action.dest if action else flag.removeprefix("--").replace("-", "_")  # --no_packing belongs to `packing`
     elsewhere = owned_elsewhere.get(name)
-    if action is None and not elsewhere and owned_elsewhere and is_of_launcher(name):
+    of_launcher = names_of_launcher() if action is None and owned_elsewhere else set()
+    if not elsewhere and name in of_launcher:
         elsewhere = f"put it before the recipe: `accelerate launch --{name} ... RECIPE`"
     if elsewhere:
         return f"--{name} ({where}) is not an argument of the recipe: {elsewhere}"
     if action is None or flag == "--config":  # a preset cannot name another
         known = {action.dest for action in parser._actions if action.help != argparse.SUPPRESS}
-        hint = suggestion(USUAL_NAMES.get(name, name), known)
+        meant = closest(USUAL_NAMES.get(name, name), known | of_launcher)
+        hint = f"; did you mean {meant!r}?" if meant else ""
+        if meant in of_launcher - known:
+            hint += f" It stands before the recipe: `accelerate launch --{meant} ... RECIPE`"
         if not hint and is_of_new_model(parser, name):
             hint = f"; a field of a new model's config.json is given by --config_overrides {name}=..."
         return f"unknown argument {name!r} {where}{hint or suggestion(name, known, cutoff=0.5)}"

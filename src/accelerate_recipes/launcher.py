@@ -4,6 +4,7 @@ Preflight makes these checks before a job is queued. A run makes them for the la
 does not go unnoticed.
 """
 
+import copy
 import os
 import typing
 from argparse import Action, Namespace
@@ -17,7 +18,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env, setup_fp8_env
 
 from accelerate_recipes import shipped
-from accelerate_recipes.errors import ConfigError, suggestion
+from accelerate_recipes.errors import ConfigError, suggestion, that_apply
 from accelerate_recipes.flags import read_yaml
 
 # Sections of the YAML, each with the prefix of its keys, which are flags too.
@@ -146,21 +147,47 @@ def parse_flags(argv: Sequence[str], known: Iterable[str] = (), **defaults: obje
     return args
 
 
+def completed(parsed: Namespace) -> Namespace:
+    """Return the flags of a launch with what its YAML adds to them, as `accelerate launch` completes them.
+
+    Raises:
+        ConfigError: for what it refuses, and for numbers at which it ends in a stack.
+    """
+    args = copy.copy(parsed)
+    try:
+        _validate_launch_command(args)
+    except ValueError as error:
+        raise ConfigError(f"accelerate launch refuses: {error}") from error
+    is_given = parsed.num_processes is not None
+    processes, args.num_machines = args.num_processes or 0, 1 if args.num_machines is None else args.num_machines
+    machines, number, port = args.num_machines, int(args.machine_rank or 0), args.main_process_port
+    problems = {
+        f"--num_machines is {machines}; it must be at least 1": machines < 1,
+        # A launcher of a single process, without a YAML, counts GPUs.
+        f"{processes} processes (--num_processes) on {machines} machines (--num_machines); give a multiple, such as as many "
+        "as the machines have GPUs": (is_given or args.use_fsdp or args.multi_gpu)
+        and (processes < 1 or processes % max(1, machines)),
+        f"--machine_rank is {number}; the {machines} machines are 0 to {machines - 1}": not 0
+        <= number
+        < max(1, machines),
+        f"--main_process_port is {port}; it must be 0, for any free one, or at most 65535": not 0
+        <= (port or 0)
+        < 2**16,
+    }
+    if found := that_apply(problems):
+        raise ConfigError(f"accelerate launch refuses: {'; '.join(found)}")
+    return args
+
+
 def launch_environment(argv: list[str]) -> dict[str, str]:
     """Return the variables that `accelerate launch ARGV` would put into the environment of each process.
 
     Raises:
         ConfigError: for arguments that it refuses, or at which it fails.
     """
-    parsed = parse_flags(argv)
+    args = completed(parse_flags(argv))
+    machines, processes = args.num_machines, args.num_processes
     try:
-        args, _, _ = _validate_launch_command(parsed)
-        machines, processes = max(1, args.num_machines or 0), args.num_processes or 0
-        if processes < 1 or processes % machines:
-            raise ValueError(
-                f"{processes} processes (--num_processes) on {machines} machines (--num_machines); give a multiple, such "
-                "as as many as the machines have GPUs"
-            )
         # Nothing is opened or reached here, so any port and address will do.
         args.main_process_port, args.main_process_ip = 0, args.main_process_ip or "head"
         # For fp8 the launcher asks for packages; `strategy` reports what is wrong with fp8 here.

@@ -31,7 +31,7 @@ from accelerate_recipes.adapters import targets
 from accelerate_recipes.args import Args, TrainArgs, parse, resolve
 from accelerate_recipes.attention import choose
 from accelerate_recipes.base import check_export_form, check_one_dtype
-from accelerate_recipes.checkpoint.files import SaveError
+from accelerate_recipes.checkpoint.files import MARKER, SaveError, candidates
 from accelerate_recipes.disk import is_full, print_any_text, refusal
 from accelerate_recipes.errors import ConfigError, DataError, NonFiniteError, noting, printable, raise_problems
 from accelerate_recipes.hub import cache, push
@@ -292,7 +292,10 @@ def run_recipe(
             end_with(args, state="finished")
     except Stopped as reason:
         end_with(args, state="stopped", reason=str(reason))
+        has_saved = args is not None and any((c / MARKER).is_file() for c in candidates(Path(args.output_dir)))
         said = f"Stopped by {reason}; the same command goes on from the newest checkpoint"
+        if not has_saved:
+            said = f"Stopped by {reason} before the first checkpoint; the same command begins again"
         # A supervisor that restarts by exit codes takes 0 for the end of the run. Only a `stop` file, which a person wrote,
         # means this end.
         if not is_wish_of_a_person(str(reason)):

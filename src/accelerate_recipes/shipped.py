@@ -33,11 +33,30 @@ def preset(recipe: str, name: str) -> str:
     return named(name, f"recipes/configs/{Path(recipe).stem}/{name}.yaml")
 
 
+def recipes() -> list[str]:
+    """List the names of the shipped recipes."""
+    return sorted(path.stem for path in (HOME / "recipes").glob("*.py"))
+
+
+def other_presets(recipe: str, path: Path) -> str:
+    """Return "; ..." with the presets of a shipped recipe, for one that is not there; "" for another recipe."""
+    folder = HOME / "recipes/configs" / Path(recipe).stem
+    names = sorted(file.name for file in folder.glob("*.yaml"))
+    if f"{path.stem}.yaml" in names:
+        return f"; did you mean {from_here(folder)}/{path.stem}.yaml?"
+    return f"; {from_here(folder)} holds {', '.join(names)}" if names else ""
+
+
 def named(name: str, place: str) -> str:
     """Return where a shipped file lies, if no file of the user has this name."""
     path = HOME / place
     if os.path.isfile(name) or Path(name).name != name or not path.is_file():
         return name
+    return from_here(path)
+
+
+def from_here(path: Path) -> str:
+    """Return the path as it is typed in the working directory."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 

@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from accelerate_recipes.checkpoint.export import arguments_of
-from accelerate_recipes.checkpoint.files import MARKER
+from accelerate_recipes.checkpoint.files import other_kind
 from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.data import rendering
 from accelerate_recipes.data.rendering import Rendering, differences, prompt_alone, shown_ends
@@ -182,10 +182,8 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
     """
     if max_new_tokens < 1:
         raise ConfigError(f"--max_new_tokens is {max_new_tokens}; it must be at least 1")
-    if (export / MARKER).exists():
-        raise ConfigError(f"{export} is a checkpoint; `python -m accelerate_recipes export` turns it into an export")
-    if not (export / "config.json").is_file() and not (export / "adapter_config.json").is_file():
-        raise ConfigError(f"{export} holds no config.json or adapter_config.json: it is no export")
+    if reason := other_kind(export, "export"):
+        raise ConfigError(f"{export} is no export: {reason}")
     # What transformers, tokenizers, safetensors and PEFT raise for a damaged file has no common class.
     try:
         names = read_json(export / "config.json").get("architectures") if (export / "config.json").is_file() else None

@@ -201,9 +201,8 @@ def exported_files(folder: Path) -> list[str]:
     """
     listed = listed_files(folder)
     if not listed:
-        raise ConfigError(
-            f"{folder} is no export: it holds no {EXPORT}; the command `export` makes one of a checkpoint"
-        )
+        lacking = f"it holds no {EXPORT}; the command `export` makes one of a checkpoint"
+        raise ConfigError(f"{folder} is no export: {files.other_kind(folder, 'export') or lacking}")
     if "README.md" not in listed:  # the list is written first and last
         raise ConfigError(f"{folder} is an export that was not finished; make it again")
     present = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.exists()}

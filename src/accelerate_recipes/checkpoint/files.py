@@ -26,6 +26,7 @@ warnings.filterwarnings("ignore", "Please use DTensor instead and we are depreca
 MARKER = "complete.json"
 EXPORT = "accelerate_recipes.json"  # lists the files of an export; a later export recognises an export by this list
 NAME = re.compile(r"checkpoint-(\d+)")
+SETTINGS = ("config.json", "adapter_config.json")  # of a model, and of adapters
 
 
 def step_of(checkpoint: Path) -> int:
@@ -53,6 +54,27 @@ def defect(checkpoint: Path) -> str | None:
         if file.stat().st_size != entry["size"]:
             return f"{name} has {file.stat().st_size} bytes instead of {entry['size']}"
     return difference(checkpoint, "args.yaml", marker)
+
+
+def other_kind(folder: Path, kind: str) -> str | None:
+    """Return why a folder cannot be the `checkpoint` or `export` that was asked for, and which was meant; None if it can."""
+    is_checkpoint = (folder / MARKER).exists() or NAME.fullmatch(folder.name.removesuffix(".partial"))
+    is_export = not is_checkpoint and any((folder / name).is_file() for name in SETTINGS)
+    if not folder.is_dir():
+        return "it is a file" if folder.is_file() else "there is no such folder"
+    if is_checkpoint if kind == "checkpoint" else is_export:
+        return None
+    if is_checkpoint:
+        return "it is a checkpoint; `python -m accelerate_recipes export` turns it into an export"
+    if is_export:
+        return "it is an export, not a checkpoint"
+    if kind == "export" and (folder / "export").is_dir():
+        return f"it is the output directory of a run, whose export is {folder / 'export'}"
+    if found := candidates(folder):
+        return f"it is the output directory of a run, whose newest checkpoint is {found[-1]}"
+    if (folder / "args.yaml").is_file():
+        return f"it is the output directory of a run, which has no {kind} yet"
+    return f"it holds no {MARKER if kind == 'checkpoint' else ' or '.join(SETTINGS)}"
 
 
 def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:

@@ -36,8 +36,10 @@ def find_resume(args: TrainArgs) -> Path | None:
         chosen = None
     else:
         chosen = Path(given)
-        if not chosen.is_dir() or not files.NAME.fullmatch(chosen.name):
-            raise ConfigError(f"--resume_from_checkpoint {given}: no such checkpoint; give latest, none, or a path")
+        if reason := files.other_kind(chosen, "checkpoint"):
+            raise ConfigError(f"--resume_from_checkpoint {given}: {reason}; give latest, none, or a checkpoint's path")
+        if not files.NAME.fullmatch(chosen.name):
+            raise ConfigError(f"--resume_from_checkpoint {given}: its name must be checkpoint-STEP; rename it")
         if reason := files.defect(chosen):
             raise ConfigError(damaged(chosen, reason))
     if present and files.step_of(present[-1]) > (files.step_of(chosen) if chosen else 0):

@@ -16,11 +16,13 @@ from accelerate.commands.launch import launch_command
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launcher import parse_flags, yaml_problems
+from accelerate_recipes import shipped
+from accelerate_recipes.errors import ConfigError, suggestion
+from accelerate_recipes.launcher import completed, parse_flags, yaml_problems
 
 # It logs what the ranks have said already: that a process failed, and that the others get a signal.
 LOGGER = "torch.distributed.elastic.multiprocessing.api"
+LAUNCHER = "accelerate.commands.launch"
 
 
 def launch(argv: Sequence[str]) -> None:
@@ -35,6 +37,16 @@ def launch(argv: Sequence[str]) -> None:
     if args.training_script.endswith((".yaml", ".yml")):
         preset = args.training_script
         raise ConfigError(f"{preset} is not a recipe; give a .py file, and a preset behind it: --config {preset}")
+    if not (args.module or args.no_python or os.path.isfile(args.training_script)):
+        raise ConfigError(
+            f"{args.training_script}: no such recipe{suggestion(args.training_script, shipped.recipes())}"
+        )
+    logging.getLogger(LAUNCHER).disabled = True  # `launch_command` completes the flags again, and says what it adds
+    whole = completed(args)
+    logging.getLogger(LAUNCHER).disabled = False
+    if whole.num_machines > 1 and not whole.main_process_ip:
+        first = "give the address of the first, --main_process_ip, and the number of this one, --machine_rank"
+        raise ConfigError(f"--num_machines is {whole.num_machines}, but nothing says where they meet; {first}")
     if "LOGLEVEL" not in os.environ:
         logging.getLogger(LOGGER).setLevel(logging.CRITICAL)
     try:

@@ -50,4 +50,5 @@ def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple
         return 1, f"{said}; see {output_dir / 'attempts.jsonl'} and the logs, {remedy}"
     if this["restarts"] >= max_restarts:
         return 1, f"{ended}; restarted {this['restarts']} times, MAX_RESTARTS is {max_restarts}"
-    return os.EX_TEMPFAIL, ended
+    goes_on = f"goes on from step {step}" if step else "begins again, since no checkpoint was saved"
+    return os.EX_TEMPFAIL, f"{ended}; the job {goes_on}"

@@ -1,4 +1,4 @@
-"""Parent of this process: the kernel's signal at its end, and the message by which this process ends.
+"""Parent of this process: the kernel's signal at its end, the message by which this process ends, and what the user gave it.
 
 No process outlives its parent: a run its launcher, a data worker its run.
 
@@ -21,6 +21,9 @@ import psutil
 from accelerate_recipes.disk import write_atomically
 
 PR_SET_PDEATHSIG = 1
+# torch's launcher sets the first variable. Accelerate's launcher, which starts a single process itself, sets the second.
+# Do not use ACCELERATE_MIXED_PRECISION: a person who starts a run without a launcher may export it.
+LAUNCHED = {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU"}
 
 # The launcher's process id, or None if this process cannot identify a launcher; and the id of this process.
 _launcher: int | None = None
@@ -36,9 +39,7 @@ def follow_launcher() -> None:
     global _launcher, _process
     _process = os.getpid()
     os.register_at_fork(after_in_child=follow_parent)
-    # torch's launcher sets the first variable. Accelerate's launcher, which starts a single process itself, sets the second.
-    # Do not use ACCELERATE_MIXED_PRECISION: a person who starts a run without a launcher may export it.
-    if not {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU"} & os.environ.keys():
+    if not LAUNCHED & os.environ.keys():
         return
     parent = os.getppid()
     # Do not use sys.argv: in it, a module's path replaces the module's name.
@@ -63,6 +64,22 @@ def follow(number: int) -> None:
 def launcher_is_gone() -> bool:
     """Tell whether the launcher, which may have held the store, has ended."""
     return _launcher is not None and os.getppid() != _launcher
+
+
+def threads_are_chosen() -> bool:
+    """Tell whether the user has chosen OMP_NUM_THREADS; launchers set it to 1 where the user has not.
+
+    The nearest process above that no launcher has started is the launcher. It began with the user's environment.
+    """
+    if not LAUNCHED & os.environ.keys():
+        return "OMP_NUM_THREADS" in os.environ
+    with contextlib.suppress(psutil.Error):  # another user's process, or one that is gone
+        for process in psutil.Process().parents():
+            environment = process.environ()
+            if not LAUNCHED & environment.keys():
+                flags = (word.replace("-", "_") for word in process.cmdline())
+                return "OMP_NUM_THREADS" in environment or any(f.startswith("__num_cpu_threads") for f in flags)
+    return False
 
 
 def leave_without_launcher() -> None:
