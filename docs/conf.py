@@ -3,6 +3,7 @@
 The source directory is the repository, so that each link is the same on the site as in a clone.
 """
 
+import json
 import posixpath
 import re
 import sys
@@ -34,7 +35,7 @@ html_theme = "furo"
 html_title = f"accelerate-recipes {version}"
 html_copy_source = False
 html_use_index = False
-html_static_path = ["site.css"]
+html_static_path = ["site.css", "search.js"]
 html_css_files = ["site.css"]
 smartquotes = False  # they make a dash of --
 
@@ -60,13 +61,31 @@ def contents() -> str:
     return found
 
 
-def add_front_page(app: Sphinx, error: Exception | None) -> None:
-    """Lead from index.html, at which servers begin, to the README."""
-    if error is None and app.builder.name == "html":
-        text = '<!doctype html><meta http-equiv="refresh" content="0; url=README.html"><a href="README.html">README</a>'
-        (Path(app.outdir) / "index.html").write_text(text, encoding="utf-8")
+def mark_flags(app: Sphinx, page: str, template: str, context: dict, doctree: object) -> None:
+    """Mark the flags of commands, inside which no line may end, and change the search on its page."""
+    if page == "search":
+        app.add_js_file("search.js")
+    for part in ("body", "toc"):
+        for code in {*re.findall(r"<pre>.*?</pre>|<code .*?</code>", context.get(part, ""), re.DOTALL)}:
+            marked = re.sub(r"(?<![^\s>(])--?[a-z][\w-]*(?![^<]*>)", r'<span class="flag">\g<0></span>', code)
+            context[part] = context[part].replace(code, marked)
+
+
+def finish(app: Sphinx, error: Exception | None) -> None:
+    """Lead from index.html, at which servers begin, to the README; keep the texts of pages for the search."""
+    if error or app.builder.name != "html":
+        return
+    front = '<!doctype html><meta http-equiv="refresh" content="0; url=README.html"><a href="README.html">README</a>'
+    (Path(app.outdir) / "index.html").write_text(front, encoding="utf-8")
+    texts = {}
+    for page in sorted(app.env.found_docs):
+        html = (Path(app.outdir) / f"{page}.html").read_text(encoding="utf-8")
+        text = html.partition('<article role="main"')[2].partition(">")[2].partition("</article>")[0]
+        texts[f"{page}.html"] = re.sub(r'\s*<a class="headerlink".*?</a>|<[^>]*>', "", text, flags=re.DOTALL)
+    (Path(app.outdir) / "_static/texts.js").write_text(f"const TEXTS = {json.dumps(texts)}\n", encoding="utf-8")
 
 
 def setup(app: Sphinx) -> None:
     app.connect("source-read", fill)
-    app.connect("build-finished", add_front_page)
+    app.connect("html-page-context", mark_flags)
+    app.connect("build-finished", finish)

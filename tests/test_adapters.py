@@ -417,7 +417,7 @@ def test_export_without_merging(run, base):
     assert f"Low-rank adapters of {base}" in (out / "export/README.md").read_text()
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out / "export")
     assert loss_of(loaded) == pytest.approx(evaluations(out)[-1], rel=1e-5)
-    said = check_export(out / "export", "w1 w2", 3)
+    said = check_export(out / "export", ["w1 w2"], 3)
     assert "PeftModelForCausalLM" in said and "Answer: " in said
 
 

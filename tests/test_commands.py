@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tiny import tiny_model
 
 from accelerate_recipes import __main__
+from accelerate_recipes.checkpoint.check_export import check_export
 from accelerate_recipes.gpus import GPUS
 from accelerate_recipes.tokenizers import new_word_tokenizer
 
@@ -131,8 +132,19 @@ def test_what_an_export_cannot_answer(flags, expected, exported, monkeypatch, ca
     assert code == 1 and expected in said and said.count("error: ") == 1
 
 
-def test_an_answer(exported, monkeypatch, capfd):
-    assert call(monkeypatch, capfd, "check-export", exported, "--prompt", "a b", "--max_new_tokens", "30")[0] == 0
+def test_answers(exported, monkeypatch, capfd):
+    """Each prompt has its answer, that of the prompt alone, in the order in which they are given."""
+
+    def answers(*words: str) -> list[str]:
+        prompts = __main__.command_parser().parse_args(["check-export", str(exported), *words]).prompt
+        lines = check_export(exported, prompts, 28).splitlines()
+        return [line for line in lines if line.startswith(("Prompt: ", "Answer: "))]
+
+    alone = [answers("--prompt", prompt) for prompt in ("a b", "b", "a a b")]
+    assert [len(lines) for lines in alone] == [2, 2, 2] and len({lines[0] for lines in alone}) == 3
+    assert answers("--prompt", "a b", "b", "--prompt", "a a b") == [line for lines in alone for line in lines]
+    code, said = call(monkeypatch, capfd, "check-export", exported, "--prompt", "b", "a a b", "--max_new_tokens", "30")
+    assert code == 1 and "behind a prompt of 3 tokens" in said and "give at most 29" in said
 
 
 @pytest.mark.parametrize("size", ["abc", "0", "-1", "1e3", "", "0GB", "-5MB", "nanGB", "infGB", "5 G B"])

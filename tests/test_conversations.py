@@ -741,7 +741,7 @@ def test_a_run_is_compared_with_its_export(forks, base, tmp_path, monkeypatch, c
     assert re.search(r"Prompt: '<\|im_start\|>system(.|\n)*Answer: .*, 3 tokens, ended by --max_new_tokens 3", said), (
         said
     )
-    assert "Hello" in check_export(out / "export", "Hello", 1)
+    assert "Hello" in check_export(out / "export", ["Hello"], 1)
     (checkpoint,) = out.glob("checkpoint-*")
     again = ["export", str(checkpoint), str(tmp_path / "again")]
     monkeypatch.setattr("sys.argv", ["accelerate_recipes", *again])
@@ -764,10 +764,10 @@ def test_a_run_is_compared_with_its_export(forks, base, tmp_path, monkeypatch, c
         assert re.search(said, printed := capsys.readouterr().err), printed
     # A file of another run, or of the user, is not compared; the user's own is not overwritten.
     (out / ROWS).write_text(json.dumps(written | {"arguments": written["arguments"] | {"max_length": 7}}))
-    said = check_export(out / "export", "Hello", 1)
+    said = check_export(out / "export", ["Hello"], 1)
     assert re.search(f"not compared, .*/{ROWS} is of another run, with --max_length 7, not 1200", said), said
     (out / ROWS).write_text("[1, 2]")
-    assert f"not compared, {out / ROWS} was not written by a run" in check_export(out / "export", "Hello", 1)
+    assert f"not compared, {out / ROWS} was not written by a run" in check_export(out / "export", ["Hello"], 1)
     assert forks.run(out, *arguments, "--max_steps", 3, "--total_batch_size", 2) == 2
     assert f"{out / ROWS} was not written by a run, and would be overwritten" in out.with_suffix(".log").read_text()
     assert (out / ROWS).read_text() == "[1, 2]"
@@ -851,14 +851,14 @@ def test_adapters_trained_with_a_template_of_trl(forks, tmp_path):
         "renders the first 16 rows as they were trained, by the template of the training; its own differs in 16 of them"
     )
     assert re.search(stops, log) and renders in log, log[-3000:]
-    said = check_export(out / "export", "And?", 2)
+    said = check_export(out / "export", ["And?"], 2)
     assert re.search(stops, said) and renders in said, said
     template = out / "export/chat_template.jinja"
     template.write_text(template.read_text().replace("assistant", "helper"))
     with pytest.raises(
         ConfigError, match=r"does not render what was trained(.|\n)*row 1, token .* the export renders "
     ):
-        check_export(out / "export", "And?", 2)
+        check_export(out / "export", ["And?"], 2)
 
 
 @pytest.mark.slow
@@ -893,7 +893,7 @@ def check_adapters_alone(out: Path, base: Path, tied: bool, alone: Path) -> None
     """Check that adapters which are not merged give the merged model's logits: loaded by PEFT's class, and as the card says."""
     export(max(out.glob("checkpoint-*")), alone)
     assert "77<yes><no>" in answer_of(alone, tied, AutoPeftModelForCausalLM)
-    assert "288 tokens, 288 rows" in check_export(alone, "Question 77", 2)
+    assert "288 tokens, 288 rows" in check_export(alone, ["Question 77"], 2)
     ids = torch.arange(288).unsqueeze(0)
     wanted = AutoModelForCausalLM.from_pretrained(out / "export")(ids).logits
     (lines,) = re.findall("```python\n(.*?)```", (alone / "README.md").read_text(), re.DOTALL)

@@ -57,7 +57,8 @@ def test_there_are_commands():
 
 
 OTHER_PROGRAMS = (
-    ".", "apptainer", "cp", "docker", "enroot", "hf", "kubectl", "llama-server", "pip", "sed", "squeue", "vllm",
+    ".", "apptainer", "cp", "docker", "enroot", "hf", "kubectl", "llama-server", "pip", "sed", "squeue", "transformers",
+    "vllm",
 )  # fmt: skip
 CHATML = (ROOT / "recipes/chat_templates/chatml.jinja").read_text().replace("<|im_end|>", "</s>")
 HERE = commands(elsewhere=False)

@@ -22,6 +22,7 @@ from accelerate_recipes.launch.requeue import after_attempt
 from accelerate_recipes.life import attempts
 from accelerate_recipes.life.attempts import begin_attempt, of_this_run, read_attempts
 from accelerate_recipes.life.status import attempt, update_status
+from accelerate_recipes.picture import Bars, draw_bars
 from accelerate_recipes.profiling import StepProfiler
 
 NASTY = "</td></table><script>alert(1)</script><img src=https://example.com/x.png onerror=alert(2)>\x1b[31m\ud800"
@@ -205,6 +206,50 @@ def test_without_matplotlib_there_are_no_curves(write_run, monkeypatch):
     assert "<svg" not in text and "since matplotlib is not installed" in text and "<td>last step</td><td>4</td>" in text
 
 
+def test_curves_begin_with_two_points(write_run):
+    """One log line draws no single dots, its steps have no fractions, and a value is named as people say it."""
+    evaluations = [{"step": n, "time": 1, "eval_loss": 2.0, "eval_next_move_accuracy": 0.5} for n in (0, 2)]
+    one = report.read_run(write_run("one", [record(1, 10, grad_norm=1.0)]))
+    assert "<svg" not in (text := report.panels([one])) and "second log line" in text
+    titles = re.findall(
+        "<h3>(.*?)</h3>", report.panels([report.read_run(write_run("two", [*evaluations, record(2, 9)]))])
+    )
+    assert titles == ["Loss", "Next move accuracy"]
+    for steps in ((1, 2), (0, 3)):
+        svg = report.draw_curves(
+            [report.read_run(write_run(str(steps), [record(n, 10) for n in steps if n]))], ["loss"]
+        )
+        assert svg == "" or set(re.findall(r">(\d+(?:\.\d+)?)</text>", svg.partition('id="matplotlib.axis_2"')[0])) == {
+            "1",
+            "2",
+        }
+
+
+@pytest.mark.parametrize("value", [98.4, -40.0])
+def test_a_legend_covers_no_bar(value):
+    """It stands below the bars, their labels and those of the axis, inside the picture."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5, 4.2), layout="constrained")
+    chart = figure.subplots()
+    series = {name: dict.fromkeys(("opening", "middle", "end"), value) for name in ("before", "baseline", "after")}
+    draw_bars(chart, Bars(series, "Moves", "%"))
+    FigureCanvasAgg(figure).draw()
+    legend = chart.get_legend().get_window_extent()
+    drawn = [*chart.patches, *chart.texts, *chart.get_xticklabels()]
+    assert len(drawn) == 9 + 9 + 3 and min(part.get_window_extent().y0 for part in drawn) > legend.y1
+    assert legend.y0 > 0 and legend.x0 > 0 and legend.x1 < figure.bbox.x1
+
+
+def test_samples_read_as_people_write():
+    """A message alone has no role, and no blank lines; what a message lacks is not written as None."""
+    assert report.as_read([{"role": "assistant", "content": "\n\n42\n"}]) == report.as_read("\n42\n") == "42"
+    asked = [{"role": "system", "content": None}, {"role": "user", "content": "a\n\nb\n"}]
+    assert report.as_read(asked) == "system: \nuser: a\n\nb"
+    assert report.as_read([{"type": "text"}, "x"]) == '[{"type": "text"}, "x"]' and report.as_read(None) is None
+
+
 def test_a_report_never_ends_a_run(write_run, capsys, monkeypatch):
     """What goes wrong is one line; a run that has not begun to train has no report."""
     folder = write_run("run", [record(2, 10)])
@@ -274,7 +319,7 @@ def test_the_page_of_a_run(write_run):
     report.write_report(folder)
     text = (folder / "report.html").read_text()
     titles = re.findall(r"<h[23]>(.*?)</h", text)
-    assert titles[:3] == ["Reward", "Loss", "Samples a second"] and "accuracy" in titles
+    assert titles[:3] == ["Reward", "Loss", "Samples a second"] and "Accuracy" in titles
     assert text.count("<svg") == titles.index("Evaluations") and "currentColor" in text and report.INK not in text
     assert "3.00 GiB measured, 2.50 GiB planned for H100" in text
     assert '<td>held out</td><td>1+1=</td><td>3</td><td>2</td><td class="number">0</td>' in text

@@ -275,3 +275,17 @@ def test_a_new_model(tmp_path):
     assert names >= {of_experts(i, part) for i in range(3) for part in ("w1", "w2", "w3")}
     _, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(loading.values())
+
+
+@pytest.mark.slow
+def test_transformers_serves_a_whole_model(tmp_path, monkeypatch):
+    """`transformers serve` finds an export by a relative path, and takes no adapters, as docs/serving.md says."""
+    manager = pytest.importorskip("transformers.cli.serving.model_manager").ModelManager
+    new_export(tmp_path / "out")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "out/export"}))
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = manager(device="cpu", force_model="out/export").load_model_and_processor("out/export@main")
+    assert type(model).__name__ == "LlamaForCausalLM" and len(tokenizer) > 256
+    with pytest.raises(ValueError, match="Unrecognized model in adapter"):
+        manager(device="cpu", force_model="adapter")

@@ -109,6 +109,28 @@ def test_page(tmp_path):
     assert '<span class="target" title="4"> a</span><span class="target special" title="2">' in page
 
 
+def test_a_page_explains_only_what_it_shows(tmp_path):
+    """Nothing is green where rows have labels, or are prompts, and no line is dashed in one document."""
+
+    def page(batch: dict, classes: tuple[str, ...] = ()) -> str:
+        shown.write_rows(tmp_path, [("Training", shown.rows_of(batch, WORDS, classes))], "")
+        text = (tmp_path / "rows.html").read_text().partition("</script>")[2]
+        assert ('class="target"' in text) == ("green" in text) and ("<hr>" in text) == ("dashed" in text)
+        assert ('class="special" title' in text) == ("Framed" in text)
+        return text
+
+    ids = torch.tensor([[4, 5, 6]])
+    labelled = "The target of a row is the label in its heading"
+    for labels, classes in ((torch.tensor([1]), ("a", "b")), (torch.tensor([[1.0, 0.0]]), ("a", "b"))):
+        assert labelled in page({"input_ids": ids, "labels": labels}, classes)
+    for batch in ({"input_ids": ids}, {"input_ids": torch.tensor([[1, 4]])}, {"input_ids": ids, "labels": ids}):
+        assert labelled not in page(batch)
+    packed = [pack_row(np.array([1, 4, 5, 2, 1, 6]), [4, 2], 9, 0, document_mask=True)]
+    assert "dashed" in page(collate(packed)) and "dashed" not in page(
+        collate([pack_row(np.array([4, 5]), [2], 2, 0, document_mask=True)])
+    )
+
+
 def test_data_do_not_command_the_terminal(tmp_path, capsys):
     """Escape sequences, the bell and changes of direction are shown, in rows, messages and results; letters stay."""
     nasty, letters = "\x1b]0;x\x07\x9b\r\u202e\u2028\x00", "é 日本 👩\u200d🚀 \\"

@@ -37,6 +37,14 @@ async function inspect(page, width) {
     const cut = part.getBoundingClientRect().right - width
     if (cut > 1 && frame.contentWindow.getComputedStyle(part).position != "fixed") found.push(`${part.className} is cut`)
   }
+  for (const code of inner.querySelectorAll("pre"))
+    if (code.scrollWidth > code.clientWidth + 1 && !code.closest(".highlight-text")) found.push(`cut: ${code.innerText}`)
+  for (const flag of inner.querySelectorAll(".flag"))
+    if (flag.getClientRects().length > 1) found.push(`in two lines: ${flag.innerText}`)
+  inner.body.dataset.theme = "dark"
+  for (const image of inner.images)
+    if (frame.contentWindow.getComputedStyle(image).filter == "none" && !image.src.endsWith("_images.png"))
+      found.push(`white in the dark: ${image.src}`)
   if (!root.innerText.trim()) found.push("empty")
   frame.remove()
   return found.map(problem => `${page} at ${width}: ${problem}`)
@@ -80,6 +88,12 @@ def site(tmp_path_factory) -> Path:
     return folder / "html"
 
 
+def test_a_page_has_its_name_in_the_menu():
+    listed = re.findall(r"^- \[(.*?)\]\((.*?\.md)\)", (REPOSITORY / "docs/README.md").read_text(), re.MULTILINE)
+    titles = {path: (REPOSITORY / "docs" / path).read_text().partition("\n")[0].replace("`", "") for _, path in listed}
+    assert [(name, titles[path]) for name, path in listed if name.lower() not in titles[path].lower()] == []
+
+
 def test_each_page_is_in_the_contents():
     pages = {path.name for path in (REPOSITORY / "docs").glob("*.md")} - {"README.md"}
     listed = re.findall(r"^- \[.*?\]\((.*?)\)", (REPOSITORY / "docs/README.md").read_text(), re.MULTILINE)
@@ -105,9 +119,12 @@ def test_site_is_whole(site):
     text = (site / "docs/arguments.html").read_text()
     for recipe in (REPOSITORY / "recipes").glob("*.py"):
         args = load(recipe).Args
-        known = [argument.flags.split()[0] for argument in shown_arguments(args, recipe_parser(args))]
+        known = [argument.flags.split()[0].strip(",") for argument in shown_arguments(args, recipe_parser(args))]
         assert [flag for flag in known if f">{flag}<" not in text] == []
     assert "accelerate_recipes.engine.train" in (site / "docs/functions.html").read_text()
+    code = re.findall(r"<pre>.*?</pre>|<code .*?</code>", "".join(path.read_text() for path in pages), re.DOTALL)
+    assert sum(text.count('<span class="flag">--') for text in code) > 1000
+    assert [text for text in code if re.search(r"[\s>]--[a-z]", text.replace('<span class="flag">--', ""))] == []
     version = re.search(r'^version = "(.*)"', (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)[1]
     assert f"accelerate-recipes {version}" in (site / "README.html").read_text()
 
@@ -128,39 +145,40 @@ class Site(SimpleHTTPRequestHandler):
         pass
 
 
-def inspect(folder: Path, pages: list[str], tmp_path: Path) -> list[str]:
-    """List what a browser finds wrong on pages of a folder."""
+def browser() -> list[str]:
+    """Return the command of a browser without a window."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("no Chromium is installed: apt-get install chromium")
+    return [chromium, "--headless", "--no-sandbox", "--disable-gpu"]
+
+
+def inspect(folder: Path, pages: list[str], tmp_path: Path) -> list[str]:
+    """List what a browser finds wrong on pages of a folder."""
     script = INSPECTION.replace("of PAGES", f"of {json.dumps(pages)}").replace("of WIDTHS", f"of {[*WIDTHS]}")
     (folder / "inspection.html").write_text(script)
     posted = queue.SimpleQueue()
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Site, directory=str(folder), posted=posted)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        flags = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--remote-debugging-port=0",
-        ]  # a port: else it ends at once
+        port = "--remote-debugging-port=0"  # else it ends at once
         address = f"http://127.0.0.1:{server.server_port}/inspection.html"
-        run = [chromium, *flags, f"--user-data-dir={tmp_path / 'profile'}", address]
-        with (tmp_path / "browser.log").open("w") as log, subprocess.Popen(run, stdout=log, stderr=log) as browser:
+        run = [*browser(), port, f"--user-data-dir={tmp_path / 'profile'}", address]
+        with (tmp_path / "browser.log").open("w") as log, subprocess.Popen(run, stdout=log, stderr=log) as started:
             try:
                 return posted.get(timeout=400)
             finally:
-                browser.terminate()
+                started.terminate()
                 server.shutdown()
 
 
 @pytest.mark.slow
 def test_site_in_a_browser(site, tmp_path):
-    """No picture is broken, and no page is wider than its window, on a telephone and on a screen."""
+    """On a telephone and on a screen, no picture is broken or white in the dark, no page wider than its window, no code cut."""
     broken = site / "broken.html"
-    broken.write_text('<img src="none.png"><div style="width: 2000px">wide</div>')
+    narrow = '<div style="width: 1em"><span class="flag">--a b</span><pre style="overflow: auto">cut off</pre></div>'
+    broken.write_text(f'<img src="none.png"><div style="width: 2000px">wide</div>{narrow}')
     found = inspect(site, ["broken.html"], tmp_path)
-    assert len(found) == 2 * len(WIDTHS)  # the inspection sees what is wrong
+    assert len(found) == 5 * len(WIDTHS)  # the inspection sees what is wrong
     broken.unlink()
     pages = sorted(
         str(path.relative_to(site))
@@ -168,3 +186,17 @@ def test_site_in_a_browser(site, tmp_path):
         if path.name not in ("index.html", "inspection.html")
     )
     assert inspect(site, pages, tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word, name", [("rate", None), ("resume", "accelerate_recipes.tokenizers.make_or_resume")])
+def test_search_of_a_folder(word, name, site, tmp_path):
+    """Without a server, a search shows where the word stands; it is no part of another word, but one of a name."""
+    address = f"{(site / 'search.html').as_uri()}?q={word}"
+    run = [*browser(), f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=20000", "--dump-dom", address]
+    shown = subprocess.run(run, capture_output=True, text=True, timeout=300).stdout
+    results = re.findall(r'<li class="kind-(\w+)">(.*?)</li>', shown, re.DOTALL)
+    found = [html for kind, html in results if kind == "object"]
+    assert [name in html for html in found] == ([True] if name else [])
+    summaries = [re.sub("<.*?>", "", html.partition('"context">')[2]) for kind, html in results if kind == "text"]
+    assert len(summaries) > 5 and all(re.search(rf"(?<![a-z]){word[:4]}", text, re.IGNORECASE) for text in summaries)

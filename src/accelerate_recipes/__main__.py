@@ -142,7 +142,8 @@ def add_export_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
         "check-export", check_export_alone, "load an export with transformers alone, and print what it is and answers"
     )
     seen.add_argument("export", type=Path)
-    seen.add_argument("--prompt", help="prompt to answer; default: the beginning of the first row")
+    more = {"nargs": "+", "action": "extend"}  # given twice, it holds all
+    seen.add_argument("--prompt", **more, help="prompts to answer; default: the beginning of the first row")
     seen.add_argument("--max_new_tokens", type=int, default=40, help="tokens of the answer at most")
     judge = add("evaluate", evaluate, "evaluate an export by lm-evaluation-harness, and show it in its card")
     judge.add_argument("export", type=Path)

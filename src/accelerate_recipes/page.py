@@ -14,6 +14,7 @@ STYLE = """
 :root { color-scheme: light dark; --line: #ddd; --soft: #666; --good: #d9f2dc; --on-good: #0b4d1a; --mark: #a06c00; }
 @media (prefers-color-scheme: dark) {
   :root { --line: #444; --soft: #aaa; --good: #173d20; --on-good: #b5ecc0; --mark: #e0b040; }
+  .chart { filter: invert(.9) hue-rotate(180deg); }
 }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 80em; margin: 1.5em auto; padding: 0 1em; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.2em; margin: 2em 0 .4em; } h3 { font-size: 1em; margin: 1em 0 .2em; }
@@ -70,11 +71,11 @@ def folded(title: str, *content: Html) -> Html:
     return element("details", element("summary", title), *content)
 
 
-def picture(file: Path) -> Html:
-    """Write a PNG into the page."""
-    return Html(
-        f'<img alt="{html.escape(file.name)}" src="data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}">'
-    )
+def picture(file: Path, *, is_chart: bool = False) -> Html:
+    """Write a PNG into the page; a chart is dark in the dark."""
+    data = base64.b64encode(file.read_bytes()).decode()
+    tag = element("img", alt=file.name, src=f"data:image/png;base64,{data}", class_="chart" if is_chart else "")
+    return Html(tag.removesuffix("</img>"))
 
 
 def write_page(path: Path, title: str, parts: Iterable[str]) -> None:

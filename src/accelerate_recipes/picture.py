@@ -59,6 +59,12 @@ def plot(axes: Any, records: Sequence[dict], name: str, label: str | None = None
     style |= {"marker": "o"} if is_heldout or len(points) == 1 else {}
     if points:
         axes.plot(*zip(*points, strict=True), "--" if is_heldout else "-", label=label, linewidth=1.2, **style)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def spoken(name: str) -> str:
+    """Return the name of a value of an evaluation as people say it."""
+    return name.removeprefix("eval_").replace("_", " ").replace("/", ", ")
 
 
 def is_finite(value: Any) -> bool:
@@ -77,7 +83,7 @@ def draw_bars(chart: Any, bars: Bars) -> None:
     chart.set(ylabel=bars.unit, title=bars.title)
     chart.margins(y=0.12)
     chart.grid(alpha=0.3, axis="y")
-    chart.legend()
+    chart.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=len(bars.values))  # below: bars may be negative
 
 
 def draw_matrix(path: Path, counts: np.ndarray, names: Sequence[str], title: str) -> None:

@@ -20,7 +20,7 @@ from accelerate_recipes.life import lock
 from accelerate_recipes.life.attempts import of_this_run, read_attempts
 from accelerate_recipes.life.status import read_status
 from accelerate_recipes.page import Html, element, folded, html_table, picture, write_page
-from accelerate_recipes.picture import plot
+from accelerate_recipes.picture import plot, spoken
 
 MOST_SAMPLES = 200
 COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
@@ -147,13 +147,13 @@ def page_of(seen: Seen) -> list[Html]:
     parts.append(panels([seen]))
     if rows := seen.evaluations:
         names = list(dict.fromkeys(name for row in rows for name in row if name.startswith("eval_")))
-        heads = ["step", *(name.removeprefix("eval_") for name in names)]
+        heads = ["step", *map(spoken, names)]
         parts += [
             element("h2", "Evaluations"),
             html_table(heads, ([row["step"], *map(row.get, names)] for row in rows), sorts=True),
         ]
     if (file := seen.folder / "result.png").exists() and seen.status.get("state") == "finished":
-        parts += [element("h2", "Result"), picture(file)]
+        parts += [element("h2", "Result"), picture(file, is_chart=True)]
     if (file := seen.folder / "samples.jsonl").exists() and file.stat().st_size:
         samples = read_json_lines(file)[: -MOST_SAMPLES - 1 : -1]
         parts += [element("h2", "Samples, newest first"), sample_table(samples)]
@@ -221,12 +221,13 @@ def panels(runs: Sequence[Seen]) -> Html:
     if find_spec("matplotlib") is None:
         return element("p", "There are no curves, since matplotlib is not installed.")
     drawn = {title: draw_curves(runs, values) for title, values in (PANELS | own).items()}
-    shown = [element("div", element("h3", title.removeprefix("eval_")), svg) for title, svg in drawn.items() if svg]
-    return element("div", *shown, class_="panels")
+    titles = {name: spoken(name).capitalize() for name in own}
+    shown = [element("div", element("h3", titles.get(title, title)), svg) for title, svg in drawn.items() if svg]
+    return element("div", *shown, class_="panels") if shown else element("p", "Curves begin with the second log line.")
 
 
 def draw_curves(runs: Sequence[Seen], values: Sequence[str]) -> Html:
-    """Draw the curves of some values as SVG inside a page, whose colour of text it takes; "" if there are none."""
+    """Draw the curves of some values as SVG inside a page, whose colour of text it takes; "" without two points in one."""
     import matplotlib  # imported here, since only one process needs it
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -241,7 +242,7 @@ def draw_curves(runs: Sequence[Seen], values: Sequence[str]) -> Html:
             for j, name in enumerate(values):
                 color = COLORS[(i if len(runs) > 1 else j) % len(COLORS)]
                 plot(axes, run.records, name, LABELS.get(name), color=color, markersize=3)
-        if not axes.lines:
+        if all(len(line.get_xdata()) < 2 for line in axes.lines):
             return Html()
         if len(runs) == 1 and len(axes.lines) > 1:
             axes.legend(framealpha=0)
@@ -266,10 +267,18 @@ def sample_table(rows: Iterable[dict]) -> Html:
 
 
 def as_read(said: Any) -> Any:
-    """Write the messages of a conversation as people read them; anything else stays as it is."""
+    """Write a text or the messages of a conversation as people read them; anything else stays as it is.
+
+    A message alone needs no role. Blank lines at its ends would only make a table long.
+    """
+    if said is None or isinstance(said, str):
+        return said and said.strip()
     if not (isinstance(said, list) and said and all(isinstance(message, dict) for message in said)):
-        return said if said is None or isinstance(said, str) else shown(said)
-    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in said)
+        return shown(said)
+    texts = [shown(message.get("content") or "").strip() for message in said]
+    if len(said) == 1:
+        return texts[0]
+    return "\n".join(f"{message.get('role')}: {text}" for message, text in zip(said, texts, strict=True))
 
 
 def attempts_of(seen: Seen) -> list[Html]:
@@ -319,9 +328,7 @@ def page_of_several(runs: Sequence[Seen]) -> list[Html]:
     differ = {name: row for name, row in values.items() if any(value != row[0] for value in row)}
     return [
         element("h1", f"{len(runs)} runs"),
-        html_table(
-            heads, ([name.removeprefix("eval_"), *(short(r.get(name, "")) for r in results)] for name in measures)
-        ),
+        html_table(heads, ([spoken(name), *(short(r.get(name, "")) for r in results)] for name in measures)),
         element("h2", "Arguments that differ"),
         html_table(heads, ([name, *map(shown, row)] for name, row in differ.items())),
         element("p", "Dashed curves are of held-out data."),

@@ -47,7 +47,7 @@ from accelerate_recipes.machine import library_versions
 from accelerate_recipes.metrics import Flops, device_name, is_evaluation
 from accelerate_recipes.models import tie_as_read
 from accelerate_recipes.optim import make_scheduler
-from accelerate_recipes.picture import Bars, Curves, draw_run
+from accelerate_recipes.picture import Bars, Curves, draw_run, spoken
 from accelerate_recipes.probes import mixers_in
 from accelerate_recipes.ranks import on_first_rank, ranks_a_row
 from accelerate_recipes.sharing import check_shared_masks
@@ -295,7 +295,7 @@ def before_and_after(before: dict, after: dict) -> Result:
     lines = [
         f"Held out, {name.removeprefix('eval_')}: before {before[name]:.4f}, after {after[name]:.4f}" for name in names
     ]
-    panels = [Curves({"held out": name}, name.removeprefix("eval_")) for name in names if name != "eval_loss"]
+    panels = [Curves({"held out": name}, spoken(name).capitalize()) for name in names if name != "eval_loss"]
     return Result("\n".join(lines), curves=panels)
 
 

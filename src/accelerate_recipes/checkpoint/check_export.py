@@ -3,7 +3,7 @@
 import itertools
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,10 +170,10 @@ def compare_rows(export: Path, folder: Path) -> str:
     return said
 
 
-def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
+def check_export(export: Path, prompts: Sequence[str] | None, max_new_tokens: int) -> str:
     """Load an export, compare its rows and generate. Returns the results in lines.
 
-    `prompt` is a user's message if the tokenizer has a chat template; default: the beginning of the first row of
+    Each prompt is a user's message if the tokenizer has a chat template; default: the beginning of the first row of
     training.
 
     Raises:
@@ -215,20 +215,23 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
     ]
     if isinstance(first, TrainedRows) and {*first.ends} - ends:
         lines.append(ends_of_adapters(tokenizer, first.ends, ends))
-    ids = prompt_ids(tokenizer, prompt, first if isinstance(first, TrainedRows) else None)
-    if not ids:
+    known = first if isinstance(first, TrainedRows) else None
+    asked = [prompt_ids(tokenizer, prompt, known) for prompt in prompts or [None]]
+    if not all(asked):
         raise ConfigError("--prompt has no tokens; give a text")
-    longest = max_positions(model.config) - (0 if model.config.is_encoder_decoder else len(ids))
+    most = max(map(len, asked))
+    longest = max_positions(model.config) - (0 if model.config.is_encoder_decoder else most)
     if max_new_tokens > longest:
-        said = f"--max_new_tokens {max_new_tokens} behind a prompt of {len(ids)} tokens"
+        said = f"--max_new_tokens {max_new_tokens} behind a prompt of {most} tokens"
         raise ConfigError(f"{said} is more than the model is made for; give at most {longest}")
-    inputs = torch.tensor([ids])
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
-    written = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), **settings)[0].tolist()
-    written = written if model.config.is_encoder_decoder else written[len(ids) :]
-    how = "an end token" if written and written[-1] in ends else f"--max_new_tokens {max_new_tokens}"
-    lines.append(f"Prompt: {tokenizer.decode(ids)!r}")
-    lines.append(f"Answer: {tokenizer.decode(written)!r}, {len(written)} tokens, ended by {how}")
+    for ids in asked:
+        inputs = torch.tensor([ids])
+        written = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), **settings)[0].tolist()
+        written = written if model.config.is_encoder_decoder else written[len(ids) :]
+        how = "an end token" if written and written[-1] in ends else f"--max_new_tokens {max_new_tokens}"
+        lines.append(f"Prompt: {tokenizer.decode(ids)!r}")
+        lines.append(f"Answer: {tokenizer.decode(written)!r}, {len(written)} tokens, ended by {how}")
     return "\n".join(lines)
 
 

@@ -35,6 +35,11 @@ class Token(NamedTuple):
     is_special: bool
     begins_document: bool
 
+    @property
+    def kinds(self) -> list[str]:
+        """Return the classes of the token on a page."""
+        return [name for name, on in (("target", self.is_target), ("special", self.is_special)) if on]
+
 
 class ShownRow(NamedTuple):
     """One row as it is trained. `title` names it; `num_padding` tokens at its end are left out."""
@@ -207,16 +212,23 @@ def as_text(parts: Iterable[tuple[str, list[ShownRow]]]) -> str:
     return "\n".join(lines)
 
 
-def as_html(parts: Iterable[tuple[str, list[ShownRow]]], counted: str) -> list[Html]:
+def as_html(parts: Sequence[tuple[str, list[ShownRow]]], counted: str) -> list[Html]:
     """Write rows as parts of a page. The number of a token appears under the pointer."""
-    green, framed = element("span", "green", class_="target"), element("span", "framed", class_="special")
-    said = element(
-        "p",
-        "Tokens in ", green, " are targets of the loss, the others are only read; ", framed,
-        " tokens are special. A dashed line: another document begins.",
-        class_="row",
-    )  # fmt: skip
-    body = [said, element("p", counted)]
+    every = [row for _, rows in parts for row in rows]
+    kinds = {kind for row in every for token in row.tokens for kind in token.kinds}
+    said = [
+        "Tokens in ",
+        element("span", "green", class_="target"),
+        " are targets of the loss, the others are only read. ",
+    ]
+    if "target" not in kinds:
+        said = ["No token is a target of the loss: all are only read. "]
+        if any(", label" in row.title for row in every):
+            said.append("The target of a row is the label in its heading. ")
+    said += [element("span", "Framed", class_="special"), " tokens are special. "] if "special" in kinds else []
+    if any(len(split_documents(row.tokens)) > 1 for row in every):
+        said.append("A dashed line: another document begins.")
+    body = [element("p", *said, class_="row"), element("p", counted)]
     for heading, rows in parts:
         body.append(element("h1", heading))
         for row in rows:
@@ -224,10 +236,8 @@ def as_html(parts: Iterable[tuple[str, list[ShownRow]]], counted: str) -> list[H
             for number, document in enumerate(split_documents(row.tokens)):
                 shown += [Html("<hr>")] if number else []
                 for token in document:
-                    kinds = [name for name, on in (("target", token.is_target), ("special", token.is_special)) if on]
-                    shown.append(
-                        element("span", token.text.replace("\n", "↵\n"), class_=" ".join(kinds), title=token.id)
-                    )
+                    text = token.text.replace("\n", "↵\n")
+                    shown.append(element("span", text, class_=" ".join(token.kinds), title=token.id))
             body += [element("h2", row.summary), element("div", *shown, class_="row")]
     return body
 
