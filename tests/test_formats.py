@@ -192,7 +192,7 @@ def test_the_same_conversation_in_all_forms(base, tmp_path, monkeypatch):
     """Messages, token ids and targets are the same, those of the answers alone, whichever form they come in."""
     flags = ("--assistant_only_loss", "true")
     wanted = trained_on(base, SAME["messages"], monkeypatch, *flags)
-    assert len(wanted) == 16 and all(any(targets) and not all(targets) for _, targets in wanted)
+    assert len(wanted) == 16 and all(any(targets) and not all(targets) for _, targets, _ in wanted)
     for name, rows in SAME.items():
         assert made_of(rows, tmp_path) == SAME["messages"], name
     for name in ("ShareGPT", "Alpaca"):
