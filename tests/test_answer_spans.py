@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from accelerate_recipes.data.answer_spans import is_trained, parts_of
-from accelerate_recipes.data.rendering import HAS_MARKS, render
+from accelerate_recipes.data.rendering import HAS_MARKS, Rendering, render
 from accelerate_recipes.errors import first_line
 
 OF_TRL = Path(trl.__file__).parent / "chat_templates"
@@ -115,11 +115,15 @@ def tokenizer_of(template: str, stops: list[str], kind: str = "bytes") -> PreTra
     return made
 
 
+def rows_of(row: dict, tokenizer: PreTrainedTokenizerBase, stops: list[str], **more: Any) -> list[Rendering]:
+    settings = {"text_field": "", "completion_only": False, "assistant_only": True} | more
+    return render(row, tokenizer, **settings, stops=tokenizer.convert_tokens_to_ids(stops))
+
+
 def targets_in(row: dict, tokenizer: PreTrainedTokenizerBase, stops: list[str], **more: Any) -> list[list[str]]:
     """Return the targets of each row that a conversation becomes: a text for each run of targets."""
-    settings = {"text_field": "", "completion_only": False, "assistant_only": True} | more
     found = []
-    for ids, targets, _ in render(row, tokenizer, **settings, stops=tokenizer.convert_tokens_to_ids(stops)):
+    for ids, targets, _ in rows_of(row, tokenizer, stops, **more):
         runs, before = [], False
         for token, target in zip(ids, targets, strict=True):
             if target:
@@ -151,6 +155,10 @@ def test_targets_are_the_answers(name):
         rendered += 1
         runs = [run for part in targets_in(row, tokenizer, stops) for run in part]
         answers = [message for message in messages if is_trained(message)]
+        until = max(number for number, message in enumerate(messages) if is_trained(message)) + 1
+        if not HAS_MARKS.search(TEMPLATES[name]):
+            whole = tokenizer.apply_chat_template(messages[:until], tools=row["tools"], return_dict=True)["input_ids"]
+            assert rows_of(row, tokenizer, stops)[-1].ids == whole, what
         assert len(runs) == len(answers), (what, runs)
         for run, message in zip(runs, answers, strict=True):
             said = message["content"].rpartition("</think>")[2].strip()
@@ -209,13 +217,11 @@ def test_an_answer_that_quotes_the_end():
 def test_a_prompt_that_opens_a_thought():
     """The answer begins where it parts from the prompt, but not within its text, which may begin as a thought does."""
     tokenizer = tokenizer_of(OWN["own_open"], ["</s>"])
-    stops = tokenizer.convert_tokens_to_ids(["</s>"])
-    settings = {"text_field": "", "completion_only": False, "assistant_only": True, "stops": stops}
     for text in ("Yes", "<b>Yes</b>", "<thin"):
-        ((ids, targets, opened),) = render({"messages": [user("Ask"), answer(text)]}, tokenizer, **settings)
+        ((ids, targets, opened),) = rows_of({"messages": [user("Ask"), answer(text)]}, tokenizer, ["</s>"])
         assert tokenizer.decode([token for token, target in zip(ids, targets, strict=True) if target]) == f"{text}</s>"
         assert opened == "<assistant><think>\n"
-    ((*_, opened),) = render({"messages": [user("Ask"), answer("<think>\nHm.</think>Yes")]}, tokenizer, **settings)
+    ((*_, opened),) = rows_of({"messages": [user("Ask"), answer("<think>\nHm.</think>Yes")]}, tokenizer, ["</s>"])
     assert not opened
 
 

@@ -141,7 +141,7 @@ def noted(monkeypatch) -> list[tuple[dict, Rendering]]:
 
     def compare(trained: list[Rendering], rows: list[dict], *args, **settings) -> list[str]:
         rendered = [render(row, *args, **settings) for row in rows]
-        assert [part for parts in rendered for part in parts] == trained
+        assert [part[:2] for parts in rendered for part in parts] == [part[:2] for part in trained]
         compared[:] = [(row, parts[-1]) for row, parts in zip(rows, rendered, strict=True)]
         return differences(trained, rows, *args, **settings)
 
@@ -353,7 +353,7 @@ def test_nulls_of_json_texts(base, capsys, form):
     asked["function"]["parameters"]["properties"]["a"]["default"] = None
     rows = [row | {"tools": json.dumps([asked if "weather" not in row["tools"] else TOOL])} for row in ROWS_WITH_TOOLS]
     if form == "sft":
-        prepare(base, rows)
+        prepare(base, rows, "--assistant_only_loss", "false")  # one row for each conversation
     else:
         prepare(
             base,
@@ -802,7 +802,7 @@ def test_a_run_is_compared_with_its_export(forks, base, tmp_path, monkeypatch, c
     written = json.loads((out / ROWS).read_text())
     for change, said in (
         (
-            {"trained": [[ids[::-1], targets] for ids, targets in written["trained"]]},
+            {"trained": [[ids[::-1], targets, ""] for ids, targets, _ in written["trained"]]},
             "again does not render what was trained",
         ),
         (
@@ -1098,16 +1098,15 @@ def test_messages_of_weight_0(name, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_of_weighted_messages(forks, tmp_path):
-    """Two ranks train, packed; the export is compared with what was trained, and its template is the one with marks."""
-    marks = (MARKS / "llama3_1.jinja").read_text()
-    folder = save_base(tmp_path / "base", template_of("llama3_1"), "<|eot_id|>")
+    """Two ranks train, packed; the export is compared with what was trained, and has the base's template."""
+    template = template_of("llama3_1")
+    folder = save_base(tmp_path / "base", template, "<|eot_id|>")
     file = write(tmp_path / "rows.jsonl", [{"messages": weighted(i)} for i in range(30)])
     arguments = ("--model_name_or_path", folder, "--train_files", file, "--heldout_share", 0.3, "--packing", "true")
-    arguments += ("--assistant_only_loss", "true", "--chat_template_path", MARKS / "llama3_1.jinja")
     out = tmp_path / "out"
     assert forks.run(out, *arguments, "--max_steps", 1, "--total_batch_size", 2) == 0, log_of(out)[-3000:]
     assert "The export renders the first 16 rows as they were trained" in log_of(out)
-    assert (out / "export/chat_template.jinja").read_text() == marks
+    assert (out / "export/chat_template.jinja").read_text() == template
     assert "WRONG" not in "".join(re.findall(r"target \|(.*)", (out / "rows.txt").read_text())).replace("|", "")
 
 
@@ -1226,60 +1225,20 @@ def test_arguments_that_cannot_be(base):
         prepare(base, PROMPTS, *settings, name="grpo")
 
 
-MARKS = ROOT / "recipes/chat_templates"
-# Formats whose originals are no files here, as their authors describe them.
-DESCRIBED = {
-    "chatml": (
+def test_the_template_with_marks():
+    """It renders ChatML as its authors describe it, and marks what the assistant says."""
+    described = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    ),
-    "mistral_v3": (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
-        "{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
-    ),
-}
-OF_TRL = ("llama3", "qwen2_5", "qwen3_instruct_2507", "gemma", "gemma3", "phi3", "phi3_5")
-
-
-@pytest.mark.parametrize("name", [*(path.stem for path in MARKS.glob("*.jinja")), *OF_TRL])
-def test_templates_with_marks(name):
-    """They render what the originals render, with tools, thoughts and system prompts, and mark what the assistant says."""
-    if original := DESCRIBED.get(name):
-        tools, system = False, name != "mistral_v3"
-    else:
-        original, tools, system = template_of(name), name not in WITHOUT_TOOLS | {"phi3_5"}, name not in NOT_A_SYSTEM
-    marked = template_of(f"{name}_training") if name in OF_TRL else (MARKS / f"{name}.jinja").read_text()
+    )
+    marked = (ROOT / "recipes/chat_templates/chatml.jinja").read_text()
     tokenizer = new_bpe_tokenizer(["a b"] * 3, 280)
-    rows = [
-        conversation(i, tools=used, system=has) for i in range(2) for used in {False, tools} for has in {False, system}
-    ]
-    rows.append({"messages": [*CHAT[:3], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\n Well. "}]})
-    for row in rows:
-        messages, settings = row["messages"], {"tools": json.loads(row.get("tools", "null"))}
-        parts = [
-            messages[:number] for number in range(1, len(messages) + 1) if messages[number - 1]["role"] != "system"
-        ]
-        for part in parts:
-            for asked in {False, part[-1]["role"] != "assistant"}:
-                one, other = (
-                    tokenizer.apply_chat_template(
-                        part, chat_template=template, tokenize=False, add_generation_prompt=asked, **settings
-                    )
-                    for template in (original, marked)
-                )
-                assert one == other
-        (text,), (places,) = render_jinja_template(
-            [messages],
-            chat_template=marked,
-            return_assistant_tokens_mask=True,
-            **settings,
-            **tokenizer.special_tokens_map,
+    messages = conversation(1, tools=False, system=True)["messages"]
+    for asked in (False, True):
+        one, other = (
+            tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=asked)
+            for template in (described, marked)
         )
-        answers = [message for message in messages if message["role"] == "assistant"]
-        said = [text[begin:end] for begin, end in places if text[begin:end] != tokenizer.eos_token]
-        assert len(said) == len(answers)
-        for part, answer in zip(said, answers, strict=True):
-            assert (answer.get("content") or answer["tool_calls"][0]["function"]["name"]).split("</think>")[
-                -1
-            ].strip() in part
-            assert "user" not in part and "assistant" not in part
+        assert one == other
+    (text,), (places,) = render_jinja_template([messages], chat_template=marked, return_assistant_tokens_mask=True)
+    assert [text[begin:end] for begin, end in places] == ["Yes.<|im_end|>\n", "No, 1.<|im_end|>\n"]

@@ -135,16 +135,25 @@ class Rendering(NamedTuple):
     opened: str = ""
 
 
-def render(
+def render(row: dict, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> list[Rendering]:
+    """Render a row, as it was written, as users of the exported tokenizer would, by transformers alone: `render_read`."""
+    read = without_nulls({name: value for name, value in row.items() if name not in SETTINGS}) | {
+        name: parsed(row.get(name), name, 0, "") for name in SETTINGS
+    }
+    read |= {name: with_objects(read[name]) for name in ("messages", "prompt", "completion") if name in read}
+    return render_read(read, tokenizer, **settings)
+
+
+def render_read(
     row: dict,
     tokenizer: PreTrainedTokenizerBase,
-    text_field: str,
     *,
+    text_field: str,
     completion_only: bool,
     assistant_only: bool,
     stops: Sequence[int],
 ) -> list[Rendering]:
-    """Render a row as users of the exported tokenizer would, by transformers alone.
+    """Render a row, as `conversations.select` returns it: with the nulls that the user wrote, and no others.
 
     A conversation of which the answers alone are targets may become several rows, see `answer_spans.parts_of`, or none if
     no answer is trained. `stops` are the tokens at which generation stops.
@@ -152,10 +161,6 @@ def render(
     Raises:
         ValueError: if the template marks none of the answers.
     """
-    row = without_nulls({name: value for name, value in row.items() if name not in SETTINGS}) | {
-        name: parsed(row.get(name), name, 0, "") for name in SETTINGS
-    }
-    row |= {name: with_objects(row[name]) for name in ("messages", "prompt", "completion") if name in row}
     settings = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}
     if row.keys() <= {"prompt", *SETTINGS}:  # the answer is drawn in training
         ids = prompt_alone(tokenizer, row["prompt"], settings)
@@ -280,8 +285,6 @@ def differences(
         except (TemplateError, ValueError, TypeError) as error:
             found.append(f"row {number} cannot be rendered: {error}")
     trained = [*trained]
-    if not found and len(ours) != len(trained):
-        found.append(f"{len(trained)} rows were trained, the export renders {len(ours)} of them")
     for (ids, targets, _), (number, other) in zip(trained, [] if found else ours, strict=False):
         if (place := first_difference(ids, other.ids)) is not None:
             window = slice(max(0, place - NUM_SHOWN), place + NUM_SHOWN)
@@ -295,6 +298,8 @@ def differences(
                 f"row {number}, token {place + 1}, {tokenizer.decode(ids[place : place + 1])!r}, was {kind} of the loss, "
                 f"unlike in the export's rendering"
             )
+    if not found and len(ours) != len(trained):
+        found.append(f"{len(trained)} rows were trained, the export renders {len(ours)} instead")
     return found
 
 

@@ -1,6 +1,7 @@
 """Supervised fine-tuning by trl: the targets are shown, counted, and compared with the rendering of the export."""
 
 import copy
+import inspect
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,7 @@ from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.check_export import Exported, as_exported, stops_of
 from accelerate_recipes.checkpoint.files import saved_arguments
 from accelerate_recipes.composites import placeholders, stands_for_image
+from accelerate_recipes.data import answer_spans, rendering
 from accelerate_recipes.data.conversations import (
     EVERYTHING,
     NUM_COMPARED,
@@ -32,7 +34,7 @@ from accelerate_recipes.data.conversations import (
 )
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
-from accelerate_recipes.data.rendering import NUM_SHOWN, SETTINGS, Rendering, render, shown_ends
+from accelerate_recipes.data.rendering import NUM_SHOWN, SETTINGS, Rendering, render_read, shown_ends
 from accelerate_recipes.data.rows import StepOrder, num_steps
 from accelerate_recipes.errors import ConfigError, DataError, printable
 from accelerate_recipes.losses import count_next_tokens
@@ -200,7 +202,9 @@ class SupervisedTrainer(Objective, SFTTrainer):
         sources = np.arange(len(rows))  # of each row to train on, the number of the row that it is made of
         with self.naming_rows(tokenizer, **settings):
             if has_chats(rows.features):
-                given = {"tokenizer": tokenizer, "settings": settings}
+                # `datasets` finds its result again by the name of our function, and would not see that its code has changed.
+                code = "".join(map(inspect.getsource, (rendering, answer_spans)))
+                given = {"tokenizer": tokenizer, "settings": settings, "code": code}
                 with global_then_local_main_first():
                     whole = rows.map(
                         rendered,
@@ -318,13 +322,20 @@ class SupervisedTrainer(Objective, SFTTrainer):
 
 
 def rendered(
-    rows: dict[str, list], numbers: list[int], tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]
+    rows: dict[str, list],
+    numbers: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: dict[str, Any],
+    code: str = "",
 ) -> dict[str, list]:
-    """Render a batch of conversations. Return their columns and those of RENDERED, once for each row to train on."""
+    """Render a batch of conversations. Return their columns and those of RENDERED, once for each row to train on.
+
+    `code` is that of the modules which render: it only makes another key for the cache.
+    """
     found: dict[str, list] = {name: [] for name in (*rows, *RENDERED)}
     for place, number in enumerate(numbers):
         row = {name: values[place] for name, values in rows.items()}
-        for ids, targets, opened in render(row, tokenizer, **settings):
+        for ids, targets, opened in render_read(row, tokenizer, **settings):
             labels = [token if target else IGNORE_INDEX for token, target in zip(ids, targets, strict=True)]
             made = {"input_ids": ids, "labels": labels, "source": number, "opened": opened}
             for name, value in (row | made).items():
