@@ -12,8 +12,10 @@ Every argument of trl's SFTConfig about data and loss is also an argument here: 
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from trl import SFTConfig
@@ -28,7 +30,13 @@ from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.posttraining.objective import without_targets
 from accelerate_recipes.posttraining.settings import NewModelArgs, make_or_load_model, pad_multiple, trl_config
-from accelerate_recipes.posttraining.supervised import SupervisedTrainer, inputs_of, load_sides, supervised_trial
+from accelerate_recipes.posttraining.supervised import (
+    SupervisedTrainer,
+    inputs_of,
+    load_sides,
+    supervised_trial,
+    usual_value,
+)
 from accelerate_recipes.ranks import on_first_of_machine_before_others, ranks_a_row
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
@@ -46,17 +54,19 @@ class Args(FormatArgs, NewModelArgs, SFTConfig):
         [],
         "Tokens to add to the vocabulary, such as a template's; their embedding rows are trained, also with adapters.",
     )
-    accept_training_template: bool = arg(
-        False,
-        "Train with trl's template for --assistant_only_loss although the exported template renders differently.",
-        group="rare",
+    assistant_only_loss: str = arg(
+        "auto",
+        "Train the answers of conversations alone (true), or everything (false); auto: true, but false for texts.",
+        choices=("auto", "true", "false"),
+        fixed=False,
+        group="task",
     )
 
     fixed = frozenset({
         "dataset_text_field", "dataset_kwargs", "chat_template_path", "eos_token", "max_length", "truncation_mode",
-        "packing", "packing_strategy", "shuffle_dataset", "assistant_only_loss", "completion_only_loss",
+        "packing", "packing_strategy", "shuffle_dataset", "completion_only_loss",
     })  # fmt: skip
-    groups = NewModelArgs.groups | dict.fromkeys(("packing", "assistant_only_loss", "completion_only_loss"), "task")
+    groups = NewModelArgs.groups | dict.fromkeys(("packing", "completion_only_loss"), "task")
     ranges = NewModelArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
 
     pads_rows = True
@@ -81,6 +91,11 @@ class Args(FormatArgs, NewModelArgs, SFTConfig):
         if self.chat_template_path and not self.template_model:
             found += self.file_problems("chat_template_path", TEMPLATES)
         return found
+
+    def settle(self, saved: Mapping[str, Any]) -> list[str]:
+        if self.assistant_only_loss == "auto":
+            self.assistant_only_loss = usual_value(saved.get("assistant_only_loss", "auto"))
+        return super().settle(saved)
 
     @property
     def template_model(self) -> str:
@@ -119,7 +134,8 @@ def main(args: Args) -> None:
     # Give trl the folder of the template's model at its pinned commit; by its name, trl would ask the Hub.
     template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
     padding = {"pad_to_multiple_of": math.lcm(pad_multiple(args) or 1, ranks_a_row())} if ranks_a_row() > 1 else {}
-    config = trl_config(run, SFTConfig, chat_template_path=template, **padding)
+    # `SupervisedTrainer` finds the answers itself; trl would use another template.
+    config = trl_config(run, SFTConfig, chat_template_path=template, assistant_only_loss=False, **padding)
     model, new_tokens = make_or_load_model(args, tokenizer, args.new_tokens)
     sides = {"train_dataset": rows["train"], "eval_dataset": rows["test"], "source_rows": first}
     trainer = SupervisedTrainer(run, config, model, tokenizer, new_tokens=new_tokens, **sides)

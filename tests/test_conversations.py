@@ -8,12 +8,13 @@ import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import trl
 from accelerate.state import AcceleratorState
-from datasets import Dataset
+from datasets import Dataset, Features
 from helpers import ROOT, log_of, losses
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
@@ -38,7 +39,7 @@ from accelerate_recipes.checkpoint.check_export import ROWS, TrainedRows, check_
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.data.conversations import count_targets_of, select
 from accelerate_recipes.data.heldout import beginning
-from accelerate_recipes.data.rendering import Rendering, differences, without_nulls
+from accelerate_recipes.data.rendering import Rendering, differences, render, without_nulls
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models import load_model
@@ -135,29 +136,41 @@ def template_of(name: str) -> str:
     return (Path(trl.__file__).parent / f"chat_templates/{name}.jinja").read_text()
 
 
+def noted(monkeypatch) -> list[tuple[dict, Rendering]]:
+    """Return a list that the next comparison fills: each row as it was written, with the last row that it became."""
+    compared = []
+
+    def compare(trained: list[Rendering], rows: list[dict], *args, **settings) -> list[str]:
+        rendered = [render(row, *args, **settings) for row in rows]
+        assert [part[:2] for parts in rendered for part in parts] == [part[:2] for part in trained]
+        compared[:] = [(row, parts[-1]) for row, parts in zip(rows, rendered, strict=True)]
+        return differences(trained, rows, *args, **settings)
+
+    monkeypatch.setattr(check_export_module, "differences", compare)
+    return compared
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_templates(name, tmp_path, capsys, monkeypatch):
     """With tools, a system prompt and several turns, the export renders what is trained, and the tools are in it."""
     tools = name not in WITHOUT_TOOLS
     save_base(tmp_path, template_of(name), PUBLISHED[name])
-    compared = []
-
-    def compare(trained: list[Rendering], rows: list[dict], *args, **settings) -> list[str]:
-        compared[:] = zip(rows, trained, strict=True)
-        return differences(trained, rows, *args, **settings)
-
-    monkeypatch.setattr(check_export_module, "differences", compare)
+    compared = noted(monkeypatch)
     prepare(tmp_path, [conversation(i, tools=tools, system=name not in NOT_A_SYSTEM) for i in range(30)])
     assert not (tmp_path / "out" / ROWS).exists(), "a run that only prepares data has no export"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert len(compared) == 16
     if tools:
-        for row, (ids, _) in compared:
+        for row, (ids, *_) in compared:
             text = tokenizer.decode(ids)
             ours, other = ("weather", '"a"') if "weather" in row["tools"] else ("add", "town")
             assert ours in text and other not in text, "the row's own tools, without the fields of the other rows"
             assert "null" not in text and "None" not in text
-    assert re.search(r"\d+ rows; 0 without a target; with an end \d+; left out 0; cut 0;", capsys.readouterr().out)
+    said = re.search(r"(\d+) rows; 0 without a target; with an end (\d+); left out 0; cut 0;", capsys.readouterr().out)
+    assert said and said[1] == said[2], "each row ends with an answer, and each answer with its end"
+    targets = targets_of(tmp_path)
+    assert "It is" in targets or "No, " in targets
+    assert "Question" not in targets and "brief" not in targets, targets
 
 
 def test_at_least_ten_templates_have_tools():
@@ -231,12 +244,13 @@ def lost_template(patch) -> None:
 
 
 def shifted_mask(patch) -> None:
-    real = supervised.SFTTrainer._prepare_dataset
+    real = supervised.rendered
 
-    def prepare_dataset(*args):
-        return real(*args).map(lambda row: {"labels": [*row["labels"][1:], -100]})
+    def rendered(*args, **given):
+        found = real(*args, **given)
+        return found | {"labels": [[*labels[1:], -100] for labels in found["labels"]]}
 
-    patch.setattr(supervised.SFTTrainer, "_prepare_dataset", prepare_dataset)
+    patch.setattr(supervised, "rendered", rendered)
 
 
 def removed_tools(patch) -> None:
@@ -250,7 +264,7 @@ def removed_tools(patch) -> None:
         (lost_template, "row 1 cannot be rendered"),
         (changed_end, r"row 1, token \d+: .* was trained, the export renders .*</s>"),
         (changed_stop, "no row ends with a target at which the model would stop"),
-        (shifted_mask, r"row 1, token \d+, .*, was no target of the loss"),
+        (shifted_mask, r"row 1, token \d+, .*, was (a|no) target of the loss"),
         (removed_tools, r"row 1, token \d+: .* was trained, the export renders "),
     ],
 )
@@ -272,7 +286,7 @@ def test_settings_of_the_export_are_those_of_training(tmp_path, monkeypatch):
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     prepare(folder, ROWS_WITH_TOOLS)
-    first = TrainedRows([], [Rendering([7, 900], [True] * 2)], {"template": None}, ends, {})
+    first = TrainedRows([], [Rendering([7, 900], [True] * 2)], {}, ends, {})
     exported = read_exported(folder)
     monkeypatch.setattr(check_export_module, "differences", lambda *_, **__: [])
     assert first.problems(exported) == [f"rows have the token 900, its config.json a vocab_size of {len(tokenizer)}"]
@@ -311,18 +325,12 @@ def as_rows(name: str, rows: list[dict]) -> list[dict]:
 @pytest.mark.parametrize("form", ["pairs", "implicit", "judged"])
 def test_pairs_as_they_were_written(base, monkeypatch, form):
     """Two rows that differ in tools and in the fields of messages keep their own, in each form; the export renders both."""
-    compared = []
-
-    def compare(trained: list[Rendering], rows: list[dict], *args, **settings) -> list[str]:
-        compared[:] = zip(rows, trained, strict=True)
-        return differences(trained, rows, *args, **settings)
-
-    monkeypatch.setattr(check_export_module, "differences", compare)
+    compared = noted(monkeypatch)
     prepare(base, as_rows(form, PAIRS), name="dpo")
     tokenizer = AutoTokenizer.from_pretrained(base)
     assert len(compared) == 32
     sides = {"chosen": 0, "rejected": 0}
-    for row, (ids, _) in compared:
+    for row, (ids, *_) in compared:
         text = tokenizer.decode(ids)
         ours, other = ("weather", '"a"') if '"weather"' in row["tools"] else ("add", "town")
         assert ours in text and other not in text and "null" not in text and "None" not in text
@@ -346,7 +354,7 @@ def test_nulls_of_json_texts(base, capsys, form):
     asked["function"]["parameters"]["properties"]["a"]["default"] = None
     rows = [row | {"tools": json.dumps([asked if "weather" not in row["tools"] else TOOL])} for row in ROWS_WITH_TOOLS]
     if form == "sft":
-        prepare(base, rows)
+        prepare(base, rows, "--assistant_only_loss", "false")  # one row for each conversation
     else:
         prepare(
             base,
@@ -456,30 +464,75 @@ def test_an_end_that_no_row_has(base, tmp_path):
     prepare(tmp_path, rows, "--eos_token", "<|im_end|>")
 
 
-def test_only_the_answers(base, tmp_path, monkeypatch):
-    """Targets of assistant-only loss are the answers; trl's own template, where it differs, must be accepted."""
+def test_only_the_answers(base, tmp_path, capsys):
+    """By default the answers alone are targets, with a template that marks them or not; `false` trains everything."""
     rows = [conversation(i, tools=False, system=True) for i in range(30)]
-    with pytest.raises(
-        ConfigError, match=r"trl's training template is used, which renders otherwise(.|\n)*--accept_tr"
-    ):
-        prepare(base, rows, "--assistant_only_loss", "true")
-    accepted = ("--assistant_only_loss", "true", "--accept_training_template", "true")
-    prepare(base, rows, *accepted)
-    shown = (base / "out/rows.txt").read_text()
-    assert "No" in "".join(re.findall(r"target \|(.*)", shown)) and "Question" not in "".join(
-        re.findall(r"target \|(.*)", shown)
-    )
-    with monkeypatch.context() as patch:
-        shifted_mask(patch)
-        with pytest.raises(ConfigError, match=r"row 1, token \d+, .*, was (a|no) target of the loss"):
-            prepare(base, rows, *accepted)
+    prepare(base, rows)
+    assert "No," in (targets := targets_of(base)) and "Question" not in targets and "user" not in targets
+    assert "rows with" in capsys.readouterr().out, "the template drops thoughts, so rows are added"
+    prepare(base, rows, "--assistant_only_loss", "false")
+    assert "Question" in targets_of(base) and "brief" in targets_of(base)
     marked = "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}</s>{% endgeneration %}{% endfor %}"
-    folder = save_base(tmp_path / "marked", marked)
-    prepare(folder, rows, "--assistant_only_loss", "true")
-    assert "differs" not in (folder / "out/rows.txt").read_text()
-    folder = save_base(tmp_path / "none", "{% for m in messages %}{{ m.content }}</s>{% endfor %}")
-    with pytest.raises(ConfigError, match="trl's trainer refuses this run"):
-        prepare(folder, rows, "--assistant_only_loss", "true")
+    prepare(folder := save_base(tmp_path / "marked", marked), rows)
+    assert "Question" in targets_of(folder), "marks decide where there are any"
+    nothing = (
+        "{% for m in messages %}{{ m.content }}</s>{% endfor %}{% if 0 %}{% generation %}{% endgeneration %}{% endif %}"
+    )
+    with pytest.raises(ConfigError, match=r"rows.jsonl, row 0, .*marks none of its answers"):
+        prepare(save_base(tmp_path / "none", nothing), rows)
+    texts = [{"text": f"Question {i}"} for i in range(30)]
+    prepare(save_base(tmp_path / "texts", None), texts)
+    assert "Question" in targets_of(tmp_path / "texts")
+    with pytest.raises(
+        ConfigError, match="--assistant_only_loss true is for conversations, and the column text holds texts"
+    ):
+        prepare(tmp_path / "texts", texts, "--assistant_only_loss", "true")
+
+
+def test_rows_that_do_not_end_with_an_answer(base, tmp_path, capsys):
+    """They are counted and named, trained with the answers that they have, and left out if they have none."""
+    rows = [conversation(i, tools=False, system=False) for i in range(30)]
+    for number in (4, 7, 9):
+        rows[number] = {"messages": rows[number]["messages"][: 1 if number == 7 else 3]}
+    rows[11] = {"messages": [*rows[11]["messages"][:1], {"role": "assistant", "content": ""}]}
+    held = ("--eval_files", str(write(tmp_path / "eval.jsonl", [conversation(99, tools=False, system=False)])))
+    prepare(save_base(tmp_path, template_of("qwen2_5"), "<|im_end|>"), rows, *held, "--num_train_epochs", "1")
+    printed = capsys.readouterr().out
+    assert re.search(r"rows.jsonl: 4 of 30 rows do not end with an answer, the first is row 4, .*'And 5\?'", printed)
+    assert "2 of them have none, and are left out" in printed and "eval.jsonl: " not in printed.replace(
+        "eval.jsonl: messages", ""
+    )
+    assert "Rows to train on: 28 rows; 0 without a target; with an end 28; left out 2;" in printed
+    with pytest.raises(ConfigError, match="none of 2 rows to train on has an answer"):
+        prepare(tmp_path, [rows[7], rows[11]], *held)
+
+
+def test_rows_of_answers_beside_trl(tmp_path):
+    """With `false`, and where the template marks the answers, rows are those of trl, token for token and target for target."""
+    marked = (Path(trl.__file__).parent / "chat_templates/qwen2_5_training.jinja").read_text()
+    folder = save_base(tmp_path, marked, "<|im_end|>")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chats = [json.loads(json.dumps(row)) for row in ROWS_WITH_TOOLS]
+    halves = [
+        {"prompt": row["messages"][:-1], "completion": row["messages"][-1:], "tools": row["tools"]} for row in chats
+    ]
+    for rows, answers in ((chats, False), (chats, True), (halves, False), (halves, True)):
+        whole = select(Dataset.from_list(rows), {*rows[0]} - {"tools"}, "here")
+        config = trl.SFTConfig(assistant_only_loss=answers, max_length=None, use_cpu=True, bf16=False)
+        completion_only = "completion" in rows[0]
+        trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=completion_only)
+        theirs = trl.SFTTrainer._prepare_dataset(trainer, whole, tokenizer, config, False, None, "train")
+        settings = {"text_field": "text", "completion_only": completion_only, "assistant_only": answers, "stops": []}
+        ours = whole.map(
+            supervised.rendered,
+            with_indices=True,
+            batched=True,
+            fn_kwargs={"tokenizer": tokenizer, "settings": settings},
+            features=Features(dict(whole.features) | supervised.RENDERED),
+        )
+        assert ours.remove_columns(["source", "opened"]).features == theirs.features, "and the checksum of a checkpoint"
+        for name in theirs.column_names:
+            assert ours[name][:] == theirs[name][:], (name, answers)
 
 
 def test_prompt_and_completion(base, tmp_path):
@@ -712,7 +765,7 @@ def test_columns():
 def test_differences_of_lengths():
     tokenizer = new_bpe_tokenizer(["a b"] * 3, 280)
     ids = tokenizer("a b</s>")["input_ids"]
-    settings = {"text_field": "text", "completion_only": False, "assistant_only": False, "template": None}
+    settings = {"text_field": "text", "completion_only": False, "assistant_only": False, "stops": []}
     for text in ("a b", "a b</s>"):  # no second end
         assert not differences([Rendering(ids, [True] * len(ids))], [{"text": text}], tokenizer, **settings)
     for other in (ids[:-1], [*ids, 5]):
@@ -750,7 +803,7 @@ def test_a_run_is_compared_with_its_export(forks, base, tmp_path, monkeypatch, c
     written = json.loads((out / ROWS).read_text())
     for change, said in (
         (
-            {"trained": [[ids[::-1], targets] for ids, targets in written["trained"]]},
+            {"trained": [[ids[::-1], targets, ""] for ids, targets, _ in written["trained"]]},
             "again does not render what was trained",
         ),
         (
@@ -835,22 +888,20 @@ def test_a_base_whose_tokenizer_has_more_tokens_than_its_embedding(tmp_path):
 
 
 @pytest.mark.slow
-def test_adapters_trained_with_a_template_of_trl(forks, tmp_path):
-    """Their export is compared by that template, and its own may differ only as was accepted; their model stops elsewhere."""
+def test_adapters_of_a_base_that_stops_elsewhere(forks, tmp_path):
+    """Rows that are cut after earlier answers are compared with the export too; the run and the check say where it stops."""
     folder = save_base(tmp_path / "base", template_of("qwen3"), "<|endoftext|>")
     file = write(tmp_path / "rows.jsonl", [conversation(i, tools=False, system=True) for i in range(30)])
     out = tmp_path / "out"
     arguments = ("--model_name_or_path", folder, "--train_files", file, "--eos_token", "<|im_end|>", "--use_peft")
-    arguments += ("--assistant_only_loss", "true", "--accept_training_template", "true", "--heldout_share", 0.3)
-    assert forks.run(out, *arguments, "--max_steps", 1, "--total_batch_size", 2) == 0, out.with_suffix(
-        ".log"
-    ).read_text()[-3000:]
-    log = out.with_suffix(".log").read_text()
+    size = ("--heldout_share", 0.3, "--max_steps", 1, "--total_batch_size", 2)
+    assert forks.run(out, *arguments, *size) == 0, log_of(out)[-3000:]
+    log = log_of(out)
     stops = r"Rows end with '<\|im_end\|>', but adapters are .*, which stop at '<\|endoftext\|>'; give"
-    renders = (
-        "renders the first 16 rows as they were trained, by the template of the training; its own differs in 16 of them"
-    )
+    renders = "renders the first 16 rows as they were trained"
     assert re.search(stops, log) and renders in log, log[-3000:]
+    kept = json.loads((out / ROWS).read_text())
+    assert len(kept["trained"]) == 32 == 2 * len(kept["rows"]), "each has an answer before a later question"
     said = check_export(out / "export", ["And?"], 2)
     assert re.search(stops, said) and renders in said, said
     template = out / "export/chat_template.jinja"
@@ -1032,30 +1083,31 @@ def test_messages_of_weight_0(name, tmp_path):
     """They are no targets, nor are their ends; rows of prompt and completion too. Nobody trains them without a word."""
     folder = save_base(tmp_path, MARKED if name == "marked" else template_of(name), PUBLISHED.get(name, "</s>"))
     rows = [{"messages": weighted(i, **({"reasoning": "Hm."} if i % 2 else {}))} for i in range(30)]
-    with pytest.raises(ConfigError, match=r"rows.jsonl has messages of weight 0, .* give --assistant_only_loss true"):
-        prepare(folder, rows)
-    prepare(folder, rows, "--assistant_only_loss", "true")
+    with pytest.raises(
+        ConfigError, match=r"rows.jsonl has messages of weight 0, .* remove --assistant_only_loss false"
+    ):
+        prepare(folder, rows, "--assistant_only_loss", "false")
+    prepare(folder, rows)
     end = PUBLISHED.get(name, "</s>").replace("|", "")
     said = re.sub(rf"It is \d+\.(\\n|{end})+| |\\n", "", targets_of(folder))
     assert not said and targets_of(folder).count("It is") == 6, targets_of(folder)
     assert "WRONG" in (folder / "out/rows.txt").read_text().replace("|", "")
     rows = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in rows]
-    prepare(folder, rows, "--assistant_only_loss", "true")
+    prepare(folder, rows)
     assert "WRONG" not in targets_of(folder) and "It is" in targets_of(folder)
 
 
 @pytest.mark.slow
 def test_a_run_of_weighted_messages(forks, tmp_path):
-    """Two ranks train, packed; the export is compared with what was trained, and its template is the one with marks."""
-    marks = (MARKS / "llama3_1.jinja").read_text()
-    folder = save_base(tmp_path / "base", template_of("llama3_1"), "<|eot_id|>")
+    """Two ranks train, packed; the export is compared with what was trained, and has the base's template."""
+    template = template_of("llama3_1")
+    folder = save_base(tmp_path / "base", template, "<|eot_id|>")
     file = write(tmp_path / "rows.jsonl", [{"messages": weighted(i)} for i in range(30)])
     arguments = ("--model_name_or_path", folder, "--train_files", file, "--heldout_share", 0.3, "--packing", "true")
-    arguments += ("--assistant_only_loss", "true", "--chat_template_path", MARKS / "llama3_1.jinja")
     out = tmp_path / "out"
     assert forks.run(out, *arguments, "--max_steps", 1, "--total_batch_size", 2) == 0, log_of(out)[-3000:]
     assert "The export renders the first 16 rows as they were trained" in log_of(out)
-    assert (out / "export/chat_template.jinja").read_text() == marks
+    assert (out / "export/chat_template.jinja").read_text() == template
     assert "WRONG" not in "".join(re.findall(r"target \|(.*)", (out / "rows.txt").read_text())).replace("|", "")
 
 
@@ -1087,9 +1139,7 @@ def test_weights_that_say_nothing(tmp_path):
     with pytest.raises(DataError, match=r"row 7: 'messages' has a message of weight 0.5; it must be 0 or 1"):
         prepare(folder, rows, "--assistant_only_loss", "true")
     rows = [{"messages": weighted(i)[:2]} for i in range(30)]
-    with pytest.raises(
-        ConfigError, match=r"none of \d+ rows is left .* no target within .* see the weights of the messages"
-    ):
+    with pytest.raises(ConfigError, match=r"none of \d+ rows to train on has .* see the weights of the messages"):
         prepare(folder, rows, "--assistant_only_loss", "true")
 
 
@@ -1137,36 +1187,26 @@ def test_prompts_that_are_texts_beside_a_template(base, capsys, name, rows):
     assert "the chat template of " in (said := capsys.readouterr().out) and "is not used" in said
 
 
-def test_what_users_say_is_trained_too(base, capsys):
-    """The line says how much; with --assistant_only_loss nothing of it is."""
-    rows = [
-        {"messages": [{"role": "user", "content": f"{i} And? " * 30}, {"role": "assistant", "content": f"{i}"}]}
-        for i in range(30)
-    ]
-    prepare(base, rows)
-    (share,) = re.findall(r"About (\d+)% of the targets in the first 16 rows are what users", capsys.readouterr().out)
-    assert 60 < int(share) < 100
-    prepare(base, rows, "--assistant_only_loss", "true", "--accept_training_template", "true")
-    assert "what users, tools" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
-    "template, row, flags, said",
+    "template, row, said",
     [
-        ("{{ raise_exception('No.') if messages[0].content == 'A' }}", [{"role": "user", "content": "A"}], (), "No."),
-        ("{% include 'a' %}", CHAT, (), "no loader for this environment"),
-        ("{{ messages[0].content + 1 }}", CHAT, (), "can only concatenate"),
-        ("", CHAT[:1], ("--assistant_only_loss", "true"), "has no answer, as the template marks them"),
+        (
+            "{{ raise_exception('No.') if messages[0].content == 'A' }}",
+            [{"role": "user", "content": "A"}, CHAT[1]],
+            "No.",
+        ),
+        ("{% include 'a' %}", CHAT, "no loader for this environment"),
+        ("{{ messages[0].content + 1 }}", CHAT, "can only concatenate"),
     ],
 )
-def test_a_template_that_refuses_a_row(tmp_path, template, row, flags, said):
+def test_a_template_that_refuses_a_row(tmp_path, template, row, said):
     """The message says in which row of which file."""
     folder = save_base(tmp_path, template + MARKED)
     rows = [{"messages": conversation(i, tools=False, system=False)["messages"]} for i in range(30)]
     rows[17] = {"messages": row}
     number = 0 if row == CHAT else 17
     with pytest.raises(ConfigError, match=rf"rows.jsonl, row {number}, .*{said}"):
-        prepare(folder, rows, *flags)
+        prepare(folder, rows)
 
 
 def test_a_template_that_refuses_a_pair(tmp_path):
@@ -1186,60 +1226,20 @@ def test_arguments_that_cannot_be(base):
         prepare(base, PROMPTS, *settings, name="grpo")
 
 
-MARKS = ROOT / "recipes/chat_templates"
-# Formats whose originals are no files here, as their authors describe them.
-DESCRIBED = {
-    "chatml": (
+def test_the_template_with_marks():
+    """It renders ChatML as its authors describe it, and marks what the assistant says."""
+    described = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    ),
-    "mistral_v3": (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
-        "{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
-    ),
-}
-OF_TRL = ("llama3", "qwen2_5", "qwen3_instruct_2507", "gemma", "gemma3", "phi3", "phi3_5")
-
-
-@pytest.mark.parametrize("name", [*(path.stem for path in MARKS.glob("*.jinja")), *OF_TRL])
-def test_templates_with_marks(name):
-    """They render what the originals render, with tools, thoughts and system prompts, and mark what the assistant says."""
-    if original := DESCRIBED.get(name):
-        tools, system = False, name != "mistral_v3"
-    else:
-        original, tools, system = template_of(name), name not in WITHOUT_TOOLS | {"phi3_5"}, name not in NOT_A_SYSTEM
-    marked = template_of(f"{name}_training") if name in OF_TRL else (MARKS / f"{name}.jinja").read_text()
+    )
+    marked = (ROOT / "recipes/chat_templates/chatml.jinja").read_text()
     tokenizer = new_bpe_tokenizer(["a b"] * 3, 280)
-    rows = [
-        conversation(i, tools=used, system=has) for i in range(2) for used in {False, tools} for has in {False, system}
-    ]
-    rows.append({"messages": [*CHAT[:3], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\n Well. "}]})
-    for row in rows:
-        messages, settings = row["messages"], {"tools": json.loads(row.get("tools", "null"))}
-        parts = [
-            messages[:number] for number in range(1, len(messages) + 1) if messages[number - 1]["role"] != "system"
-        ]
-        for part in parts:
-            for asked in {False, part[-1]["role"] != "assistant"}:
-                one, other = (
-                    tokenizer.apply_chat_template(
-                        part, chat_template=template, tokenize=False, add_generation_prompt=asked, **settings
-                    )
-                    for template in (original, marked)
-                )
-                assert one == other
-        (text,), (places,) = render_jinja_template(
-            [messages],
-            chat_template=marked,
-            return_assistant_tokens_mask=True,
-            **settings,
-            **tokenizer.special_tokens_map,
+    messages = conversation(1, tools=False, system=True)["messages"]
+    for asked in (False, True):
+        one, other = (
+            tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=asked)
+            for template in (described, marked)
         )
-        answers = [message for message in messages if message["role"] == "assistant"]
-        said = [text[begin:end] for begin, end in places if text[begin:end] != tokenizer.eos_token]
-        assert len(said) == len(answers)
-        for part, answer in zip(said, answers, strict=True):
-            assert (answer.get("content") or answer["tool_calls"][0]["function"]["name"]).split("</think>")[
-                -1
-            ].strip() in part
-            assert "user" not in part and "assistant" not in part
+        assert one == other
+    (text,), (places,) = render_jinja_template([messages], chat_template=marked, return_assistant_tokens_mask=True)
+    assert [text[begin:end] for begin, end in places] == ["Yes.<|im_end|>\n", "No, 1.<|im_end|>\n"]

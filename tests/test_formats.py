@@ -9,7 +9,7 @@ import datasets
 import pyarrow as pa
 import pytest
 from helpers import ROOT
-from test_conversations import TOOL, call, prepare, save_base
+from test_conversations import TOOL, call, prepare, save_base, template_of
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
@@ -172,8 +172,7 @@ SAME = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    template = (ROOT / "recipes/chat_templates/qwen3.jinja").read_text()
-    return save_base(tmp_path_factory.mktemp("base"), template, "<|im_end|>")
+    return save_base(tmp_path_factory.mktemp("base"), template_of("qwen2_5"), "<|im_end|>")
 
 
 def trained_on(base: Path, rows: list[dict], monkeypatch, *flags: str, name: str = "sft") -> list[Rendering]:
@@ -190,13 +189,12 @@ def trained_on(base: Path, rows: list[dict], monkeypatch, *flags: str, name: str
 
 def test_the_same_conversation_in_all_forms(base, tmp_path, monkeypatch):
     """Messages, token ids and targets are the same, those of the answers alone, whichever form they come in."""
-    flags = ("--assistant_only_loss", "true")
-    wanted = trained_on(base, SAME["messages"], monkeypatch, *flags)
-    assert len(wanted) == 16 and all(any(targets) and not all(targets) for _, targets in wanted)
+    wanted = trained_on(base, SAME["messages"], monkeypatch)
+    assert len(wanted) == 16 and all(any(targets) and not all(targets) for _, targets, _ in wanted)
     for name, rows in SAME.items():
         assert made_of(rows, tmp_path) == SAME["messages"], name
     for name in ("ShareGPT", "Alpaca"):
-        assert trained_on(base, SAME[name], monkeypatch, *flags) == wanted, name
+        assert trained_on(base, SAME[name], monkeypatch) == wanted, name
     tool = {"type": "function", "function": TOOL["function"]}
     usual = [
         {"messages": [{"role": "user", "content": t}, call("weather", town="Bern"), {"role": "tool", "content": "4"},
@@ -211,7 +209,7 @@ def test_the_same_conversation_in_all_forms(base, tmp_path, monkeypatch):
         }
         for t in ASKED
     ]
-    assert trained_on(base, usual, monkeypatch, *flags) == trained_on(base, shared, monkeypatch, *flags)
+    assert trained_on(base, usual, monkeypatch) == trained_on(base, shared, monkeypatch)
 
 
 def test_the_same_pair_in_all_forms(base, tmp_path, monkeypatch):

@@ -16,7 +16,9 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from accelerate import PartialState
+from datasets import Features, List, Value
 from helpers import CHILDREN, IN_STEP_5, ROOT, STEPS, log_of, losses, read_metrics
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -37,7 +39,7 @@ from accelerate_recipes.games.rewards import REWARDS, stockfish_reward
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.posttraining.objective import WholeSteps, num_whole_steps
 from accelerate_recipes.posttraining.settings import trl_config
-from accelerate_recipes.posttraining.supervised import load_sides
+from accelerate_recipes.posttraining.supervised import check_same_targets, load_sides
 from accelerate_recipes.run import Run
 from accelerate_recipes.tokenizers import new_bpe_tokenizer, new_word_tokenizer
 
@@ -592,8 +594,7 @@ def test_what_a_resume_must_not_change(chess, chats, arguments, tmp_path):
         (GRPO, chess, {"max_prompt_length": "20", "num_generations": "4"}),
         (SFT, (*arguments, "--model_name_or_path", chats / "base"),
          {"dataset_text_field": "story", "chat_template_path": "no/model", "eos_token": "</s>", "truncation_mode": "keep_end",
-          "shuffle_dataset": "true", "max_length": "20",
-          "assistant_only_loss": "true"}),
+          "shuffle_dataset": "true", "max_length": "20"}),
     ):  # fmt: skip
         module = recipe.load(script)
         argv = [str(arg) for arg in args]
@@ -602,6 +603,29 @@ def test_what_a_resume_must_not_change(chess, chats, arguments, tmp_path):
         with pytest.raises(ConfigError) as caught:
             check_arguments(tmp_path, parse(module.Args, [*argv, *changed], world_size=1))
         assert set(re.findall(r"- --(\w+) was", str(caught.value))) == changes.keys(), script
+
+
+def test_a_resume_keeps_its_targets(chats, arguments, tmp_path):
+    """Left open, --assistant_only_loss is that of the checkpoint, which earlier versions wrote as a bool; what it means counts."""
+    module = recipe.load(SFT)
+    argv = [*map(str, arguments), "--model_name_or_path", str(chats / "base")]
+    messages = Features({"messages": List({"role": Value("string"), "content": Value("string")})})
+    texts = Features({"text": Value("string")})
+    for saved, given, features, resumes in (
+        (False, "auto", messages, "false"), (True, "auto", messages, "true"), ("auto", "true", messages, "true"),
+        (False, "auto", texts, "false"), (False, "true", messages, None), ("auto", "false", messages, None),
+    ):  # fmt: skip
+        parse(module.Args, argv, world_size=1).save(tmp_path / "args.yaml")
+        values = yaml.safe_load((tmp_path / "args.yaml").read_text())
+        (tmp_path / "args.yaml").write_text(yaml.safe_dump(values | {"assistant_only_loss": saved}))
+        args = parse(module.Args, [*argv, "--assistant_only_loss", given], world_size=1)
+        check_arguments(tmp_path, args)
+        if resumes:
+            check_same_targets(args, features, tmp_path)
+            assert args.assistant_only_loss == resumes
+        else:
+            with pytest.raises(ConfigError, match=f"was trained on .*; give {saved is not False}".lower()):
+                check_same_targets(args, features, tmp_path)
 
 
 def test_fewer_rows_than_a_step(forks, arguments, chats, tmp_path):

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
+from accelerate_recipes.data.answer_spans import WEIGHTS, is_answer, is_trained, weights_of
 from accelerate_recipes.data.prepared import chunks_of
 from accelerate_recipes.data.rendering import SETTINGS, added_begin, parsed, with_objects
 from accelerate_recipes.errors import ConfigError, DataError
@@ -20,7 +21,7 @@ NUM_LAST = 4  # number of last targets of a row among which its end token is sea
 EVERYTHING = slice(None)
 TEXT = datasets.Value("string")
 CALLS = {"tool_calls", "function_call"}
-UNWRITTEN = {"role", "name", "weight", "refusal", "tool_call_id"}  # fields of a message that have no text to train on
+UNWRITTEN = {"role", "name", "refusal", "tool_call_id", *WEIGHTS}  # fields of a message that have no text to train on
 PARTS = (
     "{} has a message whose `content` is not a text but parts, of which many chat templates write nothing, or Python code; "
     "join the texts of each message into one"
@@ -125,7 +126,7 @@ def without_begin(rows: datasets.Dataset, column: str, tokenizer: PreTrainedToke
 
 
 def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str) -> bool:
-    """Tell whether a message has a `weight` of 0, and so is not a target.
+    """Tell whether a message is not a target by its `weight`, `train` or `loss`, which is 0 or false.
 
     Raises:
         DataError: for a weight that is neither 0 nor 1.
@@ -133,15 +134,32 @@ def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str
     found = False
     for name in columns:
         message = getattr(rows.features[name], "feature", None)
-        if isinstance(message, datasets.Json) or (isinstance(message, dict) and "weight" in message):
+        if isinstance(message, datasets.Json) or (isinstance(message, dict) and {*WEIGHTS} & {*message}):
             for number, messages in enumerate(rows[name]):
-                weights = [message.get("weight") for message in messages]
-                if wrong := [weight for weight in weights if weight not in (None, 0, 1)]:
+                weights = [weight for message in messages for weight in weights_of(message)]
+                if wrong := [weight for weight in weights if weight not in (0, 1)]:
                     raise DataError(
                         f"{source}, row {number}: {name!r} has a message of weight {wrong[0]!r}; it must be 0 or 1"
                     )
                 found |= 0 in weights
     return found
+
+
+def without_answer(rows: datasets.Dataset, column: str, source: str) -> str:
+    """Describe the rows whose last message is no answer, or an empty one; return "" if there are none."""
+    first, num_found, num_untrained = None, 0, 0
+    for number, messages in enumerate(rows[column]):
+        if not is_answer(messages[-1] if messages else {}):
+            first = first or (number, messages[-1:])
+            num_found += 1
+            num_untrained += not any(map(is_trained, messages))
+    if not first:
+        return ""
+    return (
+        f"{source}: {num_found:,} of {len(rows):,} rows do not end with an answer, the first is row {first[0]}, whose end "
+        f"is {first[1]!r:.80}; they are trained with the answers that they have. {num_untrained:,} of them have none, and "
+        "are left out"
+    )
 
 
 def cut_at(lengths: np.ndarray, max_length: int | None) -> dict[str, int]:

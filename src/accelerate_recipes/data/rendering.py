@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,12 +10,14 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from accelerate_recipes.data.answer_spans import altered, is_trained, parts_of, tokens_in, weights_of
 from accelerate_recipes.errors import DataError
 
 SETTINGS = ("tools", "chat_template_kwargs")  # columns that the chat template reads beside the messages
 # Arguments of the function that renders; a template reads none of them, except documents.
 RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
 IS_RESERVED = "is no variable of a chat template, but an argument of apply_chat_template; remove it"
+HAS_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds the marks of answers in a template
 NUM_SHOWN = 8  # tokens on each side of a difference
 
 
@@ -73,18 +76,8 @@ def added_begin(tokenizer: PreTrainedTokenizerBase) -> str:
     return begin if ids[:2] == [tokenizer.bos_token_id] * 2 else ""
 
 
-def altered(value: Any) -> Any:
-    """Return a message with another text wherever it has one, in a form that templates still accept."""
-    if isinstance(value, dict):
-        kept = ("role", "type", "id", "weight")
-        return {name: entry if name in kept else altered(entry) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [altered(entry) for entry in value]
-    return f"{value}\ue000" if isinstance(value, str) else value
-
-
 def tokens_without_weight(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings: Any) -> list[int]:
-    """List the tokens of answers with `weight: 0`, among those that the template marks as answers.
+    """List the tokens of messages that are not trained, such as those of `weight: 0`, among those that a template marks.
 
     To find them, each message is changed in turn: a marked part belongs to the message whose change alters it. A part
     that no change alters, such as an end, belongs to the parts beside it.
@@ -93,30 +86,30 @@ def tokens_without_weight(tokenizer: PreTrainedTokenizerBase, messages: list[dic
         ValueError: if it is not clear to which message a part belongs.
     """
 
-    def parts_of(messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
+    def marked(messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
         said = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        template = tokenizer.get_chat_template(settings.get("chat_template"), settings.get("tools"))
+        template = tokenizer.get_chat_template(None, settings.get("tools"))
         given = tokenizer.special_tokens_map | settings | {"chat_template": template}
         rendered: Any = render_jinja_template([said], return_assistant_tokens_mask=True, **given)
         (text,), (places,) = rendered
         return text, places
 
-    text, places = parts_of(messages)
+    text, places = marked(messages)
     weights: list[set] = [set() for _ in places]
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            other, moved = parts_of([*messages[:number], altered(message), *messages[number + 1 :]])
+            other, moved = marked([*messages[:number], altered(message), *messages[number + 1 :]])
             own = [
                 weight
                 for weight, (a, b), (c, d) in zip(weights, places, moved, strict=False)
                 if len(moved) == len(places) and text[a:b] != other[c:d]
             ]
-            if message.get("weight") == 0 and not own:
+            if 0 in weights_of(message) and not own:
                 raise ValueError(
                     f"the template does not show which part is message {number}, of weight 0; remove the row"
                 )
             for weight in own:
-                weight.add(message.get("weight", 1))
+                weight.add(int(is_trained(message)))
     encoded = tokenizer(text, add_special_tokens=False)
     found = []
     for number, (begin, end) in enumerate(places):
@@ -135,52 +128,100 @@ def tokens_without_weight(tokenizer: PreTrainedTokenizerBase, messages: list[dic
 
 
 class Rendering(NamedTuple):
-    """Tokens of a row, and which of them are targets."""
+    """Tokens of a row, and which of them are targets. `opened` is a prompt that an answer lacks; see `Part`."""
 
     ids: list[int]
     targets: list[bool]
+    opened: str = ""
 
 
-def render(
-    row: dict,
-    tokenizer: PreTrainedTokenizerBase,
-    text_field: str,
-    *,
-    completion_only: bool,
-    assistant_only: bool,
-    template: str | None,
-) -> Rendering:
-    """Render a row as users of the exported tokenizer would, by transformers alone.
-
-    `template` is a chat template to use instead of the tokenizer's own.
-    """
-    row = without_nulls({name: value for name, value in row.items() if name not in SETTINGS}) | {
+def render(row: dict, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> list[Rendering]:
+    """Render a row, as it was written, as users of the exported tokenizer would, by transformers alone: `render_read`."""
+    read = without_nulls({name: value for name, value in row.items() if name not in SETTINGS}) | {
         name: parsed(row.get(name), name, 0, "") for name in SETTINGS
     }
-    row |= {name: with_objects(row[name]) for name in ("messages", "prompt", "completion") if name in row}
+    read |= {name: with_objects(read[name]) for name in ("messages", "prompt", "completion") if name in read}
+    return render_read(read, tokenizer, **settings)
+
+
+def render_read(
+    row: dict,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    text_field: str,
+    completion_only: bool,
+    assistant_only: bool,
+    stops: Sequence[int],
+) -> list[Rendering]:
+    """Render a row, as `conversations.select` returns it: with the nulls that the user wrote, and no others.
+
+    A conversation of which the answers alone are targets may become several rows, see `answer_spans.parts_of`, or none if
+    no answer is trained. `stops` are the tokens at which generation stops.
+
+    Raises:
+        ValueError: if the template marks none of the answers.
+    """
     settings = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}
-    settings |= {"chat_template": template} if template else {}
     if row.keys() <= {"prompt", *SETTINGS}:  # the answer is drawn in training
         ids = prompt_alone(tokenizer, row["prompt"], settings)
-        return Rendering(ids, [False] * len(ids))
-    if isinstance(row.get("messages", row.get("prompt")), list):
-        prompt, answer = row.get("prompt", []), row["messages"] if "messages" in row else row["completion"]
-        asked = {"return_assistant_tokens_mask": True} if assistant_only else {}
-        found = by_template(tokenizer, [*prompt, *answer], **settings, **asked)
-        ids, mask = found["input_ids"], found.get("assistant_masks")
-        if mask and any(message.get("weight") == 0 for message in answer):
-            for token in tokens_without_weight(tokenizer, [*prompt, *answer], **settings):
-                mask[token] = 0
-    else:
-        prompt, mask = row.get("prompt", ""), None
+        return [Rendering(ids, [False] * len(ids))]
+    if not isinstance(row.get("messages", row.get("prompt")), list):
+        prompt = row.get("prompt", "")
         text = row["completion"] if "completion" in row else row[text_field]
         end = "" if text.endswith(tokenizer.eos_token) else tokenizer.eos_token
         ids = tokenizer((prompt + text + end).removeprefix(added_begin(tokenizer)))["input_ids"]
-    targets = [bool(bit) for bit in mask] if mask else [True] * len(ids)
+        targets = [True] * len(ids)
+    else:
+        prompt = row.get("prompt", [])
+        messages = [*prompt, *(row["messages"] if "messages" in row else row["completion"])]
+        asked = range(len(prompt) if completion_only else 0, len(messages))
+        answers = [number for number in asked if is_trained(messages[number])]
+        if assistant_only and not answers:
+            return []
+        if assistant_only and not HAS_MARKS.search(tokenizer.get_chat_template(None, settings["tools"])):
+            return by_rule(tokenizer, messages, answers, settings, stops)
+        mask = {"return_assistant_tokens_mask": True} if assistant_only else {}
+        found = by_template(tokenizer, messages, **settings, **mask)
+        ids = found["input_ids"]
+        targets = [bool(bit) for bit in found.get("assistant_masks", [True] * len(ids))]
+        if assistant_only and not any(targets):
+            raise ValueError("the template marks none of its answers")
+        if assistant_only and not all(is_trained(message) for message in messages if message["role"] == "assistant"):
+            for token in tokens_without_weight(tokenizer, messages, **settings):
+                targets[token] = False
     if prompt and completion_only:
         begin = first_difference(prompt_alone(tokenizer, prompt, settings), ids)
         targets[:begin] = [False] * len(targets[:begin])  # all, if the answer has no token
-    return Rendering(ids, targets)
+    return [Rendering(ids, targets)]
+
+
+def by_rule(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict],
+    answers: Sequence[int],
+    settings: dict[str, Any],
+    stops: Sequence[int],
+) -> list[Rendering]:
+    """Render a conversation whose answers the template does not mark.
+
+    Raises:
+        ValueError: for a tokenizer that does not say where its tokens stand.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} does not say where its tokens stand in a text, so answers alone need a template "
+            "that marks them ({% generation %}); give --assistant_only_loss false to train everything"
+        )
+
+    def write(messages: list[dict], **more: Any) -> str:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **settings, **more)  # pyright: ignore[reportReturnType]
+
+    found = []
+    for part in parts_of(messages, answers, write, [str(tokenizer.decode([stop])) for stop in stops]):
+        encoded = tokenizer(part.text, add_special_tokens=False, return_offsets_mapping=True)
+        targets = tokens_in(part.answers, encoded["offset_mapping"])  # pyright: ignore[reportArgumentType]
+        found.append(Rendering(encoded["input_ids"], targets, part.opened))  # pyright: ignore[reportArgumentType]
+    return found
 
 
 def prompt_alone(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict], settings: dict[str, Any]) -> list[int]:
@@ -208,26 +249,23 @@ def by_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
     return found
 
 
-def first_refused(
-    rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, template: str | None, *, assistant_only: bool
-) -> tuple[int, str] | None:
-    """Find the first row with a conversation that cannot be rendered; return its number, and the reason."""
+def first_refused(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, **settings: Any) -> tuple[int, str] | None:
+    """Find the first row with a conversation that cannot be rendered; return its number, and the reason.
+
+    `settings` are those of `render`, for rows that it takes.
+    """
     for number, row in enumerate(rows):
         try:
+            if settings:
+                render(row, tokenizer, **settings)
+                continue
             row = without_nulls(row) | {name: parsed(row.get(name), name, number, "") for name in SETTINGS}
-            settings = {"tools": row["tools"], "chat_template": template} | row["chat_template_kwargs"]
+            given = {"tools": row["tools"]} | row["chat_template_kwargs"]
             prompt = row.get("prompt", [])
-            for name in ("messages", "completion", "chosen", "rejected", "prompt"):
+            for name in ("chosen", "rejected", "prompt"):
                 if isinstance(messages := row.get(name), list):
-                    messages = with_objects(
-                        [*prompt, *messages] if name != "prompt" and isinstance(prompt, list) else messages
-                    )
-                    asked = {"return_assistant_tokens_mask": True} if assistant_only and name != "prompt" else {}
-                    found = by_template(tokenizer, messages, **settings, **asked)
-                    if asked and 1 not in found["assistant_masks"]:
-                        return number, "has no answer, as the template marks them, to train on; remove it"
-                    if asked and any(message.get("weight") == 0 for message in messages):
-                        tokens_without_weight(tokenizer, messages, **settings)
+                    is_answer = name != "prompt" and isinstance(prompt, list)
+                    by_template(tokenizer, with_objects([*prompt, *messages] if is_answer else messages), **given)
         except Exception as error:
             return number, f"cannot be rendered by the chat template: {error}"
     return None
@@ -240,25 +278,28 @@ def differences(
 
     `settings` are those of `render`.
     """
-    found = []
-    for number, (row, (ids, targets)) in enumerate(zip(rows, trained, strict=True), 1):
+    found, ours = [], []
+    for number, row in enumerate(rows, 1):
         try:
-            ours = render(row, tokenizer, **settings)
+            ours += [(number, rendered) for rendered in render(row, tokenizer, **settings)]
         except (TemplateError, ValueError, TypeError) as error:
             found.append(f"row {number} cannot be rendered: {error}")
-            continue
-        if (place := first_difference(ids, ours.ids)) is not None:
+    trained = [*trained]
+    for (ids, targets, _), (number, other) in zip(trained, [] if found else ours, strict=False):
+        if (place := first_difference(ids, other.ids)) is not None:
             window = slice(max(0, place - NUM_SHOWN), place + NUM_SHOWN)
-            texts = (tokenizer.decode(side[window]) for side in (ids, ours.ids))
+            texts = (tokenizer.decode(side[window]) for side in (ids, other.ids))
             found.append(
                 f"row {number}, token {place + 1}: {next(texts)!r} was trained, the export renders {next(texts)!r}"
             )
-        elif (place := first_difference(targets, ours.targets)) is not None:
+        elif (place := first_difference(targets, other.targets)) is not None:
             kind = "a target" if targets[place] else "no target"
             found.append(
                 f"row {number}, token {place + 1}, {tokenizer.decode(ids[place : place + 1])!r}, was {kind} of the loss, "
                 f"unlike in the export's rendering"
             )
+    if not found and len(ours) != len(trained):
+        found.append(f"{len(trained)} rows were trained, the export renders {len(ours)} instead")
     return found
 
 

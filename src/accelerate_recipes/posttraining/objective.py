@@ -291,8 +291,10 @@ class Objective:
         run.show_rows(tokenizer, loaders, *self.examine())
 
     @contextlib.contextmanager
-    def naming_rows(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    def naming_rows(self, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> Iterator[None]:
         """If trl cannot prepare the rows because a conversation cannot be rendered, say in which row of which file it is.
+
+        `settings` are those of `rendering.first_refused`.
 
         Raises:
             ConfigError: naming the row.
@@ -301,9 +303,8 @@ class Objective:
             yield
         except Exception as error:
             args: Any = self.run.args
-            settings = {"assistant_only": getattr(args, "assistant_only_loss", False)}
             for name, rows in args.read_rows_for(tokenizer).items():
-                found = first_refused(rows, tokenizer, getattr(self, "chat_template", None), **settings)
+                found = first_refused(rows, tokenizer, **settings)
                 if found:
                     raise ConfigError(f"{args.sources[name]}, row {found[0]}, {found[1]}") from error
             raise
@@ -320,7 +321,7 @@ class Objective:
         self, rows: list[dict], trained: list[Rendering], ends: Iterable[int], **settings: Any
     ) -> TrainedRows:
         """Make the rows to compare with the export: each as it was written, and as it is trained."""
-        defaults = {"text_field": "", "completion_only": False, "assistant_only": False, "template": None}
+        defaults = {"text_field": "", "completion_only": False, "assistant_only": False, "stops": []}
         names = self.run.args.fixed_on_resume()
         fixed = {name: value for name, value in self.run.args.values().items() if name in names}
         return TrainedRows(rows, trained, defaults | settings, sorted(ends), fixed)

@@ -310,7 +310,7 @@ class PreferenceTrainer(PairTrainer):
             trained.append(Rendering(ids, [True] * len(ids)))
         first = self.first_rows(rows, trained, ends)
         self.compare_with_export(exported, first)
-        asked = [render(prompt, exported.tokenizer, **first.settings).ids for prompt in prompts]
+        asked = [render(prompt, exported.tokenizer, **first.settings)[0].ids for prompt in prompts]
         lost = [ids[len(pair["prompt_ids"]) :] for pair, ids in zip(pairs, asked, strict=True)]
         lost = [ids for ids in lost if ids]
         if lost:

@@ -1,8 +1,10 @@
 """Supervised fine-tuning by trl: the targets are shown, counted, and compared with the rendering of the export."""
 
 import copy
+import inspect
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -16,31 +18,43 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, global_then
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.architecture import new_config
 from accelerate_recipes.attention import choose
-from accelerate_recipes.checkpoint.check_export import Exported, as_exported
+from accelerate_recipes.checkpoint.check_export import Exported, as_exported, stops_of
+from accelerate_recipes.checkpoint.files import saved_arguments
 from accelerate_recipes.composites import placeholders, stands_for_image
+from accelerate_recipes.data import answer_spans, rendering
 from accelerate_recipes.data.conversations import (
     EVERYTHING,
     NUM_COMPARED,
+    TEXT,
     count_targets_of,
     cut_at,
     has_unweighted,
     select,
+    without_answer,
 )
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
-from accelerate_recipes.data.rendering import NUM_SHOWN, SETTINGS, Rendering, shown_ends, tokens_without_weight
+from accelerate_recipes.data.rendering import NUM_SHOWN, SETTINGS, Rendering, render_read, shown_ends
 from accelerate_recipes.data.rows import StepOrder, num_steps
-from accelerate_recipes.errors import ConfigError, DataError, error_list
+from accelerate_recipes.errors import ConfigError, DataError, printable
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.metrics import Flops, flops_per_token
 from accelerate_recipes.posttraining.objective import Objective, Outputs, bare
 from accelerate_recipes.posttraining.settings import pad_multiple, with_fused_head
 from accelerate_recipes.pretrained import load_config
-from accelerate_recipes.ranks import on_first_rank
+from accelerate_recipes.ranks import is_first, on_first_rank
+from accelerate_recipes.run import Run
 from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.trial import Trial, config_of, refuse
 
 FORMATS = (("messages",), ("prompt", "completion"))  # the first column holds the question
+# Columns that `rendered` adds, the first two of the types that trl gives them.
+RENDERED = {
+    "input_ids": datasets.List(datasets.Value("int32")),
+    "labels": datasets.List(datasets.Value("int64")),
+    "source": datasets.Value("int64"),
+    "opened": TEXT,
+}
 
 
 def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, datasets.Dataset], list[dict]]:
@@ -56,14 +70,18 @@ def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
     columns = next(c for c in (*FORMATS, (args.dataset_text_field,)) if {*c} <= {*features})
     if args.completion_only_loss and "completion" not in columns:
         raise ConfigError(
-            f"--completion_only_loss is for rows of prompt and completion; these have {' and '.join(columns)}, of which trl "
-            "would train everything; remove it, or give --assistant_only_loss for messages"
+            f"--completion_only_loss is for rows of prompt and completion; these have {' and '.join(columns)}; remove it: "
+            "of messages, the answers alone are trained (--assistant_only_loss)"
         )
     are_chats = any(isinstance(features[name], datasets.List) for name in columns)
     if are_chats and not (tokenizer.chat_template or args.chat_template_path):
         raise ConfigError(
             f"{args.base_model or args.tokenizer_name} has no chat template; give --chat_template_path, such as "
             "recipes/chat_templates/chatml.jinja (docs/sft.md has the whole command)"
+        )
+    if args.assistant_only_loss == "true" and not are_chats:
+        raise ConfigError(
+            f"--assistant_only_loss true is for conversations, and the column {columns[-1]} holds texts; remove it"
         )
     if args.eos_token and not args.template_model and args.eos_token not in tokenizer.get_vocab():
         raise ConfigError(
@@ -80,14 +98,52 @@ def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
     read = {name: select(side, columns, args.sources[name]) for name, side in rows.items()}
     asked, trained = columns[0], columns if args.completion_only_loss is False else columns[-1:]
     unweighted = [name for name, side in read.items() if has_unweighted(side, trained, args.sources[name])]
-    if unweighted and not args.assistant_only_loss:
+    if unweighted and not of_answers(args, features):
         raise ConfigError(
-            f"{args.sources[unweighted[0]]} has messages of weight 0, which are no targets; give --assistant_only_loss "
-            "true, with which the template says where messages are"
+            f"{args.sources[unweighted[0]]} has messages of weight 0, which are no targets, but everything is trained; "
+            "remove --assistant_only_loss false and --completion_only_loss false"
         )
+    if of_answers(args, features) and is_first():
+        for name, side in read.items():
+            if said := without_answer(side, columns[-1], args.sources[name]):
+                print(printable(said), flush=True)
     written = rows["train"].select_columns([name for name in features if name in {*columns, *SETTINGS}])
     first = islice((row for row in written if not args.is_heldout(row, asked)), NUM_COMPARED)
     return args.sides(read, asked), list(first)  # pyright: ignore[reportReturnType]
+
+
+def has_chats(features: datasets.Features) -> bool:
+    """Tell whether rows are conversations, and not texts."""
+    return any(isinstance(features.get(name), datasets.List) for name in ("messages", "completion"))
+
+
+def of_answers(args: Any, features: datasets.Features) -> bool:
+    """Tell whether answers alone are targets: by default in conversations, unless --completion_only_loss is false."""
+    if args.assistant_only_loss == "auto":
+        return has_chats(features) and args.completion_only_loss is not False
+    return args.assistant_only_loss == "true"
+
+
+def check_same_targets(args: Any, features: datasets.Features, checkpoint: Path) -> None:
+    """Check that a resumed run trains answers alone, or everything, as its checkpoint did.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    before = copy.copy(args)
+    before.assistant_only_loss = usual_value(saved_arguments(checkpoint)["assistant_only_loss"])
+    then, now = of_answers(before, features), of_answers(args, features)
+    if then != now:
+        kinds = {True: "answers alone", False: "everything"}
+        raise ConfigError(
+            f"{checkpoint} was trained on {kinds[then]}, and --assistant_only_loss {args.assistant_only_loss} trains "
+            f"{kinds[now]}; give {str(then).lower()}, or start anew in another --output_dir"
+        )
+
+
+def usual_value(value: Any) -> str:
+    """Return a value of --assistant_only_loss as it is now; checkpoints of earlier versions hold a bool."""
+    return str(value).lower()
 
 
 def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
@@ -125,27 +181,56 @@ class SupervisedTrainer(Objective, SFTTrainer):
 
     order_class = StepOrder
 
-    def __init__(self, *args: Any, source_rows: list[dict], **settings: Any):
+    def __init__(self, run: Run[Any], *args: Any, source_rows: list[dict], **settings: Any):
         self.source_rows = source_rows
-        super().__init__(*args, **settings)
+        if run.resumed_from:
+            check_same_targets(run.args, settings["train_dataset"].features, run.resumed_from)
+        super().__init__(run, *args, **settings)
 
     def _prepare_dataset(
         self, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, config: SFTConfig, packing: bool, _, name: str
     ) -> datasets.Dataset:
-        """Tokenise, then cut or pack, as trl does; in between, keep the first training rows."""
+        """Tokenise conversations ourselves, and texts by trl. Then cut or pack by trl; in between, keep the first rows."""
         whole_rows = copy.copy(config)
         whole_rows.max_length, whole_rows.shuffle_dataset = None, False
-        with self.naming_rows(tokenizer):
-            whole: Any = super()._prepare_dataset(rows, tokenizer, whole_rows, False, None, name)
-            columns = [column for column in ("prompt", "messages", "completion") if column in rows.column_names]
-            check_no_placeholders(whole, tokenizer, self.run.args.base_model)
-            if config.assistant_only_loss and has_unweighted(rows, columns, name):
-                given = {"tokenizer": tokenizer, "template": self.chat_template, "columns": columns}
+        settings = {
+            "text_field": config.dataset_text_field,
+            "completion_only": self.completion_only_loss,
+            "assistant_only": of_answers(self.run.args, rows.features),
+            "stops": sorted(self.base_stops | stops_of(tokenizer)),
+        }
+        sources = np.arange(len(rows))  # of each row to train on, the number of the row that it is made of
+        with self.naming_rows(tokenizer, **settings):
+            if has_chats(rows.features):
+                # `datasets` finds its result again by the name of our function, and would not see that its code has changed.
+                code = "".join(map(inspect.getsource, (rendering, answer_spans)))
+                given = {"tokenizer": tokenizer, "settings": settings, "code": code}
                 with global_then_local_main_first():
-                    whole = whole.map(without_weightless, fn_kwargs=given, desc="Leaving out messages of weight 0")
+                    whole = rows.map(
+                        rendered,
+                        with_indices=True,
+                        batched=True,
+                        fn_kwargs=given,
+                        features=datasets.Features(dict(rows.features) | RENDERED),
+                        num_proc=config.dataset_num_proc,
+                        desc=f"Tokenizing {name} dataset",
+                    )
+                sources, opened = np.array(whole["source"][:], int), whole["opened"][:]
+                whole = whole.remove_columns(["source", "opened"])
+            else:
+                whole: Any = super()._prepare_dataset(rows, tokenizer, whole_rows, False, None, name)
+                opened = []
+        if not len(whole):
+            raise ConfigError(
+                f"none of {len(rows):,} rows to {'train' if name == 'train' else 'evaluate'} on has an answer that is a "
+                "target; give rows with answers, see the weights of the messages, or train everything by "
+                "--assistant_only_loss false"
+            )
+        check_no_placeholders(whole, tokenizer, self.run.args.base_model)
         if name == "train":
-            self.whole = whole
-            first = whole.select(range(min(NUM_COMPARED, len(whole))))
+            self.whole, self.settings = whole, settings
+            self.tell_of_parts(sources, [end for end in opened if end])
+            first = whole.select(range(int((sources < NUM_COMPARED).sum())))
             self.first = [
                 Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]) for row in first
             ]
@@ -154,6 +239,26 @@ class SupervisedTrainer(Objective, SFTTrainer):
                 at_end = config.truncation_mode == "keep_end" and not packing
                 self.kept = slice(-config.max_length, None) if at_end else slice(config.max_length)
         return super()._prepare_dataset(whole, tokenizer, config, packing, None, name)  # pyright: ignore[reportReturnType]
+
+    def tell_of_parts(self, sources: np.ndarray, opened: list[str]) -> None:
+        """Tell of rows that are cut after an earlier answer, and of answers that lack a part of their prompt, if any.
+
+        `sources` are the numbers of the rows that the rows to train on are made of, `opened` those prompts.
+        """
+        added = np.flatnonzero(sources[:-1] == sources[1:])  # the last row of a conversation is the whole one
+        self.counts["left out"] += len(added)  # the difference of the numbers of rows does not show these
+        if len(added):
+            tokens = lengths_of(self.whole)[added].sum()
+            self.run.print(
+                f"The chat template renders some answers otherwise once the conversation goes on: {len(added):,} rows with "
+                f"{tokens:,} tokens are added, each cut after such an answer, from {len({*sources[added]}):,} conversations"
+            )
+        if opened:
+            self.run.print(
+                f"The chat template asks for an answer with {opened[0]!r}. In {len(opened):,} rows an answer does not begin "
+                "with all of that: the model learns from another prompt than it will get. Give rows with thoughts, or "
+                "another template (docs/rows.md)"
+            )
 
     def sum_parts(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         """Sum the parts of trl's loss over a micro-batch, each for one of `count_parts`, in nats."""
@@ -176,7 +281,7 @@ class SupervisedTrainer(Objective, SFTTrainer):
         _, num_ended, ends = count_targets_of(self.whole, exported.stops, self.kept)
         if num_targets.any() and not num_ended:
             stops = shown_ends(self.processing_class, sorted(exported.stops))
-            kept = (ids[self.kept] for ids, targets in self.first if any(targets[self.kept]))
+            kept = (ids[self.kept] for ids, targets, _ in self.first if any(targets[self.kept]))
             last = next(kept, self.first[0].ids)[-2:]
             raise ConfigError(
                 f"no row ends with a target at which the model would stop: generation stops at {stops}, the first row ends "
@@ -184,13 +289,6 @@ class SupervisedTrainer(Objective, SFTTrainer):
                 "--new_tokens, if the tokenizer does not have it), raise --max_length, or mend the chat template"
             )
         on_first_rank(lambda: self.compare(exported, ends))
-        if "messages" in self.source_rows[0] and not self.args.assistant_only_loss:
-            others = sum(tokens_of_others(self.processing_class, row["messages"]) for row in self.source_rows)
-            share = others / max(1, sum(sum(targets) for _, targets in self.first))
-            self.run.print(
-                f"About {share:.0%} of the targets in the first {len(self.first)} rows are what users, tools and the system "
-                "say: all of a conversation is trained. --assistant_only_loss true trains the answers alone"
-            )
         longest = self.args.max_length if self.kept != EVERYTHING else None
         # trl drops rows in which no target is left, but no packed row.
         counts = {"packed from": len(self.whole)} if self.args.packing else self.counts
@@ -220,46 +318,29 @@ class SupervisedTrainer(Objective, SFTTrainer):
         Raises:
             ConfigError: if the rows and the rendering differ.
         """
-        settings = {
-            "text_field": self.args.dataset_text_field,
-            "completion_only": self.completion_only_loss,
-            "assistant_only": self.args.assistant_only_loss,
-            "template": self.chat_template,
-        }
-        first = self.first_rows(self.source_rows, self.first, ends, **settings)
-        if self.chat_template:
-            found = first.own_differences(exported.tokenizer)
-            said = (
-                "--assistant_only_loss: the chat template does not mark the answers, so trl's training template is used"
-            )
-            if found and not self.run.args.accept_training_template:
-                raise ConfigError(
-                    error_list(f"{said}, which renders otherwise", found)
-                    + "\nAccept that by --accept_training_template, or give a template with {% generation %}"
-                )
-            first.accepted = found
-            self.run.print("\n- ".join([f"{said}; it differs in {len(found)} of {len(self.first)} rows", *found]))
-        self.compare_with_export(exported, first)
+        self.compare_with_export(exported, self.first_rows(self.source_rows, self.first, ends, **self.settings))
 
 
-def tokens_of_others(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> int:
-    """Count the tokens of the messages that are not answers."""
-    texts = [message.get("content") for message in messages if message["role"] != "assistant"]
-    return sum(len(tokenizer(text or "", add_special_tokens=False)["input_ids"]) for text in texts)  # pyright: ignore
+def rendered(
+    rows: dict[str, list],
+    numbers: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: dict[str, Any],
+    code: str = "",
+) -> dict[str, list]:
+    """Render a batch of conversations. Return their columns and those of RENDERED, once for each row to train on.
 
-
-def without_weightless(
-    row: dict, tokenizer: PreTrainedTokenizerBase, template: str | None, columns: list[str]
-) -> dict[str, list[int]]:
-    """Return the labels of a row without the answers of weight 0."""
-    messages = [message for column in columns for message in row[column]]
-    if not any(message.get("weight") == 0 for message in messages):
-        return {"labels": row["labels"]}
-    settings = {"tools": row.get("tools"), "chat_template": template} | (row.get("chat_template_kwargs") or {})
-    labels = row["labels"]
-    for token in tokens_without_weight(tokenizer, messages, **settings):
-        labels[token] = IGNORE_INDEX
-    return {"labels": labels}
+    `code` is that of the modules which render: it only makes another key for the cache.
+    """
+    found: dict[str, list] = {name: [] for name in (*rows, *RENDERED)}
+    for place, number in enumerate(numbers):
+        row = {name: values[place] for name, values in rows.items()}
+        for ids, targets, opened in render_read(row, tokenizer, **settings):
+            labels = [token if target else IGNORE_INDEX for token, target in zip(ids, targets, strict=True)]
+            made = {"input_ids": ids, "labels": labels, "source": number, "opened": opened}
+            for name, value in (row | made).items():
+                found[name].append(value)
+    return found
 
 
 def supervised_trial(args: Any) -> Trial:
