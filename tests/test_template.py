@@ -147,7 +147,7 @@ def test_second_example(forks, arguments, tmp_path):
     assert "ODD" in (out / "rows.txt").read_text()
     rows.write_text(rows.read_text() + json.dumps({"text": "w1 w2", "tags": "O"}) + "\n")
     assert forks.run(tmp_path / "bad", *arguments, "--train_files", rows, script=script) == 2
-    assert "rows.jsonl, row 200 has 2 words and 1 tags; give each word a tag" in log_of(tmp_path / "bad")
+    assert "rows.jsonl, row 201 has 2 words and 1 tags; give each word a tag" in log_of(tmp_path / "bad")
 
 
 def test_too_few_texts_to_hold_any_out(forks, typed, arguments, tmp_path):

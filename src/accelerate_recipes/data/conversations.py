@@ -20,7 +20,6 @@ NUM_LAST = 4  # number of last targets of a row among which its end token is sea
 EVERYTHING = slice(None)
 TEXT = datasets.Value("string")
 CALLS = {"tool_calls", "function_call"}
-UNWRITTEN = {"role", "name", "weight", "refusal", "tool_call_id"}  # fields of a message that have no text to train on
 PARTS = (
     "{} has a message whose `content` is not a text but parts, of which many chat templates write nothing, or Python code; "
     "join the texts of each message into one"
@@ -90,8 +89,9 @@ def target(feature: Any) -> Any:
     return datasets.List(datasets.Json()) if isinstance(feature, datasets.List) else datasets.Json()
 
 
-def rewritten(row: dict, number: int, names: Sequence[str], source: str) -> dict:
+def rewritten(row: dict, index: int, names: Sequence[str], source: str) -> dict:
     """Return the columns `names` of a row without nulls. Settings may also be JSON texts; nulls in these stay."""
+    number = index + 1
     found = {name: parsed(row[name], name, number, source) for name in names}
     for name in found.keys() - {*SETTINGS}:
         where = f"{source}, row {number}: {name!r}"
@@ -104,7 +104,7 @@ def rewritten(row: dict, number: int, names: Sequence[str], source: str) -> dict
                 raise DataError(
                     f"{where} has a message with function_call, which templates do not write; give tool_calls"
                 )
-            if not message.keys() - UNWRITTEN:
+            if message.get("content") is None and not message.get("tool_calls"):
                 raise DataError(
                     f"{where} has a message without content and tool_calls: {message!r:.60}; remove the row"
                 )
@@ -134,7 +134,7 @@ def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str
     for name in columns:
         message = getattr(rows.features[name], "feature", None)
         if isinstance(message, datasets.Json) or (isinstance(message, dict) and "weight" in message):
-            for number, messages in enumerate(rows[name]):
+            for number, messages in enumerate(rows[name], 1):
                 weights = [message.get("weight") for message in messages]
                 if wrong := [weight for weight in weights if weight not in (None, 0, 1)]:
                     raise DataError(

@@ -135,7 +135,7 @@ def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Itera
     for group in range(file.num_row_groups):
         end = start + file.metadata.row_group(group).num_rows
         if first < end:
-            with reading(f"{shard}, rows {start} to {end - 1}"):
+            with reading(f"{shard}, rows {start + 1} to {end}"):
                 column = file.read_row_group(group, columns=[text_column]).column(0)
                 column.validate(full=True)  # also checks that text is UTF-8
                 if len(column) != end - start:
@@ -143,7 +143,7 @@ def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Itera
             for index in range(first, end, stride):
                 text = column[index - start].as_py()
                 if not isinstance(text, str):
-                    raise DataError(f"{shard}, row {index}: {text_column!r} is no text, but {type(text).__name__}")
+                    raise DataError(f"{shard}, row {index + 1}: {text_column!r} is no text, but {type(text).__name__}")
                 yield index, text
                 first = index + stride
         start = end

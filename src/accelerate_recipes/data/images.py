@@ -254,10 +254,10 @@ def numbered(table: "datasets.Dataset", column: str, names: Sequence[str], sourc
     else:
         number_of = {name: number for number, name in enumerate(names)}
         numbers = [number_of.get(str(label), -1) for label in labels]
-    for row, number in enumerate(numbers):
+    for row, number in enumerate(numbers, 1):
         if not 0 <= number < len(names):
             raise DataError(
-                f"{source}, row {row}: the label {labels[row]!r} is none of the {len(names)} classes trained on"
+                f"{source}, row {row}: the label {labels[row - 1]!r} is none of the {len(names)} classes trained on"
             )
     return np.array(numbers, dtype=np.int64)
 
@@ -332,7 +332,7 @@ def heldout(side: Labelled, share: float, skips_broken: bool) -> np.ndarray:
         image = row["image"]  # pyright: ignore[reportCallIssue, reportArgumentType, reportIndexIssue]
         digest: int = number
         try:
-            with reading(f"{side.source}, row {side.rows[number]}: the image"):
+            with reading(f"{side.source}, row {side.rows[number] + 1}: the image"):
                 content = read_bytes(image)
                 digest = xxhash.xxh64_intdigest(content)
                 small = decode(content).convert("L").resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
@@ -415,7 +415,7 @@ class Images(Preparation, torch.utils.data.Dataset):
         """Decode the image of a row. Raises DataError that names the row."""
         image = self.side.images[row]["image"]
         name = f" ({image['path']})" if image["path"] else ""
-        with reading(f"{self.side.source}, row {self.side.rows[row]}{name}: the image"):
+        with reading(f"{self.side.source}, row {self.side.rows[row] + 1}{name}: the image"):
             return decode(read_bytes(image))
 
 

@@ -19,7 +19,10 @@ NUM_SHOWN = 8  # tokens on each side of a difference
 
 
 def parsed(value: Any, name: str, number: int, source: str) -> Any:
-    """Return the value of a JSON text, or another value without Arrow's nulls. No settings give {}, no tools give None."""
+    """Return the value of a JSON text, or another value without Arrow's nulls. No settings give {}, no tools give None.
+
+    `number` is that of the row, from 1.
+    """
     try:
         value = json.loads(value) if isinstance(value, str) else without_nulls(value)
     except json.JSONDecodeError as error:
@@ -211,8 +214,8 @@ def by_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
 def first_refused(
     rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, template: str | None, *, assistant_only: bool
 ) -> tuple[int, str] | None:
-    """Find the first row with a conversation that cannot be rendered; return its number, and the reason."""
-    for number, row in enumerate(rows):
+    """Find the first row with a conversation that cannot be rendered; return its number, from 1, and the reason."""
+    for number, row in enumerate(rows, 1):
         try:
             row = without_nulls(row) | {name: parsed(row.get(name), name, number, "") for name in SETTINGS}
             settings = {"tools": row["tools"], "chat_template": template} | row["chat_template_kwargs"]

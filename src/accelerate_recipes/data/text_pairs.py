@@ -156,7 +156,7 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
             part = text_columns(part, args.columns[name], args.sources[name])
             parts.append(tokenize_pairs(part, args.columns[name], tokenizer, args, share, tmp / f"{name}-all.arrow"))
             defects = zip(parts[-1]["row"][:], parts[-1]["defect"][:], strict=True)
-            bad += [f"{args.sources[name]}, row {row}: {defect}" for row, defect in defects if defect]
+            bad += [f"{args.sources[name]}, row {row + 1}: {defect}" for row, defect in defects if defect]
         if not args.skip_bad_pairs:
             check_no_bad("These pairs cannot be used; --skip_bad_pairs leaves them out", bad)
         whole = datasets.concatenate_datasets(parts)

@@ -255,7 +255,7 @@ def good_games(parts: "Sequence[datasets.Dataset]", args: GamesArgs) -> np.ndarr
     bad = [
         f"{file}, row {row}: {defect}"
         for file, part in zip(args.game_files, defects, strict=True)
-        for row, defect in enumerate(part)
+        for row, defect in enumerate(part, 1)
         if defect
     ]
     if not args.skip_bad_games:
