@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from huggingface_hub import constants
 from huggingface_hub.utils import build_hf_headers
 
-from accelerate_recipes.errors import DataError, first_line
+from accelerate_recipes.errors import DataError, first_line, other_recipe, suggestion
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -129,8 +129,9 @@ def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Itera
     """Read documents of a Parquet file; row groups before `first` are not read at all."""
     with reading(shard):
         file = open_parquet(shard)
-    if text_column not in file.schema_arrow.names:
-        raise DataError(f"{shard} has the columns {file.schema_arrow.names}, but no {text_column!r}")
+    names = file.schema_arrow.names
+    if text_column not in names:
+        raise DataError(f"{shard} has the columns {names}, but no {text_column!r}{suggestion(text_column, names)}")
     start = 0
     for group in range(file.num_row_groups):
         end = start + file.metadata.row_group(group).num_rows
@@ -316,7 +317,8 @@ def text_of(shard: str, index: int, document: bytes | str, text_column: str) -> 
         return None
     record = record_of(shard, index, document)
     if text_column not in record:
-        raise DataError(f"{shard}, line {index + 1} has no {text_column!r}, but the keys {list(record)}")
+        meant = suggestion(text_column, record) or other_recipe(record)
+        raise DataError(f"{shard}, line {index + 1} has no {text_column!r}, but the keys {list(record)}{meant}")
     text = record[text_column]
     if not isinstance(text, str):
         raise DataError(f"{shard}, line {index + 1}: {text_column!r} is no text, but {type(text).__name__}")
