@@ -48,7 +48,12 @@ def reading(source: object) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
-        raise DataError(f"{source} cannot be read: {reason}") from error
+        raise DataError(f"{source} cannot be read: {reason}{remedy_of(reason)}") from error
+
+
+def remedy_of(reason: str) -> str:
+    """Return what to do about an error of decoding, which Python and Arrow word in different ways; "" for other errors."""
+    return "; save it as UTF-8" if "codec can't decode" in reason or "UTF8" in reason else ""
 
 
 class Retry(NamedTuple):
@@ -300,7 +305,7 @@ def whole_text(file: str, chunks: Iterable[bytes], first: int) -> Iterator[str]:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 at byte {error.start}") from None
+        raise DataError(f"{file} is not UTF-8 at byte {error.start}{remedy_of(str(error))}") from None
     if text.strip():
         yield text
 
@@ -344,7 +349,8 @@ def record_of(file: str, index: int, line: bytes) -> dict:
     try:
         record = json.loads(line.removeprefix(BOM).decode())  # json.loads(bytes) would accept invalid UTF-8
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON: {first_line(error)}") from None
+        reason = first_line(error)
+        raise DataError(f"{where} is not JSON: {reason}{remedy_of(reason)}") from None
     if record is None:
         raise DataError(f"{where} is no JSON object, but null; remove it")
     if not isinstance(record, dict):

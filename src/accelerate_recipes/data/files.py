@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from accelerate_recipes.data.documents import reading
-from accelerate_recipes.disk import checksum, own_suffix
+from accelerate_recipes.disk import IS_POINTER, checksum, is_pointer, own_suffix
 from accelerate_recipes.errors import DataError, other_recipe, suggestion
 from accelerate_recipes.hub import cache
 
@@ -48,6 +48,8 @@ def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> "da
 
     kind, sums = file_kind(files[0]), []
     for file in files:
+        if is_pointer(Path(file)):
+            raise DataError(f"{file} {IS_POINTER}")
         with reading(file):
             sums.append(checksum(Path(file)))
     name = xxhash.xxh3_128_hexdigest(json.dumps([VERSION, kind, sums]).encode())

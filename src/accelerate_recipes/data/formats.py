@@ -206,10 +206,11 @@ def recognised(
     fitting = chosen or [form for form in fitting if not any({*form.needs} < {*other.needs} for other in fitting)]
     if not fitting:
         known = "".join(f"\n- {form.name}: {', '.join(form.needs)}" for form in forms)
+        meant = similar_form(names, forms) or other_recipe(names)
         shown = next((form for form in forms if len(form.needs) == 2), forms[-1])
         raise ConfigError(
             f"{source} has the columns {', '.join(names)}; it needs those of one of these forms, or --columns, such as "
-            f"{' '.join(f'{need}=COLUMN' for need in shown.needs)}, which says what they are called{similar_form(names, forms) or other_recipe(names)}:{known}"
+            f"{' '.join(f'{need}=COLUMN' for need in shown.needs)}, which says what they are called{meant}:{known}"
         )
     ways = [(form.name, dict(zip(form.needs, form.needs, strict=True))) for form in fitting]
     form = fitting[0]

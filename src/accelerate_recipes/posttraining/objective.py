@@ -44,9 +44,9 @@ from accelerate_recipes.checkpoint.check_export import (
     ends_of_adapters,
     stops_of,
 )
-from accelerate_recipes.data.conversations import TEXT, without_begin
+from accelerate_recipes.data.conversations import TEXT, without_marks
 from accelerate_recipes.data.prepared import checksum_of_rows
-from accelerate_recipes.data.rendering import Rendering, first_refused
+from accelerate_recipes.data.rendering import Rendering, added_begin, first_refused
 from accelerate_recipes.data.rows import Rows, StepLoader, StepOrder, make_train_loader, rows_of_step
 from accelerate_recipes.data.shown import NUM_ROWS, HasRows
 from accelerate_recipes.engine import DrawFn, train
@@ -208,6 +208,7 @@ class Objective:
     """
 
     left_out: ClassVar[set[str]] = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"}
+    ended: ClassVar[tuple[str, ...]] = ()  # columns of answers, to which trl adds an end token if they are texts
     order_class: ClassVar[type[StepOrder]] = WholeSteps
     lengths: np.ndarray | None = None  # lengths of the rows, if micro-batches are padded
     flops_fn: Callable[[PreTrainedModel], Flops] | None = None
@@ -241,10 +242,13 @@ class Objective:
         self.base_stops = stops_of(model.generation_config)
         num_embeddings, num_tokens = model.get_input_embeddings().num_embeddings, len(tokenizer)
         adapter = [(p, p.data) for p in model.parameters() if p.requires_grad] if run.adapter else []
+        begin, end = added_begin(tokenizer), getattr(config, "eos_token", None) or tokenizer.eos_token or ""
+        text_field = getattr(config, "dataset_text_field", None)
         for name in ("train_dataset", "eval_dataset"):
-            for column in ("prompt", getattr(config, "dataset_text_field", None)):
+            for column in ("prompt", text_field, *self.ended):
                 if column in getattr(settings.get(name), "column_names", ()):
-                    once = partial(without_begin, settings[name], column, tokenizer)
+                    marks = "" if column in self.ended else begin, "" if column == "prompt" else end
+                    once = partial(without_marks, settings[name], column, *marks)
                     settings[name] = on_first_of_machine_before_others(once)
         if settings["train_dataset"].features.get("prompt") == TEXT and tokenizer.chat_template:
             run.print(
