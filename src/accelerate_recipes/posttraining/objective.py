@@ -45,7 +45,7 @@ from accelerate_recipes.checkpoint.check_export import (
     stops_of,
 )
 from accelerate_recipes.data.conversations import TEXT, without_marks
-from accelerate_recipes.data.prepared import checksum_of_rows
+from accelerate_recipes.data.prepared import check_content, checksum_of_rows
 from accelerate_recipes.data.rendering import Rendering, added_begin, first_refused
 from accelerate_recipes.data.rows import Rows, StepLoader, StepOrder, make_train_loader, rows_of_step
 from accelerate_recipes.data.shown import NUM_ROWS, HasRows
@@ -152,6 +152,10 @@ class FirstRows(NamedTuple):
 
     trainer: "Objective"
     rows: datasets.Dataset
+
+    def check(self, states: list[dict]) -> None:
+        """Raise ConfigError if the states of a checkpoint belong to other rows."""
+        check_content(self.trainer.content(), states)
 
     def first_batch(self) -> dict[str, torch.Tensor]:
         return self.trainer.batch_of([self.rows[i] for i in range(min(NUM_ROWS, len(self.rows)))])
@@ -396,20 +400,26 @@ class Objective:
 
     def make_loader(self) -> StepLoader:
         """Make the loader of this rank's micro-batches, in the order of the steps."""
-        run, rows = self.run, self.train_dataset
-        # Leave the reference's values out of the checksum: their last bits depend on the number of processes and on the
-        # micro-batch.
-        own = [name for name in rows.column_names if name not in REFERENCE]
+        run = self.run
         return make_train_loader(
-            Rows(rows, numbered_row),
+            Rows(self.train_dataset, numbered_row),
             run.args,
             run.data_rank,
             run.data_world_size,
             lengths=self.lengths,
             collate_fn=Numbered(self.data_collator),
-            content=on_first_rank(lambda: checksum_of_rows(rows, own)),
+            content=self.content(),
             order_class=self.order_class,
         )
+
+    def content(self) -> str:
+        """Compute the checksum of the rows, the same before and after `complete_rows`."""
+        rows = self.train_dataset
+        # Leave the reference's values out: their last bits depend on the number of processes and on the micro-batch.
+        own = [name for name in rows.column_names if name not in REFERENCE]
+        # Rows that were left out are gone from the table once values are added to it.
+        is_flat = rows._indices is None or not getattr(self.run.args, "precompute_ref_log_probs", False)
+        return on_first_rank(lambda: checksum_of_rows(rows if is_flat else rows.flatten_indices(), own))
 
     def balances(self, outputs: Outputs) -> list[torch.Tensor]:
         """Return the weighted loss that balances experts in a micro-batch, as a list; the list is empty without experts."""
