@@ -52,8 +52,10 @@ def requirements(args: Args) -> Requirements:
     return Requirements(models=[args.model_name_or_path], datasets=args.row_datasets)
 
 
-def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, datasets.Dataset], int]:
-    """Load the pairs to train on and to evaluate on, as `train` and `test`; also return the number of rows read.
+def load_pairs(
+    args: Args, tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, datasets.Dataset], int, dict[str, int]]:
+    """Load the pairs to train on and to evaluate on, as `train` and `test`; also return the number of rows read, and counts.
 
     Raises:
         DataError: for rows that cannot be read, or that hold no texts, messages or scores.
@@ -61,7 +63,9 @@ def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str
     """
     rows = args.read_rows_for(tokenizer)
     pairs = {name: to_pairs(side, args.sources[name], args.min_score_margin) for name, side in rows.items()}
-    return args.sides(pairs, "prompt"), sum(map(len, rows.values()))
+    is_judged = "completion" in rows["train"].column_names  # then several rows make a pair
+    counts = {"left out": 0 if is_judged else len(rows["train"]) - len(pairs["train"])}
+    return args.sides(pairs, "prompt"), sum(map(len, rows.values())), counts
 
 
 def trial(args: Args) -> Trial:
@@ -73,10 +77,11 @@ def main(args: Args) -> None:
 
     # Tokenizer, data and model
     tokenizer = load_tokenizer(args.model_name_or_path)
-    pairs, num_rows = on_first_of_machine_before_others(lambda: load_pairs(args, tokenizer))
+    pairs, num_rows, counts = on_first_of_machine_before_others(lambda: load_pairs(args, tokenizer))
     model = make_model(args)
     config = trl_config(run, DPOConfig, max_length=min(args.max_length or sys.maxsize, max_positions(model.config)))
-    trainer = PreferenceTrainer(run, config, model, tokenizer, train_dataset=pairs["train"], eval_dataset=pairs["test"])
+    sides = {"train_dataset": pairs["train"], "eval_dataset": pairs["test"]}
+    trainer = PreferenceTrainer(run, config, model, tokenizer, counts=counts, **sides)
     run.print(
         f"Data: {len(trainer.train_dataset):,} pairs to train on, {len(trainer.eval_dataset):,} held out, from "
         f"{num_rows:,} rows of {args.source}"

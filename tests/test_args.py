@@ -1,5 +1,6 @@
 """Tests of arguments: presets, flags, and errors that name the remedy and come all at once."""
 
+import argparse
 import datetime
 import typing
 from dataclasses import asdict, fields, replace
@@ -13,11 +14,14 @@ from transformers import TrainingArguments
 from trl import ModelConfig
 
 from accelerate_recipes import recipe
+from accelerate_recipes.__main__ import command_parser
 from accelerate_recipes.args import TrainArgs, parse, resolve
+from accelerate_recipes.arguments import recipe_parser
 from accelerate_recipes.checkpoint.space import space_needed
 from accelerate_recipes.data.rows import permutation
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.flags import Range
+from accelerate_recipes.flags import Merge, Range
+from accelerate_recipes.launch.job_args import JobArgs
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
 
 # Arguments for which neither `transformers.TrainingArguments` nor (for adapters) trl's `ModelConfig` has a name.
@@ -104,6 +108,41 @@ def test_defaults_then_preset_then_flags(tmp_path):
     preset.write_text("learning_rate: 1e-3\nseed: 7\n")  # PyYAML reads 1e-3 as a string
     args = parse(TrainArgs, ["--config", str(preset), "--seed", "8"], world_size=1)
     assert (args.learning_rate, args.seed, args.logging_steps) == (1e-3, 8, TrainArgs.logging_steps)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.stem)
+def test_a_list_that_is_given_several_times(path, tmp_path):
+    """Its values add up, in each spelling of its flag, and replace those of the preset; of a single value the last counts."""
+    args_class = recipe.load(path).Args
+    actions = recipe_parser(args_class)._actions
+    lists = [a for a in actions if a.nargs == "+" and a.help != argparse.SUPPRESS and not isinstance(a, Merge)]
+    assert len(lists) > 1
+    for action in lists:
+        values = [*(action.choices if isinstance(action.choices, list) else "123")][:3]
+        (tmp_path / "preset.yaml").write_text(f"{action.dest}: [{values[-1]}]\nseed: 4\n")
+        given = [
+            word for flag, value in zip([*action.option_strings] * 3, values, strict=False) for word in (flag, value)
+        ]
+        argv = ["--config", str(tmp_path / "preset.yaml"), "--seed", "5", *given, "--seed", "6"]
+        args, _ = resolve(args_class, argv, world_size=1)
+        wanted = [*map(action.type or str, values)]
+        assert (getattr(args, action.dest), args.seed) == (wanted, 6)
+
+
+def test_lists_of_commands_add_up():
+    """Those of a job are declared like those of a recipe; the others must use the same action."""
+    flags = ["--annotation", "a=1", "--annotation", "b=2", "--node-selector=c=3", "--node_selector", "d=4"]
+    job, _ = resolve(JobArgs, flags, world_size=1)
+    assert (job.annotation, job.node_selector) == (["a=1", "b=2"], ["c=3", "d=4"])
+    parsers = [command_parser()]
+    for parser in parsers:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+            elif action.nargs == "+" and action.option_strings:
+                assert isinstance(action, argparse._ExtendAction), action.option_strings
+    args = command_parser().parse_args(["evaluate", "x", "--tasks", "a", "--tasks", "b", "c"])
+    assert args.tasks == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,7 @@ def test_an_illegal_move_is_named_by_file_and_row(run_forked, games_file, tiny, 
     bad = tmp_path / "bad.jsonl"
     bad.write_text("".join(json.dumps({"Moves": moves}) + "\n" for moves in games))
     done = run_forked(*tiny, "--train_files", bad, "--data_cache_dir", tmp_path / "cache")
-    assert_one_clear_error(done, f"{bad}, row 7: move 11, 'a1a1', is illegal after", "--skip_bad_games leaves them out")
+    assert_one_clear_error(done, f"{bad}, row 8: move 11, 'a1a1', is illegal after", "--skip_bad_games leaves them out")
     assert_failed_without_a_trace(tmp_path / "out")
     assert not (tmp_path / "cache").exists()
 

@@ -317,7 +317,7 @@ def test_a_token_for_an_image(texts, tmp_path):
         recipe.prepare_data([str(ROOT / "recipes/sft.py"), *command])
     model = load_model(str(texts / "base"), "sdpa")
     batch = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 400]]), "row": torch.tensor([11, 12])}
-    with pytest.raises(DataError, match="row 12, token 3 is 400, which stands for an image"):
+    with pytest.raises(DataError, match="row 13, token 3 is 400, which stands for an image"):
         check_tokens(batch, model)
     check_tokens(batch | {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 399]])}, model)
 

@@ -607,7 +607,7 @@ def test_messages_of_parts(tmp_path):
     assert len(seen) == 1
     image = [text[0] | {"content": [{"type": "image_url", "image_url": "a.png"}]}, text[1]]
     for given in ([*rows[:3], image], [*parts[:3], image]):
-        said = "rows.jsonl, row 3: 'messages' has a message with a part that is no text, {'type': 'image_url'"
+        said = "rows.jsonl, row 4: 'messages' has a message with a part that is no text, {'type': 'image_url'"
         with pytest.raises(DataError, match=said):
             prepare(folder, [{"messages": row} for row in given])
     with pytest.raises(ConfigError, match="'prompt' has a message whose `content` is not a text but parts"):
@@ -622,39 +622,34 @@ OTHER = [{"role": "assistant", "content": "No."}]
 @pytest.mark.parametrize(
     "name, row, said",
     [
-        ("sft", {"messages": json.dumps(CHAT)}, "the column messages holds texts; lists of messages belong into messages"),
+        ("sft", {"messages": "And?"}, "row 1: 'messages' is 'And.', not messages as JSON"),
         ("sft", {"text": CHAT}, "the column text holds messages; .* texts into text"),
-        ("sft", {"messages": []}, "row 3: 'messages' has no message; remove the row"),
-        ("sft", {"messages": [None, *CHAT]}, "row 3: 'messages' has a message that is null"),
-        ("sft", {"messages": [{"role": "user", "text": "And?"}]}, "holds messages with role, text; a message has role and content"),
+        ("sft", {"messages": []}, "row 4: 'messages' has no message; remove the row"),
+        ("sft", {"messages": [None, *CHAT]}, "row 4: 'messages' has a message that is null"),
+        ("sft", {"messages": [{"role": "user", "text": "And?"}]}, "row 1: 'messages' has a message from user without a text as its content"),
         ("sft", {"messages": [*ASKED, {"role": "assistant", "content": None, "refusal": "No."}]},
-         "row 3: 'messages' has a message without content and tool_calls"),
+         "row 4: 'messages' has a message from assistant without a text as its content"),
         ("sft", {"messages": [*ASKED, {"role": "assistant", "content": "", "function_call": {"name": "add", "arguments": "{}"}}]},
-         "row 3: 'messages' has a message with function_call, which templates do not write; give tool_calls"),
+         "row 4: 'messages' has a message with function_call, which templates do not write; give tool_calls"),
         ("dpo", {"prompt": ASKED, "chosen": ANSWER, "rejected": [{"role": "assistant", "content": None}]},
-         "'rejected' has a message without content and tool_calls"),
-        ("sft", {"prompt": "And?", "completion": ANSWER}, "'prompt' holds texts, 'completion' holds messages; give all"),
-        ("sft", {"prompt": ASKED, "completion": "Yes."}, "'prompt' holds messages, 'completion' holds texts"),
-        ("sft", {"messages": [{"content": "And?"}, *CHAT]}, "row 3: 'messages' has a message without a role"),
-        ("sft", {"messages": [{"role": 3, "content": "And?"}]}, "'messages' holds messages whose `role` is not a text in all rows"),
-        ("sft", {"messages": [{"role": 3, "content": "And?"}, *CHAT]}, "'messages' holds messages whose `role` is not a text in all"),
+         "row 1: 'rejected' has a message from assistant without a text as its content"),
+        ("sft", {"messages": [{"content": "And?"}, *CHAT]}, "row 4: 'messages' has a message without a role"),
+        ("sft", {"messages": [{"role": 3, "content": "And?"}]}, "row 1: 'messages' has a message without a role that is a text"),
+        ("sft", {"messages": [{"role": 3, "content": "And?"}, *CHAT]}, "row 4: 'messages' has a message without a role that is a text"),
         ("sft", {"messages": [call("add") | {"tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]}]},
-         r"row 3: 'messages': the arguments '\[1\]' of a tool call must be a JSON object"),
+         r"row 4: 'messages': the arguments '\[1\]' of a tool call must be a JSON object"),
         ("sft", {"messages": [call("add") | {"tool_calls": [{"function": {"name": "a", "arguments": "{a"}}]}]},
-         r"row 3: 'messages': the arguments '{a' of a tool call are no JSON: "),
+         r"row 4: 'messages': the arguments '{a' of a tool call are no JSON: "),
         ("sft", {"messages": CHAT, "chat_template_kwargs": {"tokenize": False}},
          r"'chat_template_kwargs' has tokenize, which is no variable of a chat template, but an argument"),
-        ("grpo", {"prompt": []}, "row 3: 'prompt' has no message"),
-        ("dpo", {"prompt": "And?", "chosen": ANSWER, "rejected": OTHER}, "pair 0: the answers are messages, but the prompt"),
-        ("dpo", {"prompt": ASKED, "chosen": "Yes.", "rejected": "No."}, "'prompt' holds messages, 'chosen' holds texts"),
-        ("dpo", {"chosen": ANSWER, "rejected": "No."}, "'chosen' holds messages, 'rejected' holds texts"),
-        ("dpo", {"prompt": ASKED, "completion": "No.", "score": 1}, "'prompt' holds messages, 'completion' holds texts"),
+        ("grpo", {"prompt": []}, "row 4: 'prompt' has no message"),
+        ("dpo", {"chosen": ANSWER, "rejected": OTHER}, "row 1: the answers are messages, but do not begin with the same one"),
     ],
 )  # fmt: skip
 def test_rows_of_another_form(base, name, row, said):
     """One message says what is wrong, and in which row where only some are wrong."""
     right = {"sft": {"messages": CHAT}, "grpo": {"prompt": ASKED}}.get(name, row)
-    rows = [right if "row 3" in said else row] * 3 + [row] * 3
+    rows = [right if "row 4" in said else row] * 3 + [row] * 3
     with pytest.raises((ConfigError, DataError), match=said):
         prepare(base, rows, name=name)
 
@@ -754,8 +749,8 @@ def test_columns():
     assert select(plain, {"messages"}, "here").features == plain.features, "nothing is rewritten without need"
     for rows, error, said in (
         ([{"messages": [], "images": ["a.png"]}], ConfigError, "the column images: this recipe trains on text only"),
-        ([{"messages": [], "tools": "[{"}], DataError, "here, row 0: 'tools' is no JSON"),
-        ([{"messages": [], "tools": '{"a": 1}'}], DataError, "row 0: 'tools' is .* must be a JSON list"),
+        ([{"messages": [], "tools": "[{"}], DataError, "here, row 1: 'tools' is no JSON"),
+        ([{"messages": [], "tools": '{"a": 1}'}], DataError, "row 1: 'tools' is .* must be a JSON list"),
     ):
         with pytest.raises(error, match=said):
             select(Dataset.from_list(rows), {"messages"}, "here")
@@ -1115,7 +1110,7 @@ def test_weights_that_say_nothing(tmp_path):
     """A part that is the same for every message, between messages of other weights, is nobody's."""
     constant = MARKED.replace("{{ m.reasoning }}", "Hm.")
     folder = save_base(tmp_path, constant)
-    with pytest.raises(ConfigError, match=r"row 0, .*: the template does not show to which message 'Hm.' belongs"):
+    with pytest.raises(ConfigError, match=r"row 1, .*: the template does not show to which message 'Hm.' belongs"):
         prepare(folder, [{"messages": weighted(i)} for i in range(30)], "--assistant_only_loss", "true")
     said = "the template does not show which part is message 1, of weight 0; remove the row"
     with pytest.raises(ConfigError, match=said):
@@ -1136,7 +1131,7 @@ def test_weights_that_say_nothing(tmp_path):
     )
     assert re.fullmatch(r"( *It is \d+\.</s>)+", targets_of(folder)), "an empty answer has an end"
     rows = [{"messages": weighted(i, weight=0.5 if i == 7 else 0)} for i in range(30)]
-    with pytest.raises(DataError, match=r"row 7: 'messages' has a message of weight 0.5; it must be 0 or 1"):
+    with pytest.raises(DataError, match=r"row 8: 'messages' has a message of weight 0.5; it must be 0 or 1"):
         prepare(folder, rows, "--assistant_only_loss", "true")
     rows = [{"messages": weighted(i)[:2]} for i in range(30)]
     with pytest.raises(ConfigError, match=r"none of \d+ rows to train on has .* see the weights of the messages"):
@@ -1204,7 +1199,7 @@ def test_a_template_that_refuses_a_row(tmp_path, template, row, said):
     folder = save_base(tmp_path, template + MARKED)
     rows = [{"messages": conversation(i, tools=False, system=False)["messages"]} for i in range(30)]
     rows[17] = {"messages": row}
-    number = 0 if row == CHAT else 17
+    number = 1 if row == CHAT else 18
     with pytest.raises(ConfigError, match=rf"rows.jsonl, row {number}, .*{said}"):
         prepare(folder, rows)
 
@@ -1213,7 +1208,7 @@ def test_a_template_that_refuses_a_pair(tmp_path):
     refusing = "{{ raise_exception('No.') if messages[-1].content == 'A' }}"
     rows = [row | {"tools": None} for row in PAIRS]
     rows[11] |= {"chosen": [{"role": "assistant", "content": "A"}]}
-    with pytest.raises(ConfigError, match=r"rows.jsonl, row 11, .*No\."):
+    with pytest.raises(ConfigError, match=r"rows.jsonl, row 12, .*No\."):
         prepare(save_base(tmp_path, refusing + MARKED), rows, name="dpo")
 
 

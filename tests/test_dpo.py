@@ -196,10 +196,11 @@ def rows_of(*rows: dict) -> datasets.Dataset:
     return datasets.Dataset.from_list(list(rows))
 
 
-def test_forms_of_pairs():
+def test_forms_of_pairs(capsys):
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
     same = {"prompt": "1+1=", "chosen": "2", "rejected": "2"}
     assert to_pairs(rows_of(pair, same), "x", 0).to_list() == [pair], "equal answers are no pair"
+    assert "x: 1 of 2 pairs have equal answers" in capsys.readouterr().out
     scored = [pair | {"score_chosen": better, "score_rejected": 1.0} for better in (3.0, 1.5, 1.0, 0.5, None)]
     assert [len(to_pairs(rows_of(*scored), "x", margin)) for margin in (0, 0.5, 1)] == [3, 2, 1]
 
@@ -233,22 +234,30 @@ def test_judged_answers():
     wanted = [{"prompt": "a", "chosen": "a2", "rejected": "a3"}, {"prompt": "d", "chosen": "d2", "rejected": "d4"}]
     assert to_pairs(rows_of(*rows), "x", 0).to_list() == wanted
     assert to_pairs(rows_of(*rows), "x", 0.5).to_list() == wanted[:1]
-    with pytest.raises(ConfigError, match=r"judge\.jsonl has 1 rows, but gives no pair .* see --min_score_margin"):
+    with pytest.raises(ConfigError, match=r"judge\.jsonl gives no pair .* 1 of 1 prompts .*--min_score_margin 0"):
         to_pairs(rows_of(*judged("c", ("c1", 1.0))), "judge.jsonl", 0)
     with pytest.raises(DataError, match=r"judge\.jsonl: 'score' holds string, not numbers"):
         to_pairs(rows_of({"prompt": "a", "completion": "b", "score": "good"}), "judge.jsonl", 0)
-    with pytest.raises(DataError, match="row 1: 'rejected' is null"):
+    with pytest.raises(DataError, match="row 2: 'rejected' is null"):
         to_pairs(rows_of({"chosen": "a", "rejected": "b"}, {"chosen": "a", "rejected": None}), "x", 0)
 
 
 def test_pairs_of_a_prompt_lie_on_one_side(base, tmp_path):
     module, file = recipe.load(SCRIPT), tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(j)} for j in range(500, 503) for i in range(40)]
+    rows += [row | {"rejected": row["chosen"]} for row in rows[:5]]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = ["--model_name_or_path", str(base), "--train_files", str(file), "--heldout_share", "0.3"]
-    sides, num_rows = module.load_pairs(parse(module.Args, argv, world_size=1), AutoTokenizer.from_pretrained(base))
+    sides, num_rows, counts = module.load_pairs(
+        parse(module.Args, argv, world_size=1), AutoTokenizer.from_pretrained(base)
+    )
     train, test = (set(sides[name]["prompt"]) for name in ("train", "test"))
-    assert num_rows == 120 and not train & test and 4 < len(test) < 25 and len(sides["test"]) == 3 * len(test)
+    assert (
+        (num_rows, counts) == (125, {"left out": 5})
+        and not train & test
+        and 4 < len(test) < 25
+        and len(sides["test"]) == 3 * len(test)
+    )
 
 
 def test_losses_of_a_micro_batch_are_refused(arguments):

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import datasets
 import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT
 from test_conversations import TOOL, call, prepare, save_base, template_of
@@ -15,7 +17,7 @@ from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
 from accelerate_recipes.checkpoint import check_export
 from accelerate_recipes.data import tables
-from accelerate_recipes.data.files import read_files, read_split
+from accelerate_recipes.data.files import check_texts_or_messages, read_files, read_split
 from accelerate_recipes.data.formats import DPO, PAIR, SFT, Form, in_usual_form
 from accelerate_recipes.data.rendering import Rendering, differences, without_nulls
 from accelerate_recipes.errors import ConfigError, DataError
@@ -52,7 +54,7 @@ def made_of(rows: list[dict], folder: Path, name: str = "sft", has_template: boo
 def test_forms_of_the_page(has_template, tmp_path, capsys):
     """Each line of the tables becomes what stands there, and is named in one line."""
     lines = table_below("## Forms of rows", 0 if has_template else 1)
-    assert len(lines) == (17 if has_template else 4)
+    assert len(lines) == (19 if has_template else 4)
     for name, line, made in lines:
         row = json.loads(line)
         wanted = row if not made.startswith("{") else json.loads(made)
@@ -125,7 +127,7 @@ def test_a_line_that_is_too_long(tmp_path, monkeypatch):
     (tmp_path / "b.json").write_text(json.dumps([{"text": "a" * 1980}] * 7))  # all on one line
     assert read_files([str(tmp_path / "a.jsonl")])[:] == read_files([str(tmp_path / "b.json")])[:]
     (tmp_path / "c.csv").write_text("text,n\n" + "a,1\n" * 5 + "a" * 9000 + ",1\n")
-    with pytest.raises(DataError, match=r"c.csv, row 5 has more than 64 MiB;"):
+    with pytest.raises(DataError, match=r"c.csv, row 6 has more than 64 MiB;"):
         read_files([str(tmp_path / "c.csv")])
 
 
@@ -272,7 +274,7 @@ def test_rows_of_two_forms(tmp_path):
     sft = recipe.load(ROOT / "recipes/sft.py")
     flags = ("--train_files", str(tmp_path / "rows.jsonl"), "--columns", "messages=messages")
     args = parse(sft.Args, ["--model_name_or_path", "none", *flags], world_size=1)
-    with pytest.raises(DataError, match="row 2: 'messages' is null, as in 1 of 3 rows"):
+    with pytest.raises(DataError, match="row 3: 'messages' is null, as in 1 of 3 rows"):
         sft.load_sides(args, SimpleNamespace(chat_template="a"))
 
 
@@ -297,6 +299,32 @@ def test_columns_by_other_names(base, tmp_path, capsys):
             prepare(base, [row], "--columns", given)
     with pytest.raises(ConfigError, match="a name or a column is there twice"):
         prepare(base, [row], "--columns", "prompt=q", "completion=q")
+
+
+def test_columns_that_are_nearly_right(tmp_path, capsys):
+    """The error, or the line of what is not used, names what may be meant; rows of another recipe name that recipe."""
+    for name, row, said in (
+        ("sft", {"mesages": [], "id": 1}, "did you mean --columns messages=mesages?"),
+        ("sft", {"prompt": "a", "Completions": "b"}, "did you mean --columns completion=Completions?"),
+        ("dpo", {"prompt": "a", "choosen": "b", "rejected": "c"}, "did you mean --columns chosen=choosen?"),
+        ("sft", {"prompt": "a", "chosen": "b", "rejected": "c"}, "dpo.py trains on pairs of answers"),
+        ("dpo", {"conversations": turns("a")}, "sft.py trains on conversations"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            made_of([row], tmp_path, name)
+        assert said in str(error.value).splitlines()[0]
+    made_of([{"question": "a", "answer": "b", "sytem": "c", "toolz": "[]", "x": 1}], tmp_path)
+    assert capsys.readouterr().out.endswith(
+        "not used: sytem, toolz, x; did you mean --columns system=sytem tools=toolz?\n"
+    )
+    with pytest.raises(ConfigError, match=r"no column 'promt', .*; did you mean 'prompt'"):
+        made_of([{"prompt": "a", "completion": "b"}], tmp_path, prompt="promt")
+    for row, said in (
+        ({"prompts": "a"}, "did you mean 'prompts'"),
+        ({"messages": []}, "sft.py trains on conversations"),
+    ):
+        with pytest.raises(DataError, match=f"no column 'prompt'; .*; {said}"):
+            check_texts_or_messages(datasets.Dataset.from_list([row]), ["prompt"], "x")
 
 
 def shared(*turns: tuple[str, object], **others: object) -> dict:
@@ -325,14 +353,161 @@ def shared(*turns: tuple[str, object], **others: object) -> dict:
     ],
 )  # fmt: skip
 def test_a_row_of_another_form(right, wrong, said, tmp_path):
-    with pytest.raises(DataError, match=f"rows.jsonl, row 3: {said}"):
+    with pytest.raises(DataError, match=f"rows.jsonl, row 4: {said}"):
         made_of([right] * 3 + [wrong], tmp_path, "dpo" if "chosen" in right else "sft")
+
+
+USER, TWO, THREE = (
+    {"role": role, "content": text} for role, text in (("user", "1+1?"), ("assistant", "2"), ("assistant", "3"))
+)
+BRIEF = {"role": "system", "content": SYSTEM}
+PARTED = {"prompt": [USER], "chosen": [TWO], "rejected": [THREE]}
+ENDED = [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "3"}]
+
+
+@pytest.mark.parametrize(
+    "name, row, wanted",
+    [
+        ("dpo", {"prompt": [USER], "chosen": [USER, TWO], "rejected": [USER, THREE]}, PARTED),
+        ("dpo", {"prompt": "1+1?", "chosen": [USER, TWO], "rejected": [USER, THREE]}, PARTED),
+        ("dpo", {"prompt": "1+1?", "chosen": [TWO], "rejected": [THREE]}, PARTED),
+        ("dpo", {"prompt": [USER], "chosen": [USER, TWO], "rejected": [THREE]}, PARTED),
+        ("dpo", {"prompt": [USER, TWO], "chosen": [TWO], "rejected": [THREE]}, PARTED),
+        ("dpo", {"prompt": [BRIEF, USER], "chosen": [USER, TWO], "rejected": [USER, THREE]}, PARTED | {"prompt": [BRIEF, USER]}),
+        ("dpo", {"prompt": [BRIEF], "chosen": [USER, TWO], "rejected": [USER, THREE]}, PARTED | {"prompt": [BRIEF, USER]}),
+        ("dpo", {"prompt": "1+1?", "chosen": [THREE | {"role": "user"}, TWO, USER, TWO],
+                 "rejected": [THREE | {"role": "user"}, TWO, USER, THREE]},
+         PARTED | {"prompt": [THREE | {"role": "user"}, TWO, USER]}),
+        ("dpo", {"conversations": ENDED, "chosen": {"from": "gpt", "value": "2"}, "rejected": {"from": "gpt", "value": "3"}}, PARTED),
+        ("dpo", {"prompt": "1+1=", "chosen": "1+1=2", "rejected": "1+1=3"}, {"prompt": "1+1=", "chosen": "2", "rejected": "3"}),
+        ("sft", {"prompt": [USER], "completion": [USER, TWO]}, {"prompt": [USER], "completion": [TWO]}),
+        ("sft", {"prompt": "1+1?", "completion": [USER, TWO]}, {"prompt": [USER], "completion": [TWO]}),
+        ("sft", {"prompt": [USER, TWO], "completion": [TWO]}, {"prompt": [USER], "completion": [TWO]}),
+        ("sft", {"prompt": "1+1=", "completion": "1+1=2"}, {"prompt": "1+1=", "completion": "2"}),
+        ("sft", {"question": "1+1?", "answer": "1+1?\n\n2"}, {"messages": [USER, TWO]}),
+        # These repeat no question.
+        ("dpo", {"prompt": [USER, TWO | {"content": "It is"}], "chosen": [TWO], "rejected": [THREE]},
+         PARTED | {"prompt": [USER, TWO | {"content": "It is"}]}),
+        ("sft", {"prompt": [USER], "completion": [TWO, USER, THREE]}, {"prompt": [USER], "completion": [TWO, USER, THREE]}),
+        ("sft", {"prompt": "ab", "completion": "ab"}, {"prompt": "ab", "completion": "ab"}),
+    ],
+)  # fmt: skip
+def test_a_question_is_read_once(name, row, wanted, tmp_path):
+    """The answers are the targets, whether or not they come with their question, and the question with its answer."""
+    assert made_of([row] * 2, tmp_path, name) == [wanted] * 2
+
+
+def test_texts_of_which_some_repeat_the_question(tmp_path, capsys):
+    rows = [{"prompt": "ab", "completion": text} for text in ("c", "abc", "abd")]
+    assert made_of(rows, tmp_path) == rows
+    assert "2 of 3 answers begin with their question; it stays there; the first is row 2" in capsys.readouterr().out
+
+
+def test_a_prompt_that_is_not_in_its_conversation(tmp_path):
+    """It is an error, and the columns that --columns names as they are say which form is meant."""
+    row = {"prompt": "2+2?", "chosen": [USER, TWO], "rejected": [USER, THREE]}
+    with pytest.raises(
+        DataError, match=r"row 1: 'chosen' is a conversation without the question, '2\+2\?'; .* chosen=chosen"
+    ):
+        made_of([row], tmp_path, "dpo")
+    assert made_of([row], tmp_path, "dpo", chosen="chosen", rejected="rejected") == [PARTED]
+    for said in ([USER], [THREE | {"role": "user"}, TWO]):
+        with pytest.raises(DataError, match=r"row 1: 'completion' (ends with|is a conversation without) the question"):
+            made_of([{"prompt": [USER], "completion": said}], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "human", "value": "1+1?"}, {"from": "user", "content": "1+1?"}, {"from": "human", "value": "1+1?", "id": None},
+        {"role": "user", "value": "1+1?", "content": None},
+    ],
+)  # fmt: skip
+def test_keys_of_messages(message, tmp_path):
+    """A message is read by either name of its keys; one without a text is an error, and no empty message."""
+    answer = {name: "gpt" if value in ("human", "user") else value and "2" for name, value in message.items()}
+    for name in ("messages", "conversations"):
+        for rows in (
+            [{name: [message, answer]}],
+            [{name: [message, answer]}, {name: [USER, TWO, USER, TWO | {"more": 1}]}],
+        ):
+            made = made_of(rows, tmp_path)[0]["messages"]
+            assert [(m["role"], m["content"]) for m in made] == [("user", "1+1?"), ("assistant", "2")]
+    for wrong in ({"role": "user", "text": "1+1?"}, {"role": "user", "weight": 1}):
+        for rows in ([{"messages": [wrong, TWO]}] * 2, [{"messages": [USER, TWO]}, {"messages": [wrong, TWO]}]):
+            with pytest.raises(
+                DataError, match=rf"row {3 - rows.count(rows[-1])}: .* from user without a text as its content"
+            ):
+                made_of(rows, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "json in parquet"])
+def test_messages_as_json_texts(kind, tmp_path):
+    """In a cell, lists of messages, and single ones, are read; a cell that is something else is an error with its row."""
+    rows = [{"chosen": [USER, TWO], "rejected": [USER, THREE]}] * 2
+
+    def read(rows: list[dict], name: str) -> list[dict]:
+        texts = {column: [json.dumps(row[column]) for row in rows] for column in rows[0]}
+        file = tmp_path / f"rows.{kind[-7:]}"
+        if kind == "csv":
+            pa.csv.write_csv(pa.table(texts), file)
+        else:
+            made = pa.json_() if kind.startswith("json") else pa.string()
+            arrays = {name: pa.array(column, pa.string()).cast(made) for name, column in texts.items()}
+            pq.write_table(pa.table(arrays), file)
+        found = in_usual_form(read_files([str(file)]), ALL[name], {}, "rows", has_template=True)
+        found = to_pairs(found, "rows", 0) if name == "dpo" else found
+        return [without_nulls(row) for row in found]
+
+    assert read(rows, "dpo") == [PARTED] * 2
+    pair = {
+        "conversations": ENDED[:1],
+        "chosen": {"from": "gpt", "value": "2"},
+        "rejected": {"from": "gpt", "value": "3"},
+    }
+    assert read([pair], "dpo") == [PARTED]
+    assert read([{"messages": [USER, TWO]}], "sft") == [{"messages": [USER, TWO]}]
+    if kind == "csv":
+        for wrong, said in ((str([USER, TWO]), r"Python's str\(\) wrote it"), ("1+1", "not messages as JSON")):
+            with pytest.raises(DataError, match=rf"row 2: 'messages' .*{said}"):
+                made_of([{"messages": json.dumps([USER, TWO])}, {"messages": wrong}], tmp_path)
+    elif kind == "json in parquet":
+        assert read([{"prompt": "a", "completion": "b"}], "sft") == [{"prompt": "a", "completion": "b"}]
+
+
+@pytest.mark.parametrize(
+    "row", [{"text": ["a", "b"]}, {"text": {"0": "a"}}, {"conversations": ["q", "a"]}, {"messages": [[USER]]}]
+)
+def test_a_file_of_columns(row, tmp_path):
+    """An object that holds the values of all rows, as pandas writes it, is an error that says so."""
+    with pytest.raises(ConfigError, match=r"one row, in which '\w+' holds \d values, .*; write an object for each row"):
+        made_of([row], tmp_path)
+    if "text" not in row:
+        with pytest.raises(DataError, match=r"row 1: '\w+' has a message without a role"):
+            made_of([row] * 2, tmp_path)
+
+
+def test_bad_answers_are_not_trained(tmp_path):
+    """Rows for KTO say which answers are bad; `label` may mean something else, and in texts it does."""
+    for good, bad in ((True, False), ("True", "false"), (1, 0)):
+        for answer in (
+            {"prompt": "a", "completion": "b"},
+            {"prompt": [USER], "completion": [TWO]},
+            {"messages": [USER, TWO]},
+        ):
+            rows = [answer | {"label": label} for label in (good, good, bad)]
+            with pytest.raises(ConfigError, match=rf"row 3: 'label' is '?{bad}'?, as in 1 of 3 rows"):
+                made_of(rows, tmp_path)
+            assert made_of(rows, tmp_path, **{name: name for name in answer}) == [answer] * 3
+            assert made_of(rows[:2], tmp_path) == [answer] * 2
+    assert made_of([{"text": "a", "label": 0}], tmp_path) == [{"text": "a"}]
+    assert made_of([{"prompt": "a", "completion": "b", "label": "x"}], tmp_path) == [{"prompt": "a", "completion": "b"}]
 
 
 def test_what_a_template_refuses_is_named_in_its_form(tmp_path):
     template = "{% for m in messages %}{{ raise_exception('No.') if m.content == 'A' }}{{ m.content }}</s>{% endfor %}"
     rows = [{"question": "A" if i == 17 else f"{i}?", "answer": "Yes."} for i in range(30)]
-    with pytest.raises(ConfigError, match=r"rows.jsonl, row 17, cannot be rendered by the chat template: No\."):
+    with pytest.raises(ConfigError, match=r"rows.jsonl, row 18, cannot be rendered by the chat template: No\."):
         prepare(save_base(tmp_path, template), rows)
 
 

@@ -414,7 +414,7 @@ def test_rows(tmp_path, base):
         load(rows, None, room=3)
     for more, said in (
         ({"completions": "x"}, "has the column completions, but trl passes something else to rewards by that name"),
-        ({"prompt": ""}, "row 18: 'prompt' has no token, since the tokenizer adds no begin token"),
+        ({"prompt": ""}, "row 19: 'prompt' has no token, since the tokenizer adds no begin token"),
     ):
         tokenizer.add_bos_token = False
         with pytest.raises((ConfigError, DataError), match=said):
@@ -423,10 +423,10 @@ def test_rows(tmp_path, base):
         "{% for m in messages %}{{ raise_exception('no') if m.role == 'x' else m.content }}{% endfor %}"
     )
     for message, said in (
-        ({"role": "user"}, "row 1: 'prompt' has a message without content and tool_calls"),
-        ({"content": "1"}, "row 1: .prompt. has a message without a role"),
-        ({"role": "x", "content": "1"}, "row 1: the chat template cannot render it: no"),
-        ({"role": "user", "content": ""}, "row 1: 'prompt' has no token"),
+        ({"role": "user"}, "row 2: 'prompt' has a message without content and tool_calls"),
+        ({"content": "1"}, "row 2: .prompt. has a message without a role"),
+        ({"role": "x", "content": "1"}, "row 2: the chat template cannot render it: no"),
+        ({"role": "user", "content": ""}, "row 2: 'prompt' has no token"),
     ):
         with pytest.raises(DataError, match=said):
             load([{"prompt": [{"role": "user", "content": "1"}]}, {"prompt": [message]}], None)

@@ -328,7 +328,7 @@ def test_many_images_that_are_alike(parquet, tmp_path):
 
 @pytest.fixture
 def broken(parquet, tmp_path) -> str:
-    """File whose row 7 is a PNG that ends early."""
+    """File whose row 8 is a PNG that ends early."""
     rows = load_dataset("parquet", data_files=parquet, split="train").cast_column("image", ImageColumn(decode=False))
     cut = {"bytes": png(7)[:200], "path": None}
     images = [cut if i == 7 else row["image"] for i, row in enumerate(rows)]
@@ -340,7 +340,7 @@ def broken(parquet, tmp_path) -> str:
 
 
 def test_a_broken_image_is_named_or_left_out(broken, parquet):
-    with pytest.raises(DataError, match=r"broken\.parquet, row 7: the image cannot be read: "):
+    with pytest.raises(DataError, match=r"broken\.parquet, row 8: the image cannot be read: "):
         sides([broken])
     train, _, _ = sides([broken], eval_files=[parquet])  # here nobody has looked at it before
     args = Args(max_steps=99, total_batch_size=4, per_device_train_batch_size=4, dataloader_num_workers=1)
@@ -348,10 +348,10 @@ def test_a_broken_image_is_named_or_left_out(broken, parquet):
         augmentation = Args(**settings)
         images = Images(train, PROCESSOR, augmentation)
         loader = make_train_loader(images, args, 0, 1, collate_fn=collate_images, order_class=EpochOrder)
-        with pytest.raises(DataError, match=r"broken\.parquet, row 7: the image cannot be read: ") as caught:
+        with pytest.raises(DataError, match=r"broken\.parquet, row 8: the image cannot be read: ") as caught:
             list(islice(loader, 12))
         assert "Traceback" not in str(caught.value)
-        with pytest.raises(DataError, match=r"row 7: the image"):
+        with pytest.raises(DataError, match=r"row 8: the image"):
             loader.first_batch(40)
         images = Images(train, PROCESSOR, augmentation, skips_broken=True)
         loader = make_train_loader(images, args, 0, 1, collate_fn=collate_images, order_class=EpochOrder)
@@ -415,7 +415,7 @@ def test_columns_and_labels_are_checked(parquet, tmp_path):
     Dataset.from_dict(
         {"image": images, "label": ["a", "d"]}, features=Features({"image": ImageColumn(), "label": Value("string")})
     ).to_parquet(file)
-    with pytest.raises(DataError, match=r"test\.parquet, row 1: the label 'd' is none of the 3 classes trained on"):
+    with pytest.raises(DataError, match=r"test\.parquet, row 2: the label 'd' is none of the 3 classes trained on"):
         sides([parquet], eval_files=[file])
     Dataset.from_dict({"image": images, "label": [[0], [0, 1]]}).cast_column("image", ImageColumn()).to_parquet(file)
     with pytest.raises(DataError, match=r"'label' holds .*, not one name or number"):

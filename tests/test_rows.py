@@ -84,7 +84,7 @@ def test_parquet_without_rows_damaged_or_not_of_text(tmp_path):
     assert problem().startswith(" cannot be read: ")
     moves = pa.ListArray.from_arrays([0, 1, 2, 3], pa.array([b"e2e4", b"\xff", b"e2e4"], pa.binary()).view(pa.string()))
     write_parquet(file, Moves=moves)
-    assert problem().startswith(", row 1 cannot be read: 'utf-8' codec can't decode byte 0xff")
+    assert problem().startswith(", row 2 cannot be read: 'utf-8' codec can't decode byte 0xff")
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_moves_that_are_no_list_of_texts(value, shown, alone, prepare):
     row = 0 if alone else 1
     for message in said:
         assert "--skip_bad_games leaves them out" in message
-        assert f"- a.jsonl, row {row}: its Moves are no list of texts, but {shown}" in message
+        assert f"- a.jsonl, row {row + 1}: its Moves are no list of texts, but {shown}" in message
 
 
 def games_of_two_moves() -> bytes:
@@ -175,7 +175,7 @@ def test_pgn_games_that_are_not_whole_or_not_normal_chess(case, prepare, capfd, 
     good = '[Event "good"]\n\n1. e4 e5 2. Nf3 (2. Ke3 a6) 2... Nc6 1-0\n\n'  # a broken variation is no matter
     pgn = f'{good}[Event "bad"]\n{headers}\n{moves} 1-0\n\n'.encode()
     of_games, of_positions = prepare("a.pgn", pgn)
-    assert f"\n  - a.pgn, row 1: {defect}" in of_games and "row 0" not in of_games
+    assert f"\n  - a.pgn, row 2: {defect}" in of_games and "row 1" not in of_games
     if case != "a null move":  # a position is taken from elsewhere
         assert of_positions == of_games
     assert "while parsing" not in caplog.text + capfd.readouterr().err
@@ -270,10 +270,10 @@ def test_pairs_of_mixed_types(tmp_path):
 SFT = [
     (b"", " cannot be read: it has 0 rows"),
     (b'{"text": "a"}\n{"text": \n', ", line 2 is not JSON: "),
-    (b'{"text": "a"}\n{"text": null}\n{"text": null}\n', ", row 1: 'text' is null, as in 2 of 3 rows"),
+    (b'{"text": "a"}\n{"text": null}\n{"text": null}\n', ", row 2: 'text' is null, as in 2 of 3 rows"),
     (b'{"text": 5}\n{"text": 6}\n', ": 'text' holds int64, not texts or messages"),
-    (b'{"text": 5}\n{"text": "a"}\n', ": 'text' holds extension<arrow.json>, not texts or messages"),
-    (b'{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', ", row 1: 'completion' is null, as in 1 of 2 rows"),
+    (b'{"text": "a"}\n{"text": 5}\n', ", row 2: 'text' holds 5; give texts in all rows"),
+    (b'{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', ", row 2: 'completion' is null, as in 1 of 2 rows"),
 ]
 
 

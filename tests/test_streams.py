@@ -631,12 +631,12 @@ def test_parquet_that_is_damaged_or_holds_no_text(tmp_path, corpus, tokenizer):
         return len(read), str(error.value).removeprefix(str(file))
 
     num, found = problem(corpus)
-    assert num == 8 and found.startswith(", rows 8 to 15 cannot be read: ")
+    assert num == 8 and found.startswith(", rows 9 to 16 cannot be read: ")
     num, found = problem(no_utf8.view(pa.string()))
-    assert num == 8 and found.startswith(", rows 8 to 15 cannot be read: ") and "UTF8" in found
-    assert problem([*corpus[:12], None]) == (12, ", row 12: 'text' is no text, but NoneType")
-    assert problem(binary) == (0, ", row 0: 'text' is no text, but bytes"), "not taken for JSON"
-    assert problem([{"a": "b"}]) == (0, ", row 0: 'text' is no text, but dict")
+    assert num == 8 and found.startswith(", rows 9 to 16 cannot be read: ") and "UTF8" in found
+    assert problem([*corpus[:12], None]) == (12, ", row 13: 'text' is no text, but NoneType")
+    assert problem(binary) == (0, ", row 1: 'text' is no text, but bytes"), "not taken for JSON"
+    assert problem([{"a": "b"}]) == (0, ", row 1: 'text' is no text, but dict")
 
 
 def test_shards_of_a_folder():

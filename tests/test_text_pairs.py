@@ -198,8 +198,8 @@ def test_mistakes_are_named(prepare, tmp_path, tokenizer):
     bad = [{"source": "a", "target": " "}, {"source": None, "target": "b"}, *[{"source": "c", "target": None}] * 7]
     found = problem(bad)
     assert "--skip_bad_pairs leaves them out (the first 5 of 9)" in found
-    assert "a.jsonl, row 0: its target is empty" in found and "a.jsonl, row 1: its source is empty" in found
-    assert "row 4" in found and "row 5" not in found
+    assert "a.jsonl, row 1: its target is empty" in found and "a.jsonl, row 2: its source is empty" in found
+    assert "row 5" in found and "row 6" not in found
     assert problem(bad, skip_bad_pairs=True) == "none of 0 pairs of texts is left for train"
     (tmp_path / "c.jsonl").write_text("no JSON\n")
     assert "c.jsonl, line 1 is not JSON: " in problem(rows, train_files=[tmp_path / "c.jsonl"])

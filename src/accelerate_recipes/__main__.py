@@ -92,7 +92,9 @@ def command_parser() -> argparse.ArgumentParser:
     ended.add_argument("--max_restarts", type=int, required=True)
     healthy = add("doctor", examine_machine, "find what would fail or be slow on this machine, or prove that it works")
     healthy.add_argument("--prove", action="store_true", help="make small runs, and write what they prove on a card")
-    healthy.add_argument("--only", nargs="+", default=[], metavar="PROOF", help="make only these proofs")
+    healthy.add_argument(
+        "--only", nargs="+", action="extend", default=[], metavar="PROOF", help="make only these proofs"
+    )
     healthy.add_argument("--output_dir", type=Path, default=Path("outputs/doctor"), help="folder of the card")
     saved = commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(dest="action", required=True)
     add("verify", verify_checkpoint, "check every file of a checkpoint", to=saved).add_argument("directory", type=Path)
@@ -147,9 +149,16 @@ def add_export_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     seen.add_argument("--max_new_tokens", type=int, default=40, help="tokens of the answer at most")
     judge = add("evaluate", evaluate, "evaluate an export by lm-evaluation-harness, and show it in its card")
     judge.add_argument("export", type=Path)
-    judge.add_argument("--tasks", nargs="+", required=True, help="names of tasks, separated by spaces or commas")
     judge.add_argument(
-        "--include_path", type=Path, nargs="+", default=[], help="folders with tasks, besides recipes/tasks"
+        "--tasks", nargs="+", action="extend", required=True, help="names of tasks, separated by spaces or commas"
+    )
+    judge.add_argument(
+        "--include_path",
+        type=Path,
+        nargs="+",
+        action="extend",
+        default=[],
+        help="folders with tasks, besides recipes/tasks",
     )
     judge.add_argument("--batch_size", type=int, default=8, help="examples at a time")
     judge.add_argument("--limit", type=int, help="evaluate only the first LIMIT examples of each task")

@@ -19,8 +19,9 @@ import yaml
 
 from accelerate_recipes.adapter_args import AdapterArgs
 from accelerate_recipes.arguments import help_text, recipe_parser
+from accelerate_recipes.disk import IS_POINTER, is_pointer
 from accelerate_recipes.errors import noting, raise_problems
-from accelerate_recipes.flags import Merge, Range, arg, declarations, flag_problem, group_flags, read_preset, tokens
+from accelerate_recipes.flags import Merge, Range, arg, declarations, flag_problem, group_flags, read_preset, words_of
 from accelerate_recipes.ranks import data_world_size, is_first, ranks_a_row, readers
 
 # Flags of other scripts, with what decides them here: the accelerate YAML, or another argument.
@@ -267,6 +268,8 @@ class TrainArgs(AdapterArgs):
                 found.append(f"--{name} {file}: no such file")
             elif not file.name.endswith(tuple(suffixes)):
                 found.append(f"--{name} {file}: its name must end with one of {', '.join(suffixes)}")
+            elif is_pointer(file):
+                found.append(f"--{name} {file} {IS_POINTER}")
         return found
 
     def is_elsewhere(self, file: str | Path) -> bool:
@@ -370,13 +373,13 @@ def resolve(
     groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
     # Parse each flag alone first, to find all errors. Then parse the flags without error together, in the same order: a flag
     # after the preset overrides it.
-    words = []
-    for flag, values, where in groups:
-        if problem := flag_problem(parser, args_class.owned_elsewhere, flag, values, where):
+    right = []
+    for group in groups:
+        if problem := flag_problem(parser, args_class.owned_elsewhere, *group):
             errors.append(problem)
         else:
-            words += tokens(flag, values)
-    namespace = parser.parse_args(words)
+            right.append(group)
+    namespace = parser.parse_args(words_of(parser, right))
     args = args_class(**{f.name: getattr(namespace, f.name) for f in fields(args_class)})
     args.elsewhere, args.num_launched, args.row_size = elsewhere, world_size, row_size
     return args, errors + args.problems(world_size)

@@ -80,7 +80,7 @@ def check_tokens(batch: dict[str, Any], model: nn.Module) -> None:
     found = torch.isin(ids, torch.tensor([*known])).nonzero().tolist()
     if found:
         place: tuple[int, ...] = tuple(found[0])
-        token, rows = int(ids[place]), batch["row"].tolist()
+        token, rows = int(ids[place]), (batch["row"] + 1).tolist()
         named = rows[place[0]] if len(rows) == len(ids) else " or ".join(map(str, rows))
         raise DataError(stands_for_image(named, place[1], token, known[token]))
 

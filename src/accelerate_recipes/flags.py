@@ -154,6 +154,19 @@ def group_flags(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]
     return groups, stray
 
 
+def words_of(parser: argparse.ArgumentParser, groups: Sequence[tuple[str, list[str], str]]) -> list[str]:
+    """Write flags, each with its values and place, for argparse, for which the last one counts.
+
+    The values of a list add up if one place gives it several times; a later place replaces those of an earlier one.
+    """
+    joined: dict[Any, tuple[str, list[str]]] = {}
+    for number, (flag, values, where) in enumerate(groups):
+        action = parser._option_string_actions[flag]
+        key = (action.dest, where) if action.nargs == "+" and not isinstance(action, Merge) else number
+        joined.setdefault(key, (flag, []))[1].extend(values)
+    return [word for flag, values in joined.values() for word in tokens(flag, values)]
+
+
 def tokens(flag: str, values: Sequence[str]) -> list[str]:
     """Join a flag and its values for argparse, which would take a separate `-1e-5` for a flag."""
     return [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]

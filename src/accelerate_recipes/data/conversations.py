@@ -1,5 +1,6 @@
 """Conversations and texts to train on: selection of their columns, removal of nulls, and counts of their targets."""
 
+import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -7,11 +8,10 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.data.answer_spans import WEIGHTS, is_answer, is_trained, weights_of
 from accelerate_recipes.data.prepared import chunks_of
-from accelerate_recipes.data.rendering import SETTINGS, added_begin, parsed, with_objects
+from accelerate_recipes.data.rendering import SETTINGS, parsed, with_objects, without_tail
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.sequence import IGNORE_INDEX
 
@@ -21,7 +21,6 @@ NUM_LAST = 4  # number of last targets of a row among which its end token is sea
 EVERYTHING = slice(None)
 TEXT = datasets.Value("string")
 CALLS = {"tool_calls", "function_call"}
-UNWRITTEN = {"role", "name", "refusal", "tool_call_id", *WEIGHTS}  # fields of a message that have no text to train on
 PARTS = (
     "{} has a message whose `content` is not a text but parts, of which many chat templates write nothing, or Python code; "
     "join the texts of each message into one"
@@ -91,8 +90,9 @@ def target(feature: Any) -> Any:
     return datasets.List(datasets.Json()) if isinstance(feature, datasets.List) else datasets.Json()
 
 
-def rewritten(row: dict, number: int, names: Sequence[str], source: str) -> dict:
+def rewritten(row: dict, index: int, names: Sequence[str], source: str) -> dict:
     """Return the columns `names` of a row without nulls. Settings may also be JSON texts; nulls in these stay."""
+    number = index + 1
     found = {name: parsed(row[name], name, number, source) for name in names}
     for name in found.keys() - {*SETTINGS}:
         where = f"{source}, row {number}: {name!r}"
@@ -105,7 +105,7 @@ def rewritten(row: dict, number: int, names: Sequence[str], source: str) -> dict
                 raise DataError(
                     f"{where} has a message with function_call, which templates do not write; give tool_calls"
                 )
-            if not message.keys() - UNWRITTEN:
+            if message.get("content") is None and not message.get("tool_calls"):
                 raise DataError(
                     f"{where} has a message without content and tool_calls: {message!r:.60}; remove the row"
                 )
@@ -116,13 +116,20 @@ def rewritten(row: dict, number: int, names: Sequence[str], source: str) -> dict
     return found
 
 
-def without_begin(rows: datasets.Dataset, column: str, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset:
-    """Remove the begin token from the start of the texts of a column, if the tokenizer adds this token itself."""
-    begin = added_begin(tokenizer)
-    texts = rows.data.column(column)
-    if not (begin and rows.features[column] == TEXT and pc.any(pc.starts_with(texts, begin)).as_py()):
+def without_marks(rows: datasets.Dataset, column: str, begin: str, end: str) -> datasets.Dataset:
+    """Remove `begin` from the start of the texts of a column, and white space behind `end`; both may be "".
+
+    The tokenizer adds the begin token itself, and trl adds the end token to a text that does not end with it.
+    """
+    if rows.features[column] != TEXT:
         return rows
-    return rows.map(lambda row: {column: row[column].removeprefix(begin)}, desc=f"Removing a second {begin}")
+    texts = rows.data.column(column)
+    has_begin = begin and pc.any(pc.starts_with(texts, begin)).as_py()
+    has_tail = end and pc.any(pc.match_substring_regex(texts, rf"{re.escape(end)}\s+$")).as_py()
+    if not (has_begin or has_tail):
+        return rows
+    said = f"Removing a second {begin if has_begin else end}"
+    return rows.map(lambda row: {column: without_tail(row[column].removeprefix(begin), end)}, desc=said)
 
 
 def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str) -> bool:
@@ -135,7 +142,7 @@ def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str
     for name in columns:
         message = getattr(rows.features[name], "feature", None)
         if isinstance(message, datasets.Json) or (isinstance(message, dict) and {*WEIGHTS} & {*message}):
-            for number, messages in enumerate(rows[name]):
+            for number, messages in enumerate(rows[name], 1):
                 weights = [weight for message in messages for weight in weights_of(message)]
                 if wrong := [weight for weight in weights if weight not in (0, 1)]:
                     raise DataError(
@@ -148,7 +155,7 @@ def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str
 def without_answer(rows: datasets.Dataset, column: str, source: str) -> str:
     """Describe the rows whose last message is no answer, or an empty one; return "" if there are none."""
     first, num_found, num_untrained = None, 0, 0
-    for number, messages in enumerate(rows[column]):
+    for number, messages in enumerate(rows[column], 1):
         if not is_answer(messages[-1] if messages else {}):
             first = first or (number, messages[-1:])
             num_found += 1

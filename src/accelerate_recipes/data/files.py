@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from accelerate_recipes.data.documents import reading
-from accelerate_recipes.disk import checksum, own_suffix
-from accelerate_recipes.errors import DataError
+from accelerate_recipes.disk import IS_POINTER, checksum, is_pointer, own_suffix
+from accelerate_recipes.errors import DataError, other_recipe, suggestion
 from accelerate_recipes.hub import cache
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> "da
 
     kind, sums = file_kind(files[0]), []
     for file in files:
+        if is_pointer(Path(file)):
+            raise DataError(f"{file} {IS_POINTER}")
         with reading(file):
             sums.append(checksum(Path(file)))
     name = xxhash.xxh3_128_hexdigest(json.dumps([VERSION, kind, sums]).encode())
@@ -120,15 +122,23 @@ def check_texts_or_messages(rows: "datasets.Dataset", columns: Collection[str], 
     holds = {}
     for column in columns:
         if column not in rows.column_names:
-            raise DataError(f"{source} has no column {column!r}; there are {', '.join(rows.column_names)}")
+            meant = suggestion(column, rows.column_names) or other_recipe(rows.column_names)
+            raise DataError(f"{source} has no column {column!r}; there are {', '.join(rows.column_names)}{meant}")
         values = rows.data.column(column)
         kind = values.type
+        if isinstance(kind, pa.JsonType):  # several types
+            found = ((row, value) for row, value in enumerate(rows[column], 1) if not isinstance(value, str))
+            row, value = next(found, (1, rows[0][column]))
+            raise DataError(
+                f"{source}, row {row}: {column!r} holds {value!r:.60}; give texts in all rows, or lists in all"
+            )
         is_messages = pa.types.is_list(kind) and isinstance(kind.value_type, pa.StructType | pa.JsonType)
         holds[column] = "messages" if is_messages else "texts"
         if not (is_messages or pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
-            raise DataError(f"{source}: {column!r} holds {kind}, not texts or messages")
+            remedy = "; write it as text (UTF-8)" if "binary" in str(kind) else ""
+            raise DataError(f"{source}: {column!r} holds {kind}, not texts or messages{remedy}")
         if values.null_count:
-            row = pc.index(values.is_null(), True).as_py()
+            row = pc.index(values.is_null(), True).as_py() + 1
             raise DataError(f"{source}, row {row}: {column!r} is null, as in {values.null_count} of {len(rows)} rows")
         if is_messages:
             check_messages(values, f"{source}{{}}: {column!r}")
@@ -151,16 +161,16 @@ def check_messages(values: "pa.ChunkedArray", where: str) -> None:
         raise DataError(f"{where.format('')} holds messages with {', '.join(names)}; a message has role and content")
     if isinstance(fields, pa.StructType) and not pa.types.is_string(fields.field("role").type):
         raise DataError(f"{where.format('')} holds messages whose `role` is not a text in all rows, such as user")
-    for number, length in enumerate(pc.list_value_length(values).to_pylist()):
+    for number, length in enumerate(pc.list_value_length(values).to_pylist(), 1):
         if not length:
             raise DataError(f"{where.format(f', row {number}')} has no message; remove the row")
     if sum(chunk.flatten().null_count for chunk in values.chunks):
-        number = next(i for i, messages in enumerate(values.to_pylist()) if None in messages)
+        number = next(i for i, messages in enumerate(values.to_pylist(), 1) if None in messages)
         raise DataError(f"{where.format(f', row {number}')} has a message that is null; remove it")
     if isinstance(fields, pa.StructType) and any(
         pc.struct_field(c.flatten(), "role").null_count for c in values.chunks
     ):
-        number = next(i for i, found in enumerate(values.to_pylist()) if any(m["role"] is None for m in found))
+        number = next(i for i, found in enumerate(values.to_pylist(), 1) if any(m["role"] is None for m in found))
         raise DataError(f"{where.format(f', row {number}')} has a message without a role")
 
 

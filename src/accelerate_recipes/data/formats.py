@@ -5,13 +5,14 @@ docs/rows.md shows a row of each form, and the result of its conversion.
 """
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
@@ -20,22 +21,26 @@ from trl.data_utils import extract_prompt
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.conversations import TEXT, check_no_images
 from accelerate_recipes.data.heldout import RowsArgs
+from accelerate_recipes.data.messages import (
+    ASKING,
+    FOREIGN,
+    HH,
+    WRITTEN,
+    end_of_question,
+    from_json,
+    messages_of,
+    text_in,
+    turns,
+    without_answer,
+)
 from accelerate_recipes.data.rendering import SETTINGS, parsed
-from accelerate_recipes.errors import ConfigError, DataError, printable
+from accelerate_recipes.errors import ConfigError, DataError, other_recipe, printable, suggestion
 from accelerate_recipes.ranks import is_first
 
 PAIR, SCORES, JUDGED = ("chosen", "rejected"), ("score_chosen", "score_rejected"), ("prompt", "completion", "score")
 ANSWERS = {"output", "completion", "response", "answer", *PAIR}
 BEFORE = ("system", "history")  # a system prompt as text; earlier questions with their answers
-CALL = "function_call"
-# Roles in messages with the key `from`, and their usual names.
-ROLES = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
-    "assistant": "assistant", "model": "assistant", "observation": "tool", "function": "tool", "function_response": "tool",
-    "tool": "tool", CALL: "assistant",
-}  # fmt: skip
-FOREIGN = {"human", "gpt", "chatgpt", "bot", "observation"}  # unknown to templates, which may have other names
-HH = re.compile(r"\n\n(Human|Assistant):")  # stands before each turn in Anthropic's pairs
+LISTS = ("messages", "conversations")  # columns that never hold a text
 TEXTS = (TEXT, datasets.Value("large_string"))
 PLAIN = datasets.List({"role": TEXT, "content": TEXT})
 ANY = datasets.List(datasets.Json())
@@ -134,7 +139,13 @@ def in_usual_form(
     """
     check_no_images(rows, source)
     form, rows = recognised(rows, forms, mapping, source)
-    are_texts = all(rows.features[name] in TEXTS for name in form.said)
+    check_judged(rows, form, mapping, source)
+    check_one_by_one(rows, form, source)
+    if texts := [name for name in form.said if are_json_texts(rows, name)]:
+        features = datasets.Features(rows.features | dict.fromkeys(texts, TEXT))
+        rows = rows.map(lambda row: {name: row[name] for name in texts}, features=features)
+    as_json = [name for name in form.said if is_json(rows, name)]
+    are_texts = not as_json and all(rows.features[name] in TEXTS for name in form.said)
     is_hh = has_template and are_texts and form.needs == PAIR and bool(HH.match(rows[0][PAIR[0]] or ""))
     as_messages = is_hh or not are_texts or (has_template and not form.is_written)
     is_kept = form.is_written and not is_hh and (are_texts or form.name == "text")
@@ -146,9 +157,13 @@ def in_usual_form(
         how = "texts as they stand" if is_kept else "conversations" if as_messages else "texts, without a chat template"
         columns = ", ".join(mapping.get(name, name) for name in read)
         others = f"; columns that are not used: {', '.join(unread)}" if unread else ""
+        meant = {name: get_close_matches(name, unread, 1, 0.75) for name in (*takes, *SETTINGS) if name not in read}
+        renamed = [f"{name}={column}" for name, columns in meant.items() for column in columns]
+        others += f"; did you mean --columns {' '.join(renamed)}?" if renamed else ""
         print(printable(f"{source}: {form.name} ({columns}), read as {how}{others}"), flush=True)
-    is_usual = form.is_written and not {*BEFORE} & {*read} and all(is_usual_column(rows, name) for name in form.said)
-    if is_kept or (is_usual and not is_hh):
+    if are_texts and form.needs != PAIR:
+        rows = without_repeated_question(rows, form, source)
+    if is_kept or (form.is_written and not are_texts and not {*BEFORE, *as_json} & {*read} and is_usual(rows, form)):
         return rows
     if form.is_pair:
         made = ["prompt", *PAIR]
@@ -161,7 +176,7 @@ def in_usual_form(
     return rows.map(
         usual_row,
         with_indices=True,
-        fn_kwargs={"form": form, "as_messages": as_messages, "is_hh": is_hh, "source": source},
+        fn_kwargs={"form": form, "as_messages": as_messages, "is_hh": is_hh, "as_json": as_json, "source": source},
         remove_columns=rows.column_names,
         features=datasets.Features(dict.fromkeys(made, kind) | kept | ({"tools": TEXT} if "tools" in kept else {})),
         desc=f"Reading {form.name}",
@@ -178,19 +193,24 @@ def recognised(
     """
     names = rows.column_names
     if lost := [column for column in mapping.values() if column not in names]:
-        raise ConfigError(f"{source} has no column {lost[0]!r}, which --columns names; there are {', '.join(names)}")
+        meant = suggestion(lost[0], names)
+        raise ConfigError(
+            f"{source} has no column {lost[0]!r}, which --columns names; there are {', '.join(names)}{meant}"
+        )
     rows = rows.remove_columns([name for name in mapping if name in names and name not in mapping.values()])
     rows = rows.rename_columns({column: name for name, column in mapping.items() if name != column})
     there = {name for name in rows.column_names if not pa.types.is_null(rows.data.column(name).type)}
     fitting = [form for form in forms if {*form.needs} <= there and {*mapping} <= {*form.needs, *form.takes, *SETTINGS}]
-    # Answers are whole conversations only if there is no column with the question.
-    fitting = [form for form in fitting if not any({*form.needs} < {*other.needs} for other in fitting)]
+    # Without a column with the question, or by --columns chosen=chosen rejected=rejected, answers are whole conversations.
+    chosen = [form for form in fitting if mapping == dict(zip(form.needs, form.needs, strict=True))]
+    fitting = chosen or [form for form in fitting if not any({*form.needs} < {*other.needs} for other in fitting)]
     if not fitting:
         known = "".join(f"\n- {form.name}: {', '.join(form.needs)}" for form in forms)
+        meant = similar_form(names, forms) or other_recipe(names)
         shown = next((form for form in forms if len(form.needs) == 2), forms[-1])
         raise ConfigError(
             f"{source} has the columns {', '.join(names)}; it needs those of one of these forms, or --columns, such as "
-            f"{' '.join(f'{need}=COLUMN' for need in shown.needs)}, which says what they are called:{known}"
+            f"{' '.join(f'{need}=COLUMN' for need in shown.needs)}, which says what they are called{meant}:{known}"
         )
     ways = [(form.name, dict(zip(form.needs, form.needs, strict=True))) for form in fitting]
     form = fitting[0]
@@ -203,6 +223,16 @@ def recognised(
     if len(ways) > 1:
         raise ConfigError(ambiguity(rows, ways, mapping, source))
     return form, rows
+
+
+def similar_form(names: Sequence[str], forms: Sequence[Form]) -> str:
+    """Return "; did you mean ...?" with the columns that are nearly those of a form, or ""."""
+    for form in forms:
+        found = {need: get_close_matches(need, names, 1, 0.75) for need in form.needs}
+        if all(found.values()):
+            renamed = [f"{need}={column}" for need, (column,) in found.items() if column != need]
+            return f"; did you mean --columns {' '.join(renamed)}?" if renamed else ""
+    return ""
 
 
 def ambiguity(
@@ -222,28 +252,108 @@ def ambiguity(
     return "\n".join([*told, f"The first row: {shown!r:.500}"])
 
 
-def is_usual_column(rows: datasets.Dataset, name: str) -> bool:
-    """Tell whether a column need not be rewritten: messages of texts, with roles that templates know."""
-    feature = rows.features[name]
-    if not isinstance(feature, datasets.List):
-        return not isinstance(feature, dict)  # a column without messages is refused later
-    message = feature.feature
-    if not isinstance(message, dict) or "role" not in message or "from" in message:
-        return not isinstance(message, dict | datasets.Json)
-    if not isinstance(message.get("content", TEXT), datasets.Value):
+def check_judged(rows: datasets.Dataset, form: Form, mapping: dict[str, str], source: str) -> None:
+    """Raise ConfigError for answers of which a column says that some are bad, as in rows for KTO: SFT would train them."""
+    if form in DPO or form.name == "text" or {*form.needs} <= {*mapping}:
+        return
+    for name in ("label", "kto_tag"):
+        if not isinstance(rows.features.get(name), datasets.Value):
+            continue
+        said = {value: str(value).lower().removesuffix(".0") for value in rows.unique(name)}
+        bad = [value for value, text in said.items() if text in ("false", "0")]
+        if bad and {*said.values()} <= {"true", "1", "false", "0", "none", ""}:
+            numbers = [number for number, value in enumerate(rows[name], 1) if value in bad]
+            raise ConfigError(
+                f"{source}, row {numbers[0]}: {name!r} is {bad[0]!r}, as in {len(numbers):,} of {len(rows):,} rows: it "
+                "marks a bad answer, which would be trained like the good ones; remove these rows, or give "
+                f"--columns {' '.join(f'{need}={need}' for need in form.needs)} if {name} means something else"
+            )
+
+
+def check_one_by_one(rows: datasets.Dataset, form: Form, source: str) -> None:
+    """Raise ConfigError for a file with one object that holds the values of all rows, column by column."""
+    for name in form.said if len(rows) == 1 else ():
+        value = rows[0][name]
+        is_message = isinstance(value, dict) and bool({"role", "from"} & {*value})
+        inside = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+        if inside and not is_message and not any(isinstance(entry, dict) for entry in inside):
+            raise ConfigError(
+                f"{source} has one row, in which {name!r} holds {len(inside):,} values, not a text or messages: "
+                f"{inside[0]!r:.60}, ...; write an object for each row, with one value of each column"
+            )
+
+
+def are_json_texts(rows: datasets.Dataset, name: str) -> bool:
+    """Tell whether a column of Arrow's type JSON holds nothing but texts."""
+    return rows.features[name] == datasets.Json() and all(isinstance(value, str) for value in rows[name])
+
+
+def is_json(rows: datasets.Dataset, name: str) -> bool:
+    """Tell whether a column of texts holds messages as JSON, as its first text shows; for lists of messages it must."""
+    if rows.features[name] not in TEXTS:
         return False
-    if message["role"] not in TEXTS:
+    return name in LISTS or bool(WRITTEN.match(next((text for text in rows[name] if text), "")))
+
+
+def without_repeated_question(rows: datasets.Dataset, form: Form, source: str) -> datasets.Dataset:
+    """Remove the question from the texts of answers if all of them repeat it; print in how many it stands."""
+    asked, *answers = form.said
+
+    def repeats(row: dict) -> bool:
+        text = row[asked]
+        return bool(text) and all(len(row[name] or "") > len(text) and row[name].startswith(text) for name in answers)
+
+    found = [number for number, row in enumerate(rows.select_columns(form.said), 1) if answers and repeats(row)]
+    is_removed = len(found) == len(rows)
+    if found and is_first():
+        done = "it is read once" if is_removed else f"it stays there; the first is row {found[0]}"
+        print(f"{source}: {len(found):,} of {len(rows):,} answers begin with their question; {done}", flush=True)
+    if not is_removed:
+        return rows
+    is_written = form.is_written  # `datasets` finds its result again by what the function holds
+
+    def answer(row: dict, name: str) -> str:
+        text = row[name].removeprefix(row[asked])
+        return text if is_written else text.lstrip()
+
+    return rows.map(lambda row: {name: answer(row, name) for name in answers}, desc="Removing repeated questions")
+
+
+def is_usual(rows: datasets.Dataset, form: Form) -> bool:
+    """Tell whether rows need not be rewritten: messages of texts, with roles that templates know, and no question twice."""
+    for name in form.said:
+        feature = rows.features[name]
+        message = feature.feature if isinstance(feature, datasets.List) else None
+        if not isinstance(message, dict) or {"from", "value"} & {*message}:
+            return False
+        if message.get("role") not in TEXTS or message.get("content") not in TEXTS or FOREIGN & roles_at(rows, name):
+            return False
+    asked, *answers = form.said
+    if asked in ANSWERS or not answers:
         return True
-    roles = (pc.unique(chunk.flatten().field("role")) for chunk in rows.data.column(name).chunks)
-    return not any(FOREIGN & {*names.to_pylist()} for names in roles)
+    begins = set().union(*(roles_at(rows, name, 0) for name in answers))
+    return "assistant" not in roles_at(rows, asked, -1) and not ASKING & begins
 
 
-def usual_row(row: dict, number: int, form: Form, as_messages: bool, is_hh: bool, source: str) -> dict:
+def roles_at(rows: datasets.Dataset, name: str, place: int | None = None) -> set[str | None]:
+    """Return the roles of the first messages of a column (`place` 0), of the last ones (-1), or of all."""
+    found = set()
+    for chunk in rows.data.column(name).chunks:
+        starts, ends = (chunk.offsets.to_numpy()[part] for part in (slice(None, -1), slice(1, None)))
+        places = np.arange(starts[0], ends[-1]) if place is None else (ends - 1 if place else starts)[ends > starts]
+        found |= {*pc.unique(chunk.values.field("role").take(pa.array(places))).to_pylist()}
+    return found
+
+
+def usual_row(
+    row: dict, index: int, form: Form, as_messages: bool, is_hh: bool, as_json: Sequence[str], source: str
+) -> dict:
     """Convert a row to messages or to texts.
 
     Raises:
         DataError: for a row that does not have the form.
     """
+    number = index + 1
     kept = {name: row[name] for name in (*SCORES, JUDGED[2], *SETTINGS) if name in row}
     if kept.get("tools") is not None:
         tools = parsed(row["tools"], "tools", number, source) or []
@@ -251,6 +361,7 @@ def usual_row(row: dict, number: int, form: Form, as_messages: bool, is_hh: bool
             tools = [{"type": "function", "function": tool} if "name" in tool else tool for tool in tools]
         kept["tools"] = json.dumps(tools)
     try:
+        row |= {name: from_json(row, name) for name in as_json}
         return (conversation(row, form, is_hh=is_hh) if as_messages else texts(row, form)) | kept
     except ValueError as error:
         raise DataError(f"{source}, row {number}: {error}") from None
@@ -269,12 +380,18 @@ def conversation(row: dict, form: Form, *, is_hh: bool) -> dict[str, list[dict]]
     answers = [name for name in form.said if name in ANSWERS]
     before = said_before(row)
     said = {name: turns(row, name) if is_hh else messages_of(row, name, "assistant") for name in answers}
-    if form.is_pair and (form.needs == PAIR or any(side[0].get("role") != "assistant" for side in said.values())):
-        return extract_prompt({name: joined(before, side) for name, side in said.items()})  # pyright: ignore
-    asked = joined(before, question(row, form.needs[0]))
-    if form.is_pair or (form.is_written and answers):
-        return {"prompt": asked} | said
-    return {"messages": sum(said.values(), asked)}
+    if form.needs != PAIR:
+        asked = without_answer(question(row, form.needs[0]), said.values())
+        ends = {name: end_of_question(name, side, asked) for name, side in said.items()}
+        system = [message for message in asked[:1] if message["role"] == "system"]
+        asked = next((joined(system, said[name][:end]) for name, end in ends.items() if end), asked)
+        if not (form.is_pair and all(side[0]["role"] in ASKING for side in said.values())):
+            asked, after = joined(before, asked), {name: said[name][end:] for name, end in ends.items()}
+            is_parted = form.is_pair or (form.is_written and answers)
+            return {"prompt": asked} | after if is_parted else {"messages": sum(after.values(), asked)}
+        before = joined(before, system if any(ends.values()) else asked)
+    # The answers are whole conversations; what they have in common is the question.
+    return extract_prompt({name: joined(before, side) for name, side in said.items()})  # pyright: ignore
 
 
 def said_before(row: dict) -> list[dict]:
@@ -301,71 +418,3 @@ def question(row: dict, name: str) -> list[dict]:
     if isinstance(row[name], str) and row.get("input"):
         return [{"role": "user", "content": f"{row[name]}\n{text_in(row, 'input')}"}]
     return messages_of(row, name, "user")
-
-
-def text_in(row: dict, name: str) -> str:
-    if not isinstance(row[name], str):
-        raise ValueError(f"{name!r} is {'null' if row[name] is None else repr(row[name])[:60]}, not a text")
-    return row[name]
-
-
-def turns(row: dict, name: str) -> list[dict]:
-    """Split a text in Anthropic's form into messages."""
-    start, *parts = HH.split(text_in(row, name))
-    if start or not parts:
-        raise ValueError(f"{name!r} does not begin with a line 'Human:', unlike the first row")
-    roles = {"Human": "user", "Assistant": "assistant"}
-    return [{"role": roles[a], "content": b.strip()} for a, b in zip(parts[::2], parts[1::2], strict=True)]
-
-
-def messages_of(row: dict, name: str, role: str) -> list[dict]:
-    """Return the messages of a column that holds a list, a single message, or a text of `role`."""
-    value = row[name]
-    if isinstance(value, list | dict) and value:
-        try:
-            return [message_of(message) for message in ([value] if isinstance(value, dict) else value)]
-        except ValueError as error:
-            raise ValueError(f"{name!r} has a message {error}") from None
-    if value == []:
-        raise ValueError(f"{name!r} has no message; remove the row")
-    return [{"role": role, "content": text_in(row, name)}]
-
-
-def message_of(message: Any) -> Any:
-    """Return a message with `role` and `content`; the content is a text."""
-    if not isinstance(message, dict):
-        return message  # refused later, like a message without a role
-    message = {name: value for name, value in message.items() if value is not None}
-    if "from" in message and "role" not in message:
-        role = message.pop("from")
-        if role not in ROLES:
-            raise ValueError(f"from {role!r:.60}; known are {', '.join(ROLES)}")
-        if not isinstance(message.get("value"), str | list):
-            raise ValueError(f"from {role} without a text: {message!r:.60}")
-        message = {"role": ROLES[role], "content": message.pop("value")} | message
-        if role == CALL:
-            return called(message)
-    elif message.get("role") in FOREIGN:
-        message["role"] = ROLES[message["role"]]
-    if isinstance(content := message.get("content"), list):
-        message["content"] = "".join(map(text_of_part, content))
-    return message
-
-
-def text_of_part(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type", "text") if isinstance(part, dict) else None
-    if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-        raise ValueError(f"with a part that is no text, {part!r:.60}; this recipe trains on text only: remove the row")
-    return part["text"]
-
-
-def called(message: dict) -> dict:
-    """Convert the text of one or several tool calls to the form that templates read."""
-    try:
-        calls = json.loads(message.pop("content"))
-    except (TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"from {CALL!r} that is no JSON: {error}") from None
-    calls = calls if isinstance(calls, list) else [calls]
-    return message | {"tool_calls": [{"type": "function", "function": call} for call in calls]}

@@ -34,7 +34,7 @@ from accelerate_recipes.data.shards import (
 )
 from accelerate_recipes.data.streams import StreamArgs
 from accelerate_recipes.data.tars import TAR, Member, images_and_labels, text_of_label, with_labels
-from accelerate_recipes.errors import ConfigError, DataError, first_line
+from accelerate_recipes.errors import ConfigError, DataError, first_line, suggestion
 from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.sequence import IGNORE_INDEX
@@ -221,6 +221,7 @@ def check_columns(table: "datasets.Dataset", args: ImageArgs, source: str) -> No
         if (column := getattr(args, flag)) not in table.column_names:
             raise DataError(
                 f"{source} has no column {column!r}; there are {', '.join(table.column_names)}; set --{flag}"
+                + suggestion(column, table.column_names)
             )
     if not isinstance(table.features[args.image_column], datasets.Image):
         raise DataError(f"{source}: {args.image_column!r} holds {table.features[args.image_column]}, not images")
@@ -249,10 +250,10 @@ def numbered(table: "datasets.Dataset", column: str, names: Sequence[str], sourc
     else:
         number_of = {name: number for number, name in enumerate(names)}
         numbers = [number_of.get(str(label), -1) for label in labels]
-    for row, number in enumerate(numbers):
+    for row, number in enumerate(numbers, 1):
         if not 0 <= number < len(names):
             raise DataError(
-                f"{source}, row {row}: the label {labels[row]!r} is none of the {len(names)} classes trained on"
+                f"{source}, row {row}: the label {labels[row - 1]!r} is none of the {len(names)} classes trained on"
             )
     return np.array(numbers, dtype=np.int64)
 
@@ -327,7 +328,7 @@ def heldout(side: Labelled, share: float, skips_broken: bool) -> np.ndarray:
         image = row["image"]  # pyright: ignore[reportCallIssue, reportArgumentType, reportIndexIssue]
         digest: int = number
         try:
-            with reading(f"{side.source}, row {side.rows[number]}: the image"):
+            with reading(f"{side.source}, row {side.rows[number] + 1}: the image"):
                 content = read_bytes(image)
                 digest = xxhash.xxh64_intdigest(content)
                 small = decode(content).convert("L").resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
@@ -410,7 +411,7 @@ class Images(Preparation, torch.utils.data.Dataset):
         """Decode the image of a row. Raises DataError that names the row."""
         image = self.side.images[row]["image"]
         name = f" ({image['path']})" if image["path"] else ""
-        with reading(f"{self.side.source}, row {self.side.rows[row]}{name}: the image"):
+        with reading(f"{self.side.source}, row {self.side.rows[row] + 1}{name}: the image"):
             return decode(read_bytes(image))
 
 

@@ -22,7 +22,10 @@ NUM_SHOWN = 8  # tokens on each side of a difference
 
 
 def parsed(value: Any, name: str, number: int, source: str) -> Any:
-    """Return the value of a JSON text, or another value without Arrow's nulls. No settings give {}, no tools give None."""
+    """Return the value of a JSON text, or another value without Arrow's nulls. No settings give {}, no tools give None.
+
+    `number` is that of the row, from 1.
+    """
     try:
         value = json.loads(value) if isinstance(value, str) else without_nulls(value)
     except json.JSONDecodeError as error:
@@ -74,6 +77,12 @@ def added_begin(tokenizer: PreTrainedTokenizerBase) -> str:
     begin: Any = tokenizer.bos_token
     ids: Any = tokenizer(begin)["input_ids"] if begin else []
     return begin if ids[:2] == [tokenizer.bos_token_id] * 2 else ""
+
+
+def without_tail(text: str, end: str) -> str:
+    """Return a text without the white space behind its end token; another end token would follow that."""
+    bare = text.rstrip()
+    return bare if end and bare.endswith(end) else text
 
 
 def tokens_without_weight(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings: Any) -> list[int]:
@@ -167,7 +176,7 @@ def render_read(
         return [Rendering(ids, [False] * len(ids))]
     if not isinstance(row.get("messages", row.get("prompt")), list):
         prompt = row.get("prompt", "")
-        text = row["completion"] if "completion" in row else row[text_field]
+        text = without_tail(row["completion"] if "completion" in row else row[text_field], tokenizer.eos_token)
         end = "" if text.endswith(tokenizer.eos_token) else tokenizer.eos_token
         ids = tokenizer((prompt + text + end).removeprefix(added_begin(tokenizer)))["input_ids"]
         targets = [True] * len(ids)
@@ -250,11 +259,11 @@ def by_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
 
 
 def first_refused(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, **settings: Any) -> tuple[int, str] | None:
-    """Find the first row with a conversation that cannot be rendered; return its number, and the reason.
+    """Find the first row with a conversation that cannot be rendered; return its number, from 1, and the reason.
 
     `settings` are those of `render`, for rows that it takes.
     """
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, 1):
         try:
             if settings:
                 render(row, tokenizer, **settings)

@@ -76,7 +76,7 @@ def check_texts(table: pa.Table, source: str, start: int) -> None:
         table.validate(full=True)
     except pa.ArrowInvalid:
         for row in range(len(table)):
-            with reading(f"{source}, row {start + row}"):
+            with reading(f"{source}, row {start + row + 1}"):
                 table.slice(row, 1).to_pylist()
         raise
 
@@ -177,7 +177,7 @@ def csv_batches(file: str, delimiter: str = ",") -> Iterator[pa.RecordBatch]:
     except pa.ArrowInvalid as error:
         if "straddling" not in str(error):
             raise
-        raise DataError(f"{file}, row {rows} {TOO_LONG}") from None
+        raise DataError(f"{file}, row {rows + 1} {TOO_LONG}") from None
 
 
 # How the schema and the batches of a file of each kind are read.
@@ -271,7 +271,7 @@ def rows_on_many_lines(file: str) -> list[dict] | None:
     if not values:
         raise ValueError("it has 0 rows")
     rows = [{"text": value} if isinstance(value, str) else value for value in values]
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise DataError(f"{file}, row {number} is no JSON object, but a {type(row).__name__}")
         check_characters(json.dumps(row, ensure_ascii=False), f"{file}, row {number}")

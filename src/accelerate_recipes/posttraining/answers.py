@@ -191,14 +191,14 @@ def tokenize_prompts(
         found: Any = tokenizer([text.removeprefix(begin) for text in prompts])["input_ids"]
     else:
         found = []
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(prompts, 1):
             try:
                 found.append(prompt_alone(tokenizer, prompt, settings))
             except (TemplateError, ValueError, TypeError) as error:
                 raise DataError(f"{source}, row {number}: the chat template cannot render it: {error}") from error
     if not all(found):
         raise DataError(
-            f"{source}, row {found.index([])}: 'prompt' has no token, since the tokenizer adds no begin token; remove it"
+            f"{source}, row {found.index([]) + 1}: 'prompt' has no token, since the tokenizer adds no begin token; remove it"
         )
     return found
 

@@ -38,7 +38,7 @@ from accelerate_recipes.positions import max_positions
 from accelerate_recipes.posttraining.objective import REFERENCE, Objective, Outputs, bare
 from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs, pad_multiple, with_fused_head
 from accelerate_recipes.pretrained import model_checksum
-from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
+from accelerate_recipes.ranks import is_first, on_first_rank, sum_over_ranks
 from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial, config_of, refuse
 
@@ -107,6 +107,8 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
         # Use `map`: its result lies in a file, so every rank finds the data that trl computes for this result.
         every = {"batched": True, "batch_size": None, "remove_columns": rows.column_names}
         pairs = rows.map(best_and_worst, fn_kwargs={"min_margin": min_margin}, **every)
+        number = len({json.dumps(prompt) for prompt in rows["prompt"]})
+        said = f"{number - len(pairs):,} of {number:,} prompts have no two answers whose scores differ enough"
     else:
         check_texts_or_messages(rows, PAIR, source)
         are_chats = isinstance(rows.features["chosen"], datasets.List)
@@ -116,21 +118,28 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
         if columns >= set(SCORES):
             rows = with_numbers(rows, SCORES, source)
         rows = select(rows, columns & {"prompt", *PAIR, *SCORES}, source)
-        pairs = rows.filter(lambda row: row["chosen"] != row["rejected"])
-        if columns >= set(SCORES):
-            pairs = pairs.filter(lambda row: score_margin(row) >= min_margin)
-        pairs = pairs.map(maybe_extract_prompt)
+        is_scored = columns >= set(SCORES)
+
+        def is_pair(row: dict) -> bool:
+            return row["chosen"] != row["rejected"] and not (is_scored and score_margin(row) < min_margin)
+
+        pairs = rows.filter(is_pair).map(maybe_extract_prompt)
+        number = len(rows)
+        said = f"{number - len(pairs):,} of {number:,} pairs have equal answers, or scores that differ too little"
         if are_chats and not all(prompts := pairs["prompt"][:]):
-            number = [*map(bool, prompts)].index(False)
+            numbers = (number for number, row in enumerate(rows, 1) if is_pair(row))
+            row = next(number for number, prompt in zip(numbers, prompts, strict=True) if not prompt)
             raise DataError(
-                f"{source}, pair {number}: the answers are messages, but the prompt is none, nor "
-                "do both answers begin with the same one; give the prompt as messages"
+                f"{source}, row {row}: the answers are messages, but do not begin with the same one, and there is no "
+                "prompt; give the prompt as messages, or remove the row"
             )
         pairs = pairs.remove_columns([name for name in SCORES if name in pairs.column_names])
     if not len(pairs):
         raise ConfigError(
-            f"{source} has {len(rows):,} rows, but gives no pair of a better and a worse answer; see --min_score_margin"
+            f"{source} gives no pair of a better and a worse answer: {said} (--min_score_margin {min_margin})"
         )
+    if number > len(pairs) and is_first():
+        print(f"{source}: {said}; they are left out", flush=True)
     pairs = without_added_nulls(pairs, ("prompt", *PAIR), source)  # `map` may have added nulls again
     return pairs.select_columns([name for name in ("prompt", *PAIR, *SETTINGS) if name in pairs.column_names])
 
@@ -188,6 +197,8 @@ class PairTrainer(Objective, DPOTrainer):
     uses a second model, and each forward pass would gather all parameters of this model together. Here, the trained model
     computes them before its first step, without its adapters. This needs no more memory than the step.
     """
+
+    ended = PAIR
 
     def __init__(self, run: Run[DPOArgs], config: DPOConfig, model: PreTrainedModel, *args: Any, **settings: Any):
         model.state_dict = dict  # trl would hash all weights on each rank; see `complete_rows`

@@ -169,7 +169,7 @@ def check_no_placeholders(rows: datasets.Dataset, tokenizer: PreTrainedTokenizer
             row, token = int(ends.searchsorted(found[0], "right")), int(ids[found[0]])
             begin = int(ends[row] - lengths[row])
             before: Any = tokenizer.decode(ids[max(begin, found[0] - NUM_SHOWN) : found[0]])
-            raise DataError(stands_for_image(start + row, int(found[0]) - begin, token, known[token], before))
+            raise DataError(stands_for_image(start + row + 1, int(found[0]) - begin, token, known[token], before))
         start += len(lengths)
 
 
@@ -179,6 +179,7 @@ class SupervisedTrainer(Objective, SFTTrainer):
     `source_rows` are the first training rows, as they were written.
     """
 
+    ended = ("completion",)
     order_class = StepOrder
 
     def __init__(self, run: Run[Any], *args: Any, source_rows: list[dict], **settings: Any):
