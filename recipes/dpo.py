@@ -73,6 +73,7 @@ def main(args: Args) -> None:
 
     # Tokenizer, data and model
     tokenizer = load_tokenizer(args.model_name_or_path)
+    args.settle_date(tokenizer)
     pairs, num_rows = on_first_of_machine_before_others(lambda: load_pairs(args, tokenizer))
     model = make_model(args)
     config = trl_config(run, DPOConfig, max_length=min(args.max_length or sys.maxsize, max_positions(model.config)))

@@ -16,6 +16,7 @@ from accelerate_recipes.checkpoint.export import arguments_of
 from accelerate_recipes.checkpoint.files import MARKER
 from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.data import rendering
+from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.rendering import Rendering, differences, prompt_alone, shown_ends
 from accelerate_recipes.disk import read_json, write_atomically
 from accelerate_recipes.errors import ConfigError, first_line, raise_problems
@@ -80,16 +81,23 @@ class TrainedRows:
     arguments: dict[str, Any]
     accepted: list[str] = field(default_factory=list)
 
+    @property
+    def date(self) -> str | None:
+        """Day that the chat template wrote; None if it writes none."""
+        return self.arguments.get("template_date")
+
     def own_differences(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """List the places where the tokenizer's own template renders other tokens than those that were trained."""
         everything = [Rendering(ids, [True] * len(ids)) for ids, _ in self.trained]
         whole = {"completion_only": False, "assistant_only": False, "template": None}
-        return differences(everything, self.rows, tokenizer, **self.settings | whole)
+        with frozen_date(self.date):
+            return differences(everything, self.rows, tokenizer, **self.settings | whole)
 
     def problems(self, exported: Exported) -> list[str]:
         """List where an export differs from what was trained, one sentence each."""
         tokenizer, config, stops = exported
-        found = differences(self.trained, self.rows, tokenizer, **self.settings)
+        with frozen_date(self.date):
+            found = differences(self.trained, self.rows, tokenizer, **self.settings)
         if self.settings["template"]:
             found += [said for said in self.own_differences(tokenizer) if said not in self.accepted]
         if lost := {*self.ends} - stops:

@@ -26,6 +26,7 @@ from accelerate_recipes.data.conversations import (
     has_unweighted,
     select,
 )
+from accelerate_recipes.data.dates import frozen_date, with_date_as_key
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.data.rendering import NUM_SHOWN, SETTINGS, Rendering, shown_ends, tokens_without_weight
@@ -135,7 +136,9 @@ class SupervisedTrainer(Objective, SFTTrainer):
         """Tokenise, then cut or pack, as trl does; in between, keep the first training rows."""
         whole_rows = copy.copy(config)
         whole_rows.max_length, whole_rows.shuffle_dataset = None, False
-        with self.naming_rows(tokenizer):
+        date = self.run.args.template_date
+        rows = with_date_as_key(rows, date)
+        with frozen_date(date), self.naming_rows(tokenizer):
             whole: Any = super()._prepare_dataset(rows, tokenizer, whole_rows, False, None, name)
             columns = [column for column in ("prompt", "messages", "completion") if column in rows.column_names]
             check_no_placeholders(whole, tokenizer, self.run.args.base_model)
