@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.formats import PairFormatArgs
+from accelerate_recipes.data.formats import PAIR, PairFormatArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.picture import Bars, Curves
 from accelerate_recipes.positions import max_positions
@@ -59,7 +59,7 @@ def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str
         DataError: for rows that cannot be read, or that hold no texts, messages or scores.
         ConfigError: for rows of another form, and if a side is empty.
     """
-    rows = args.read_rows_for(tokenizer)
+    rows = args.without_controls(args.read_rows_for(tokenizer), ("prompt", "completion", *PAIR), tokenizer)
     pairs = {name: to_pairs(side, args.sources[name], args.min_score_margin) for name, side in rows.items()}
     return args.sides(pairs, "prompt"), sum(map(len, rows.values()))
 

@@ -81,7 +81,7 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets
         DataError: for rows that cannot be read, or have no prompt.
         ConfigError: if nothing is left, or if a row has a rendering of its own.
     """
-    rows, lengths = args.read_rows(), []
+    rows, lengths = args.without_controls(args.read_rows(), {"prompt"}, tokenizer), []
     for name, side in rows.items():
         check_texts_or_messages(side, {"prompt"}, args.sources[name])
         side = select(side, side.column_names, args.sources[name]).select_columns(side.column_names)
