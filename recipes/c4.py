@@ -133,6 +133,7 @@ def main(args: Args) -> None:
     run.print(
         f"Data: {len(train_loader.source.shards):,} shards, in rows of {args.max_length} tokens; validation on "
         f"{len(validation.rows):,} rows, {validation.bytes_per_token:.2f} bytes per token"
+        f"{validation.note_of_controls(tokenizer)}"
         f"{args.text_note(train_loader.source.shards)}{train_loader.workers_note}"
     )
 

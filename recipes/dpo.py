@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.formats import PairFormatArgs
+from accelerate_recipes.data.formats import PAIR, PairFormatArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.picture import Bars, Curves
 from accelerate_recipes.positions import max_positions
@@ -61,7 +61,7 @@ def load_pairs(
         DataError: for rows that cannot be read, or that hold no texts, messages or scores.
         ConfigError: for rows of another form, and if a side is empty.
     """
-    rows = args.read_rows_for(tokenizer)
+    rows = args.without_controls(args.read_rows_for(tokenizer), ("prompt", "completion", *PAIR), tokenizer)
     pairs = {name: to_pairs(side, args.sources[name], args.min_score_margin) for name, side in rows.items()}
     is_judged = "completion" in rows["train"].column_names  # then several rows make a pair
     counts = {"left out": 0 if is_judged else len(rows["train"]) - len(pairs["train"])}
@@ -77,6 +77,7 @@ def main(args: Args) -> None:
 
     # Tokenizer, data and model
     tokenizer = load_tokenizer(args.model_name_or_path)
+    args.settle_date(tokenizer)
     pairs, num_rows, counts = on_first_of_machine_before_others(lambda: load_pairs(args, tokenizer))
     model = make_model(args)
     config = trl_config(run, DPOConfig, max_length=min(args.max_length or sys.maxsize, max_positions(model.config)))

@@ -19,9 +19,9 @@ import datasets
 from trl import GRPOConfig
 
 from accelerate_recipes.args import arg
+from accelerate_recipes.data.chats import ChatArgs
 from accelerate_recipes.data.conversations import select
 from accelerate_recipes.data.files import check_texts_or_messages
-from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.generation import Sampling
 from accelerate_recipes.picture import Bars, Curves
@@ -46,7 +46,7 @@ from accelerate_recipes.trial import Trial
 
 
 @dataclass
-class Args(RowsArgs, GRPOArgs, GRPOConfig):
+class Args(ChatArgs, GRPOArgs, GRPOConfig):
     output_dir: str = "outputs/grpo"
     tokenizes_first = True
     rewards: list[str] = arg(
@@ -81,13 +81,13 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets
         DataError: for rows that cannot be read, or have no prompt.
         ConfigError: if nothing is left, or if a row has a rendering of its own.
     """
-    rows, lengths = args.read_rows(), []
+    rows, lengths = args.without_controls(args.read_rows(), {"prompt"}, tokenizer), []
     for name, side in rows.items():
         check_texts_or_messages(side, {"prompt"}, args.sources[name])
         side = select(side, side.column_names, args.sources[name]).select_columns(side.column_names)
         check_column_names(side, args.sources[name])
         check_settings(side, args.template_settings, args.sources[name])
-        tokens = tokenize_prompts(tokenizer, side["prompt"][:], args.template_settings, args.sources[name])
+        tokens = tokenize_prompts(tokenizer, side["prompt"][:], args, args.sources[name])
         lengths += (found := [len(ids) for ids in tokens])
         rows[name] = side.select([i for i, length in enumerate(found) if length <= room])
         if not len(rows[name]):
@@ -129,6 +129,7 @@ def main(args: Args) -> None:
 
     # Tokenizer, model and data
     tokenizer = load_tokenizer(args.model_name_or_path)
+    args.settle_date(tokenizer)
     model = make_model(args)
     room = room_for_prompts(args, model.config, args.max_completion_length)
     rows, counts = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer, room))

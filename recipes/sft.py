@@ -128,6 +128,7 @@ def main(args: Args) -> None:
     # Tokenizer and data
     tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path)
     tokenizer.add_tokens(args.new_tokens, special_tokens=True)
+    args.settle_date(tokenizer)
     rows, first = on_first_of_machine_before_others(lambda: load_sides(args, tokenizer))
 
     # Model and trainer

@@ -56,7 +56,9 @@ MAY_IMPORT = {
     "losses": {"attention", "environment", "errors", "probes", "sequence"},
     "sharing": {"attention", "errors", "probes", "ranks", "sequence"},
     "games": {"args", "data", "disk", "errors", "generation", "hub", "picture", "ranks"},
-    "data": {"args", "attention", "disk", "errors", "hub", "life", "page", "picture", "ranks", "sequence"},
+    "data": {
+        "args", "attention", "disk", "errors", "hub", "life", "page", "picture", "pretrained", "ranks", "sequence",
+    },
     "distributed": {
         "args", "attention", "environment", "errors", "life", "machine", "mixers", "optim", "probes", "ranks",
         "rotary", "sequence", "slices", "strategy", "upstream", "weights",

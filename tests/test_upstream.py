@@ -165,6 +165,7 @@ TOUCHED = [
     (torch.cuda.memory, "_record_memory_history", "profiling", "a GPU's memory over some steps", "enabled context stacks max_entries device clear_history compile_context global_record_annotations skip_actions"),
     (torch.cuda.memory, "_dump_snapshot", "profiling", "the same, as a file", "filename augment_with_fx_traces"),
     (datasets.Dataset, "_indices", "prepared", "rows that only point to a table", None),
+    (datasets.Dataset, "_fingerprint", "dates", "rows that are kept by the date of their template", None),
     (torch._dynamo, "pgo", "upstream", "forgets the sizes that an evaluation had", None),
     (huggingface_hub.utils._verification, "compute_file_hash", "download", "checksums of the Hub's kinds", "path algorithm"),
     (huggingface_hub.serialization._base, "parse_size_to_int", "export", "reads --max_shard_size", "size_as_str"),

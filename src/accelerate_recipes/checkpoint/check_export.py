@@ -16,6 +16,7 @@ from accelerate_recipes.checkpoint.export import arguments_of
 from accelerate_recipes.checkpoint.files import other_kind
 from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.data import rendering
+from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.rendering import Rendering, differences, prompt_alone, shown_ends
 from accelerate_recipes.disk import read_json, write_atomically
 from accelerate_recipes.errors import ConfigError, first_line, raise_problems
@@ -78,10 +79,16 @@ class TrainedRows:
     ends: list[int]
     arguments: dict[str, Any]
 
+    @property
+    def date(self) -> str | None:
+        """Day that the chat template wrote; None if it writes none."""
+        return self.arguments.get("template_date")
+
     def problems(self, exported: Exported) -> list[str]:
         """List where an export differs from what was trained, one sentence each."""
         tokenizer, config, stops = exported
-        found = differences(self.trained, self.rows, tokenizer, **self.settings)
+        with frozen_date(self.date):
+            found = differences(self.trained, self.rows, tokenizer, **self.settings)
         if lost := {*self.ends} - stops:
             said, known = (shown_ends(tokenizer, sorted(ends)) for ends in (lost, stops))
             remedy = "name that end in its generation_config.json (eos_token_id)"

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from trl.data_utils import extract_prompt
 
 from accelerate_recipes.args import arg
+from accelerate_recipes.data.chats import ChatArgs
 from accelerate_recipes.data.conversations import TEXT, check_no_images
-from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.messages import (
     ASKING,
     FOREIGN,
@@ -83,7 +83,7 @@ DPO = (
 
 
 @dataclass
-class FormatArgs(RowsArgs):
+class FormatArgs(ChatArgs):
     """Arguments of a recipe that reads rows of several forms. Put it before TrainArgs in the bases of its arguments."""
 
     group = "data"

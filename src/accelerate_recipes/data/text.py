@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
+from accelerate_recipes.data.control_tokens import Controls
 from accelerate_recipes.data.documents import TXT, Retry, all_texts, read_documents, text_of
 from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.data.packing import PackedRows
@@ -227,6 +228,15 @@ class ValidationRows(NamedTuple):
     rows: PackedRows
     texts: list[str]  # the documents in the rows; the last may be cut
     bytes_per_token: float  # of these documents, in UTF-8
+
+    def note_of_controls(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Note for the end of a line: how many of the documents hold control tokens; "" if none does."""
+        controls = Controls(tokenizer, [])
+        found = [name for text in self.texts if (name := controls.first_in(text))]
+        if not found:
+            return ""
+        said = f"; {len(found):,} of their {len(self.texts):,} documents hold control tokens, such as {found[0]!r}"
+        return f"{said}, which the tokenizer reads as such, in training too"
 
     def measures(self, loss: float) -> dict[str, float]:
         """Return the loss in nats per token, the perplexity, and bits per byte, which can be compared across tokenizers."""

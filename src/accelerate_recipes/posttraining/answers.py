@@ -23,6 +23,7 @@ from trl.trainer.utils import split_tensor_dict
 from accelerate_recipes.args import arg
 from accelerate_recipes.checkpoint.check_export import as_exported
 from accelerate_recipes.data.conversations import NUM_COMPARED
+from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.rendering import (
     IS_RESERVED,
     RESERVED,
@@ -179,7 +180,7 @@ def check_settings(rows: datasets.Dataset, common: dict[str, Any], source: str) 
 
 
 def tokenize_prompts(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence, settings: dict[str, Any], source: str = "the data"
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence, args: Any, source: str = "the data"
 ) -> list[list[int]]:
     """Tokenise the prompts of a source, texts or conversations, as trl does before it draws an answer.
 
@@ -193,7 +194,8 @@ def tokenize_prompts(
         found = []
         for number, prompt in enumerate(prompts, 1):
             try:
-                found.append(prompt_alone(tokenizer, prompt, settings))
+                with frozen_date(args.template_date):
+                    found.append(prompt_alone(tokenizer, prompt, args.template_settings))
             except (TemplateError, ValueError, TypeError) as error:
                 raise DataError(f"{source}, row {number}: the chat template cannot render it: {error}") from error
     if not all(found):
@@ -331,6 +333,10 @@ class RewardTrainer(AnswerTrainer):
     It logs, beside each answer, what is EXPECTED of it.
     """
 
+    def _tokenize_prompts(self, prompts: list) -> tuple:
+        with frozen_date(self.run.args.template_date):
+            return super()._tokenize_prompts(prompts)
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self._pending_extra_logs[EXPECTED].extend(map(expected, inputs))
         return super()._generate_and_score_completions(inputs)
@@ -395,7 +401,7 @@ class HeldoutAnswers:
         self.run, self.tokenizer, self.rewards, self.samples = run, tokenizer, rewards, samples
         self.columns = {name: rows[name][:] for name in rows.column_names}
         self.prompts = self.columns.pop("prompt")
-        self.ids = tokenize_prompts(tokenizer, self.prompts, run.args.template_settings)
+        self.ids = tokenize_prompts(tokenizer, self.prompts, run.args)
         self.weights = run.args.reward_weights or [1.0] * len(rewards)
 
     def evaluate(self, step: int, sampling: Sampling | None = None) -> dict[str, float]:

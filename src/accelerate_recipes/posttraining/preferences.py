@@ -26,6 +26,7 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.check_export import Exported, as_exported
 from accelerate_recipes.data.conversations import NUM_COMPARED, NUM_LAST, cut_at, select, without_added_nulls
+from accelerate_recipes.data.dates import frozen_date, with_date_as_key
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.formats import JUDGED, PAIR, SCORES
 from accelerate_recipes.data.prepared import lengths_of
@@ -279,7 +280,9 @@ class PreferenceTrainer(PairTrainer):
         # The cache key of `datasets` contains all values that a function holds. trl 1.16 gives its filter all arguments,
         # also those that differ between `prepare` and a run, or between two runs.
         needed = {name: getattr(config, name) for name in ("dataset_num_proc", "max_length", "truncation_mode")}
-        with self.naming_rows(tokenizer):
+        date = self.run.args.template_date
+        rows = with_date_as_key(rows, date)
+        with frozen_date(date), self.naming_rows(tokenizer):
             return super()._prepare_dataset(rows, tokenizer, SimpleNamespace(**needed), name)  # pyright: ignore
 
     def examine(self) -> tuple[np.ndarray, dict[str, int]]:
@@ -321,7 +324,8 @@ class PreferenceTrainer(PairTrainer):
             trained.append(Rendering(ids, [True] * len(ids)))
         first = self.first_rows(rows, trained, ends)
         self.compare_with_export(exported, first)
-        asked = [render(prompt, exported.tokenizer, **first.settings)[0].ids for prompt in prompts]
+        with frozen_date(self.run.args.template_date):
+            asked = [render(prompt, exported.tokenizer, **first.settings)[0].ids for prompt in prompts]
         lost = [ids[len(pair["prompt_ids"]) :] for pair, ids in zip(pairs, asked, strict=True)]
         lost = [ids for ids in lost if ids]
         if lost:

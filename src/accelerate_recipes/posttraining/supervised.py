@@ -32,6 +32,7 @@ from accelerate_recipes.data.conversations import (
     select,
     without_answer,
 )
+from accelerate_recipes.data.dates import frozen_date, with_date_as_key
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.data.rendering import NUM_SHOWN, SETTINGS, Rendering, render_read, shown_ends
@@ -95,6 +96,7 @@ def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
         )
     for name, side in rows.items():
         check_texts_or_messages(side, columns, args.sources[name])
+    rows = args.without_controls(rows, columns, tokenizer)
     read = {name: select(side, columns, args.sources[name]) for name, side in rows.items()}
     asked, trained = columns[0], columns if args.completion_only_loss is False else columns[-1:]
     unweighted = [name for name, side in read.items() if has_unweighted(side, trained, args.sources[name])]
@@ -201,7 +203,9 @@ class SupervisedTrainer(Objective, SFTTrainer):
             "stops": sorted(self.base_stops | stops_of(tokenizer)),
         }
         sources = np.arange(len(rows))  # of each row to train on, the number of the row that it is made of
-        with self.naming_rows(tokenizer, **settings):
+        date = self.run.args.template_date
+        rows = with_date_as_key(rows, date)
+        with frozen_date(date), self.naming_rows(tokenizer, **settings):
             if has_chats(rows.features):
                 # `datasets` finds its result again by the name of our function, and would not see that its code has changed.
                 code = "".join(map(inspect.getsource, (rendering, answer_spans)))
