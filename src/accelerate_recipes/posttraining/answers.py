@@ -253,7 +253,6 @@ class AnswerTrainer(Objective, GRPOTrainer):
         config.beta = self.beta = beta
         # A step draws all its answers at once. The engine divides the loss by their number, so trl must not divide it too.
         self.args.gradient_accumulation_steps = self.args.steps_per_generation = 1
-        self.current_gradient_accumulation_steps = 1
         self._entropy_bonus_enabled = False  # see `sum_parts`
         self.data_collator = as_rows
 
