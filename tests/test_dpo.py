@@ -24,6 +24,7 @@ from accelerate_recipes.args import parse
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop
 from accelerate_recipes.posttraining.preferences import evaluate_pairs, to_pairs
+from accelerate_recipes.posttraining.references import what_decides
 from accelerate_recipes.tokenizers import new_character_tokenizer
 
 SCRIPT, REFERENCE = ROOT / "recipes/dpo.py", CHILDREN / "reference.py"
@@ -66,6 +67,53 @@ def test_sigterm_while_the_first_workers_start(forks, arguments, tmp_path):
     status = json.loads((out / "status.json").read_text())
     assert (status["state"], status["reason"]) == ("stopped", "SIGTERM"), status
     assert not (out / "metrics.jsonl").exists(), "before the first step"
+
+
+def test_machines_with_caches_of_their_own(forks, arguments, tmp_path):
+    """All ranks take one way, whichever machine has the reference's values: none, or the second alone; then all have them."""
+    caches = {"TESTED_MACHINES": tmp_path}
+    args = (*arguments, "--max_length", 61, "--max_steps", 2, "--save_steps", 2)
+
+    def files(machine: int) -> list[Path]:
+        return sorted((tmp_path / f"machine-{machine}").rglob("reference-*.json"))
+
+    forks.succeed(tmp_path / "cold", *args, **caches)
+    first, second = files(0), files(1)
+    assert len(first) == 2 and [file.name for file in first] == [file.name for file in second]
+    for file in first:
+        file.unlink()
+    damaged, whole = second
+    damaged.write_text(damaged.read_text()[:20])
+    said = whole.read_text()
+    whole.write_text(said.replace("-", "-1", 1))  # another value shows which were read
+    forks.succeed(tmp_path / "warm", *args, **caches)
+    for one, other in zip(files(0), files(1), strict=True):
+        assert one.read_text() == other.read_text()
+    first_margin = [
+        next(r["eval_margin"] for r in read_metrics(tmp_path / name) if "eval_margin" in r) for name in ("cold", "warm")
+    ]
+    assert first_margin[0] == 0 != first_margin[1]
+
+
+def test_what_decides_the_values_of_the_reference(base, monkeypatch):
+    """Values of another precision, or of answers that are cut or weighed otherwise, are not taken; what is trained is no matter."""
+    module = recipe.load(SCRIPT)
+
+    def decided(mixed_precision: str = "no", attention: str = "sdpa", ld_alpha: float | None = None, **given) -> str:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mixed_precision)
+        args = module.Args(model_name_or_path=str(base), ld_alpha=ld_alpha, **given)
+        accelerator = SimpleNamespace(mixed_precision=mixed_precision, device=torch.device("cpu"))
+        model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))
+        run = SimpleNamespace(args=args)
+        return repr(what_decides(SimpleNamespace(run=run, args=args, accelerator=accelerator, model=model)))
+
+    lora = {"mixed_precision": "bf16", "use_peft": True}
+    changes = (
+        {}, {"optim": "adamw_bf16_kahan"}, {"mixed_precision": "bf16"}, lora, lora | {"load_in_4bit": True},
+        {"attention": "eager"}, {"ld_alpha": 0.5}, {"max_length": 7}, {"truncation_mode": "keep_end"},
+    )  # fmt: skip
+    assert len({decided(**change) for change in changes}) == len(changes)
+    assert decided() == decided(learning_rate=1e-3, seed=7, beta=0.3, use_peft=True, per_device_train_batch_size=1)
 
 
 def log_probs(folder: Path, pairs: Iterable[dict]) -> dict[str, torch.Tensor]:

@@ -45,22 +45,22 @@ from accelerate_recipes.checkpoint.check_export import (
     stops_of,
 )
 from accelerate_recipes.data.conversations import TEXT, without_begin
-from accelerate_recipes.data.prepared import checksum_of_rows
+from accelerate_recipes.data.prepared import content_of
 from accelerate_recipes.data.rendering import Rendering, first_refused
 from accelerate_recipes.data.rows import Rows, StepLoader, StepOrder, make_train_loader, rows_of_step
 from accelerate_recipes.data.shown import NUM_ROWS, HasRows
 from accelerate_recipes.engine import DrawFn, train
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.metrics import Flops
+from accelerate_recipes.posttraining.references import REFERENCE
 from accelerate_recipes.posttraining.settings import TrainerArgs, check_trl_packing, make_model
-from accelerate_recipes.ranks import data_world_size, on_first_of_machine_before_others, on_first_rank
+from accelerate_recipes.ranks import data_world_size, on_first_of_machine_before_others
 from accelerate_recipes.run import Run
 from accelerate_recipes.sequence import IGNORE_INDEX, balance_weight
 
 # trl 1.16 uses an old name of transformers 5.23 in every step that generates.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
-REFERENCE = {"ref_chosen_logps", "ref_rejected_logps"}  # columns that DPOTrainer adds
 ROUTING = ("output_router_logits", "router_aux_loss_coef")  # fields of a configuration that trl sets
 
 
@@ -422,7 +422,7 @@ class Objective:
             run.data_world_size,
             lengths=self.lengths,
             collate_fn=Numbered(self.data_collator),
-            content=on_first_rank(lambda: checksum_of_rows(rows, own)),
+            content=content_of(rows, own),
             order_class=self.order_class,
         )
 

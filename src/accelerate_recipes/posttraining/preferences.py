@@ -35,9 +35,9 @@ from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.flags import Range
 from accelerate_recipes.life import stop
 from accelerate_recipes.positions import max_positions
-from accelerate_recipes.posttraining.objective import REFERENCE, Objective, Outputs, bare
+from accelerate_recipes.posttraining.objective import Objective, Outputs, bare
+from accelerate_recipes.posttraining.references import REFERENCE, with_reference
 from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs, pad_multiple, with_fused_head
-from accelerate_recipes.pretrained import model_checksum
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
 from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial, config_of, refuse
@@ -231,19 +231,15 @@ class PairTrainer(Objective, DPOTrainer):
             self.keep_reference()
             return
         stop.listen(self.run.output_dir)
-        args, compute = self.args, super()._precompute_ref_logps
+        args = self.args
         sizes = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
         size, eval_size = (args.precompute_ref_batch_size or size for size in sizes)
-        # trl would also accept cached values of another precision, or of answers that were cut or weighed differently.
-        decided = (self.accelerator.mixed_precision, args.max_length, args.truncation_mode, args.ld_alpha)
-        model = on_first_rank(lambda: model_checksum(self.run.args.base_model or ""))
-        self._precompute_model_hash = f"{model} {decided}"
         self.model.eval()
         # The loader draws a seed for its workers. This must not change the random numbers of training.
         with torch.random.fork_rng([]), without_adapters(self.model):
-            self.train_dataset = compute(self.train_dataset, "train", size)
+            self.train_dataset = with_reference(self, self.train_dataset, size)
             if self.eval_dataset is not None:
-                self.eval_dataset = compute(self.eval_dataset, "eval", eval_size)
+                self.eval_dataset = with_reference(self, self.eval_dataset, eval_size)
 
     def compute_ref_log_probs(self, model: nn.Module, batch: dict[str, torch.Tensor]):
         stop.raise_if_requested(self.accelerator)
