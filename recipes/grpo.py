@@ -28,13 +28,13 @@ from accelerate_recipes.picture import Bars, Curves
 from accelerate_recipes.posttraining.answers import (
     EXPECTED,
     GRPOArgs,
-    HeldoutAnswers,
     RewardTrainer,
     check_settings,
     room_for_prompts,
     tokenize_prompts,
 )
 from accelerate_recipes.posttraining.answers_trial import answers_trial
+from accelerate_recipes.posttraining.evaluation import HeldoutAnswers
 from accelerate_recipes.posttraining.rewards import check_column_names, load_rewards, reward_problems
 from accelerate_recipes.posttraining.samples import Samples
 from accelerate_recipes.posttraining.settings import make_model, trl_config

@@ -118,8 +118,11 @@ def with_defaults(name: str):
     return text
 
 
-# Mixtures of other names, and dense models of a class for mixtures.
+# Learned positions; mixtures of other names; dense models of a class for mixtures.
 FURTHER = {
+    "GPT-Neo": tiny_config("gpt_neo", attention_types=[[["global", "local"], 1]]),
+    "GPT-BigCode": tiny_config("gpt_bigcode", bos_token_id=0, eos_token_id=0),
+    "OPT": tiny_config("opt"),
     "PhiMoE": tiny_config("phimoe", num_local_experts=4),
     "OLMoE": tiny_config("olmoe", num_experts=4, num_experts_per_tok=2),
     "Granite 4, dense": GraniteMoeHybridConfig(
@@ -173,7 +176,28 @@ def test_a_class_is_trained_by_trl_with_its_own_defaults(tmp_path, name, kind):
         assert parts[place].item() == pytest.approx(weight * own.item(), rel=1e-5) and counts[place] == 1
 
 
-@pytest.mark.parametrize("name", [*FURTHER, "Llama 4"])
+@pytest.mark.parametrize(
+    "name", [*FURTHER, *(pytest.param(n, marks=() if n in SAMPLE else pytest.mark.slow) for n in DECODERS)]
+)
+def test_answers_to_padded_prompts_are_as_probable_as_alone(tmp_path, name):
+    """Log-probabilities in GRPO's loss do not depend on the padding of a shorter prompt: not on the number of ranks."""
+    config = with_defaults(name)
+    config.save_pretrained(tmp_path)
+    module = recipe.load(ROOT / "recipes/grpo.py")
+    trainer = module.trial(module.Args(model_name_or_path=str(tmp_path), **TRIED["grpo"])).loss_fn.__self__
+    attention, _ = choose("auto", config, torch.float32, False)
+    torch.manual_seed(0)
+    model = made(AutoModelForCausalLM, config, attn_implementation=attention).eval()
+    add_fused_lm_head(model, outputs=("log_probs",))
+    rows = [torch.randint(5, 90, (1, length)) for length in (10, 6)]
+    padded = torch.cat([torch.nn.functional.pad(row, (10 - row.shape[1], 0)) for row in rows])
+    with torch.no_grad():
+        found, _, _ = trainer._get_per_token_logps_and_entropies(model, padded, (padded > 0).long(), 4)
+        alone = [trainer._get_per_token_logps_and_entropies(model, row, torch.ones_like(row), 4)[0] for row in rows]
+    assert torch.allclose(found, torch.cat(alone), atol=1e-5), (found - torch.cat(alone)).abs().max()
+
+
+@pytest.mark.parametrize("name", ["PhiMoE", "OLMoE", "Granite 4, dense", "Jamba, dense", "Llama 4"])
 def test_experts_are_balanced_in_pretraining(name):
     """Our own loss has the balance of the class too, and none where the class computes none."""
     config = with_defaults(name)
