@@ -18,6 +18,7 @@ from test_simulate import BF16, FP32, job, simulator  # noqa: F401  with a fixtu
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOTrainer
+from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
@@ -114,6 +115,20 @@ def test_what_decides_the_values_of_the_reference(base, monkeypatch):
     )  # fmt: skip
     assert len({decided(**change) for change in changes}) == len(changes)
     assert decided() == decided(learning_rate=1e-3, seed=7, beta=0.3, use_peft=True, per_device_train_batch_size=1)
+
+
+def test_the_chosen_answers_alone(base):
+    """--loss_type sft alone has a mean over pairs that is 0, and the mean over the tokens of chosen answers."""
+    module = recipe.load(SCRIPT)
+    trial = module.trial(module.Args(model_name_or_path=str(base), loss_type=["sft"], max_length=9))
+    model = tiny_model(vocab_size=15)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
+    pairs, tokens, none = trial.loss_fn(model, trial.batch)
+    chosen = {name: trial.batch[name][: len(trial.batch[name]) // 2] for name in ("input_ids", "attention_mask")}
+    labels = chosen["input_ids"].masked_fill(trial.batch["completion_mask"][: len(chosen["input_ids"])] == 0, -100)
+    wanted = model(**chosen, labels=labels).loss * trial.count_fn(trial.batch)[1]
+    assert pairs == none == 0 and tokens.item() == pytest.approx(wanted.item(), rel=1e-5)
+    (pairs + tokens).backward()
 
 
 def log_probs(folder: Path, pairs: Iterable[dict]) -> dict[str, torch.Tensor]:
@@ -302,12 +317,11 @@ def test_pairs_of_a_prompt_lie_on_one_side(base, tmp_path):
 def test_losses_of_a_micro_batch_are_refused(arguments):
     """They are not sums over pairs, so a step of several micro-batches would be another one."""
     argv, args = [*map(str, arguments), "--loss_type"], recipe.load(SCRIPT).Args
-    for given, name in ((["aot"], "aot"), (["sigmoid", "sft", "--use_weighting", "true"], "sft with --use_weighting")):
-        with pytest.raises(
-            ConfigError, match=f"--loss_type {name} compares the pairs of a micro-batch, .* has 4: make"
-        ):
-            parse(args, [*argv, *given], world_size=1)
-        parse(args, [*argv, *given, "--per_device_train_batch_size", "8"], world_size=1)
+    with pytest.raises(ConfigError, match=r"--loss_type aot compares the pairs of a micro-batch, .* has 4: make"):
+        parse(args, [*argv, "aot"], world_size=1)
+    parse(args, [*argv, "aot", "--per_device_train_batch_size", "8"], world_size=1)
+    with pytest.raises(ConfigError, match="--use_weighting weighs the pairs of a micro-batch; remove one"):
+        parse(args, [*argv, "sft", "--use_weighting", "true", "--per_device_train_batch_size", "8"], world_size=1)
 
 
 def test_an_evaluation_of_pairs_stops_between_two_batches(monkeypatch):

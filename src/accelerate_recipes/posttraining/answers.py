@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 from torch import nn
-from transformers import LogitsProcessor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
@@ -58,6 +58,17 @@ ADAPTIVE_ENTROPY = (
     "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target",
 )  # fmt: skip
 
+# Settings of `generate` that are decided elsewhere: each token of an answer is drawn by a number of its own.
+OWN_FLAGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "cache_implementation")
+DECIDED = (
+    dict.fromkeys(("max_new_tokens", "max_length", "max_tokens"), "is --max_completion_length")
+    | {name: f"is --{name}" for name in OWN_FLAGS}
+    | dict.fromkeys(("num_return_sequences", "n"), "is --num_generations")
+    | dict.fromkeys(("num_beams", "num_beam_groups", "do_sample", "penalty_alpha"), "does not draw answers")
+    | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), "the model and its tokenizer decide")
+    | dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), "changes what `generate` returns")
+)
+NO_SETTING = "is no setting of `generate`"
 EXPECTED = "expected by the rewards"  # a column of trl's log that no reward has
 
 # Values of --loss_type that average over the tokens of all answers. The others average over answers.
@@ -126,24 +137,31 @@ class GRPOArgs(TrainerArgs):
             found.append(
                 "--entropy_coef is for all tokens, --top_entropy_quantile leaves some out; remove one of the two"
             )
-        try:
-            is_object = isinstance(self.template_settings, dict)
-        except json.JSONDecodeError:
-            is_object = False
-        if not is_object:
-            found.append(
-                f"--chat_template_kwargs is {self.chat_template_kwargs!r}; it must be a JSON object, such as "
-                "'{\"enable_thinking\": false}'"
-            )
-        elif reserved := sorted(RESERVED & {*self.template_settings}):
+        for name, example in (("chat_template_kwargs", "enable_thinking"), ("generation_kwargs", "renormalize_logits")):
+            if as_object(given := getattr(self, name)) is None:
+                found.append(f"--{name} is {given!r}; it must be a JSON object, such as '{{\"{example}\": false}}'")
+        found += [
+            f"--generation_kwargs has {key}, which {why}; remove it"
+            for key in as_object(self.generation_kwargs) or ()
+            if (why := DECIDED.get(key) or ("" if self.use_vllm or hasattr(GenerationConfig(), key) else NO_SETTING))
+        ]
+        if reserved := sorted(RESERVED & {*(self.template_settings or ())}):
             found.append(f"--chat_template_kwargs has {', '.join(reserved)}, which {IS_RESERVED}")
         return found
 
     @property
     def template_settings(self) -> dict[str, Any]:
         """Settings that the chat template gets for every prompt."""
-        given = self.chat_template_kwargs
-        return json.loads(given) if isinstance(given, str) else given or {}
+        return as_object(self.chat_template_kwargs)  # pyright: ignore[reportReturnType]  `problems` refuses None
+
+
+def as_object(given: str | dict | None) -> dict[str, Any] | None:
+    """Return the JSON object that an argument is, or was parsed to; None for another value."""
+    try:
+        found = json.loads(given) if isinstance(given, str) else given or {}
+    except json.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def room_for_prompts(args: GRPOArgs, config: PreTrainedConfig, answer_length: int) -> int:
@@ -201,6 +219,11 @@ def tokenize_prompts(
             f"{source}, row {found.index([])}: 'prompt' has no token, since the tokenizer adds no begin token; remove it"
         )
     return found
+
+
+def end_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict], settings: dict[str, Any]) -> str:
+    """Return the last tokens of a rendered conversation, which may begin the answer; of a prompt that is a text, nothing."""
+    return "" if isinstance(prompt, str) else tokenizer.decode(prompt_alone(tokenizer, prompt, settings)[-20:])  # pyright: ignore
 
 
 class ByOwnNumbers(LogitsProcessor):

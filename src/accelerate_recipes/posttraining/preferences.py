@@ -75,7 +75,10 @@ class DPOArgs(TrainerArgs):
         found = super().problems(world_size)
         num_micro_batches = self.total_batch_size // self.per_device_train_batch_size
         sorts = [name for name in self.loss_type if name in ("aot", "aot_unpaired")]
-        sorts += ["sft with --use_weighting"] * (self.use_weighting and "sft" in self.loss_type)
+        if self.use_weighting and "sft" in self.loss_type:
+            found.append(
+                "--loss_type sft has a mean over tokens, --use_weighting weighs the pairs of a micro-batch; remove one"
+            )
         if num_micro_batches > 1:
             found += [
                 f"--loss_type {name} compares the pairs of a micro-batch, of which a step has {num_micro_batches}: make "
@@ -207,6 +210,8 @@ class PairTrainer(Objective, DPOTrainer):
         outputs = Outputs(model)
         loss = self.compute_loss(outputs, {name: value for name, value in batch.items() if name != "row"})
         log_probs, number = outputs.last.log_probs, len(batch["input_ids"]) // 2
+        if not self.loss_types:  # `sft` alone: trl's sum of no losses is a plain 0
+            loss = torch.zeros_like(log_probs[0, 0])
         parts = [loss * number, -self.weight_of_sft * log_probs[:number].sum(), *self.balances(outputs)]
         return torch.stack([*parts, torch.zeros_like(parts[1])])
 
