@@ -113,7 +113,7 @@ def main(args: Args) -> None:
     # Pairs
     positions = datasets.Dataset.load_from_disk(folder / "train")
     file = on_first_rank(lambda: pair_file(args, folder))
-    if not file.exists():
+    if not on_first_rank(file.exists):
         if args.data_only:
             run.show_rows(tokenizer, {"Evaluation": next_moves})  # the model makes the pairs when the run begins
         stop.listen(run.output_dir)

@@ -28,13 +28,14 @@ from accelerate_recipes.picture import Bars, Curves
 from accelerate_recipes.posttraining.answers import (
     EXPECTED,
     GRPOArgs,
-    HeldoutAnswers,
     RewardTrainer,
     check_settings,
+    end_of_prompt,
     room_for_prompts,
     tokenize_prompts,
 )
 from accelerate_recipes.posttraining.answers_trial import answers_trial
+from accelerate_recipes.posttraining.evaluation import HeldoutAnswers
 from accelerate_recipes.posttraining.rewards import check_column_names, load_rewards, reward_problems
 from accelerate_recipes.posttraining.samples import Samples
 from accelerate_recipes.posttraining.settings import make_model, trl_config
@@ -134,7 +135,9 @@ def main(args: Args) -> None:
     room = room_for_prompts(args, model.config, args.max_completion_length)
     rows, counts = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer, room))
     columns = [name for name in rows["train"].column_names if name in rows["test"].column_names]
-    rewards = load_rewards(args.rewards, columns)
+    rewards = load_rewards(
+        args.rewards, columns, end_of_prompt(tokenizer, rows["test"][0]["prompt"], args.template_settings)
+    )
 
     # Trainer
     config = trl_config(run, GRPOConfig)

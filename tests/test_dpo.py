@@ -18,12 +18,14 @@ from test_simulate import BF16, FP32, job, simulator  # noqa: F401  with a fixtu
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOTrainer
+from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop
 from accelerate_recipes.posttraining.preferences import evaluate_pairs, to_pairs
+from accelerate_recipes.posttraining.references import what_decides
 from accelerate_recipes.tokenizers import new_character_tokenizer
 
 SCRIPT, REFERENCE = ROOT / "recipes/dpo.py", CHILDREN / "reference.py"
@@ -66,6 +68,67 @@ def test_sigterm_while_the_first_workers_start(forks, arguments, tmp_path):
     status = json.loads((out / "status.json").read_text())
     assert (status["state"], status["reason"]) == ("stopped", "SIGTERM"), status
     assert not (out / "metrics.jsonl").exists(), "before the first step"
+
+
+def test_machines_with_caches_of_their_own(forks, arguments, tmp_path):
+    """All ranks take one way, whichever machine has the reference's values: none, or the second alone; then all have them."""
+    caches = {"TESTED_MACHINES": tmp_path}
+    args = (*arguments, "--max_length", 61, "--max_steps", 2, "--save_steps", 2)
+
+    def files(machine: int) -> list[Path]:
+        return sorted((tmp_path / f"machine-{machine}").rglob("reference-*.json"))
+
+    forks.succeed(tmp_path / "cold", *args, **caches)
+    first, second = files(0), files(1)
+    assert len(first) == 2 and [file.name for file in first] == [file.name for file in second]
+    for file in first:
+        file.unlink()
+    damaged, whole = second
+    damaged.write_text(damaged.read_text()[:20])
+    said = whole.read_text()
+    whole.write_text(said.replace("-", "-1", 1))  # another value shows which were read
+    forks.succeed(tmp_path / "warm", *args, **caches)
+    for one, other in zip(files(0), files(1), strict=True):
+        assert one.read_text() == other.read_text()
+    first_margin = [
+        next(r["eval_margin"] for r in read_metrics(tmp_path / name) if "eval_margin" in r) for name in ("cold", "warm")
+    ]
+    assert first_margin[0] == 0 != first_margin[1]
+
+
+def test_what_decides_the_values_of_the_reference(base, monkeypatch):
+    """Values of another precision, or of answers that are cut or weighed otherwise, are not taken; what is trained is no matter."""
+    module = recipe.load(SCRIPT)
+
+    def decided(mixed_precision: str = "no", attention: str = "sdpa", ld_alpha: float | None = None, **given) -> str:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mixed_precision)
+        args = module.Args(model_name_or_path=str(base), ld_alpha=ld_alpha, **given)
+        accelerator = SimpleNamespace(mixed_precision=mixed_precision, device=torch.device("cpu"))
+        model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))
+        run = SimpleNamespace(args=args)
+        return repr(what_decides(SimpleNamespace(run=run, args=args, accelerator=accelerator, model=model)))
+
+    lora = {"mixed_precision": "bf16", "use_peft": True}
+    changes = (
+        {}, {"optim": "adamw_bf16_kahan"}, {"mixed_precision": "bf16"}, lora, lora | {"load_in_4bit": True},
+        {"attention": "eager"}, {"ld_alpha": 0.5}, {"max_length": 7}, {"truncation_mode": "keep_end"},
+    )  # fmt: skip
+    assert len({decided(**change) for change in changes}) == len(changes)
+    assert decided() == decided(learning_rate=1e-3, seed=7, beta=0.3, use_peft=True, per_device_train_batch_size=1)
+
+
+def test_the_chosen_answers_alone(base):
+    """--loss_type sft alone has a mean over pairs that is 0, and the mean over the tokens of chosen answers."""
+    module = recipe.load(SCRIPT)
+    trial = module.trial(module.Args(model_name_or_path=str(base), loss_type=["sft"], max_length=9))
+    model = tiny_model(vocab_size=15)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
+    pairs, tokens, none = trial.loss_fn(model, trial.batch)
+    chosen = {name: trial.batch[name][: len(trial.batch[name]) // 2] for name in ("input_ids", "attention_mask")}
+    labels = chosen["input_ids"].masked_fill(trial.batch["completion_mask"][: len(chosen["input_ids"])] == 0, -100)
+    wanted = model(**chosen, labels=labels).loss * trial.count_fn(trial.batch)[1]
+    assert pairs == none == 0 and tokens.item() == pytest.approx(wanted.item(), rel=1e-5)
+    (pairs + tokens).backward()
 
 
 def log_probs(folder: Path, pairs: Iterable[dict]) -> dict[str, torch.Tensor]:
@@ -263,12 +326,11 @@ def test_pairs_of_a_prompt_lie_on_one_side(base, tmp_path):
 def test_losses_of_a_micro_batch_are_refused(arguments):
     """They are not sums over pairs, so a step of several micro-batches would be another one."""
     argv, args = [*map(str, arguments), "--loss_type"], recipe.load(SCRIPT).Args
-    for given, name in ((["aot"], "aot"), (["sigmoid", "sft", "--use_weighting", "true"], "sft with --use_weighting")):
-        with pytest.raises(
-            ConfigError, match=f"--loss_type {name} compares the pairs of a micro-batch, .* has 4: make"
-        ):
-            parse(args, [*argv, *given], world_size=1)
-        parse(args, [*argv, *given, "--per_device_train_batch_size", "8"], world_size=1)
+    with pytest.raises(ConfigError, match=r"--loss_type aot compares the pairs of a micro-batch, .* has 4: make"):
+        parse(args, [*argv, "aot"], world_size=1)
+    parse(args, [*argv, "aot", "--per_device_train_batch_size", "8"], world_size=1)
+    with pytest.raises(ConfigError, match="--use_weighting weighs the pairs of a micro-batch; remove one"):
+        parse(args, [*argv, "sft", "--use_weighting", "true", "--per_device_train_batch_size", "8"], world_size=1)
 
 
 def test_an_evaluation_of_pairs_stops_between_two_batches(monkeypatch):

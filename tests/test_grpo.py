@@ -4,9 +4,12 @@ The base is a new Llama of two layers, made by sft.py; the reward is the share o
 """
 
 import copy
+import inspect
 import json
+import os
 import random
 import re
+import textwrap
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +26,7 @@ from accelerate_recipes.args import parse
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.games.next_moves import longest_move
+from accelerate_recipes.posttraining.answers import end_of_prompt
 from accelerate_recipes.posttraining.rewards import MATH_VERIFY, Reward, load_rewards, reward_problems
 from accelerate_recipes.posttraining.samples import Samples
 
@@ -300,7 +304,7 @@ def test_what_a_reward_gives_is_checked(rewards_file):
         Reward("word", lambda completions: ["good"])(["a"], ["x"])
 
 
-def test_a_reward_changes_nothing_of_the_run():
+def test_a_reward_changes_nothing_of_the_run(tmp_path, monkeypatch):
     """Neither what it was given, nor what is drawn next; what it draws follows from the seed and the step alone."""
 
     def careless(prompts, completions, words, **_):
@@ -308,11 +312,29 @@ def test_a_reward_changes_nothing_of_the_run():
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)
         completions.pop()[0]["content"] = words[0].pop()
+        change()
         return [1.0] * len(prompts)
 
     def draw() -> tuple:
         return random.random(), np.random.rand(), torch.rand(()).item()
 
+    def change():
+        os.chdir("/")
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.set_grad_enabled(False)
+
+    def state() -> tuple:
+        return os.getcwd(), torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
+
+    file = tmp_path / "changes.py"
+    file.write_text(
+        f"import os, torch\n{textwrap.dedent(inspect.getsource(change))}\nchange()\ndef ones(completions): ...\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    at_first = state()
+    load_rewards([f"{file}:ones"], [])
+    assert state() == at_first
     reward, drawn, expected = Reward("careless", careless), [], []
     given = [["a"] * 2, [[{"role": "assistant", "content": "x"}] for _ in "ab"]]
     before = copy.deepcopy(given)
@@ -324,6 +346,7 @@ def test_a_reward_changes_nothing_of_the_run():
                 reward(*given, words=words, trainer_state=SimpleNamespace(global_step=step))
                 assert given == before and words == [["b"]] * 2
             expected.append(draw())
+        assert state() == at_first
     assert expected[:3] == expected[3:] and len({*expected}) == 3
     assert drawn[0] == drawn[2] != drawn[1] and not {*drawn} & {*expected}
 
@@ -333,6 +356,27 @@ def test_built_in_rewards_take_texts_and_messages():
     texts = ["<think>a</think>b", "b"]
     messages = [[{"role": "assistant", "content": text}] for text in texts]
     assert think(["q"] * 2, texts) == think([[{"role": "user", "content": "q"}]] * 2, messages) == [1.0, 0.0]
+
+
+def test_thoughts_that_the_prompt_has_opened(base):
+    """An answer is whole with the `<think>` before it, which a template or a user has written, and which it may not repeat."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    asked, texts = [{"role": "user", "content": "q"}], ["a</think>b", "<think>a</think>b", "b"]
+    template = (
+        "{%% for m in messages %%}{{ m.content }}{%% endfor %%}{%% if add_generation_prompt %%}A: %s{%% endif %%}"
+    )
+    for opening, wanted in (("<think>\n", [1.0, 0.0, 0.0]), ("", [0.0, 1.0, 0.0])):
+        tokenizer.chat_template = template % opening
+        tokenizer.add_tokens(["<think>", "</think>", "A", ":", " ", "\n", "q"])
+        (think,) = load_rewards(["think_format_reward"], ["prompt"], end_of_prompt(tokenizer, asked, {}))
+        assert think([asked] * 3, texts) == wanted
+        assert think([f"q{opening}"] * 3, texts) == wanted, "a text"
+        assert think([[*asked, {"role": "assistant", "content": f"So: {opening}"}]] * 3, texts) == wanted, (
+            "a begun answer"
+        )
+    tokenizer.chat_template = template % "<think>\n\n</think>\n\n"
+    with pytest.raises(ConfigError, match="no answer has a thought"):
+        load_rewards(["think_format_reward"], ["prompt"], end_of_prompt(tokenizer, asked, {}))
 
 
 def test_built_in_accuracy_of_mathematics():
@@ -470,7 +514,8 @@ def test_problems_of_the_arguments(rewards_file):
         parse(
             module.Args,
             ["--rewards", f"{rewards_file}:ones", "--reward_weights", "1", "2", "--total_batch_size", "36",
-             "--chat_template_kwargs", "{no", "--steps_per_generation", "2", "--eval_files", "no.jsonl"],
+             "--chat_template_kwargs", "{no", "--generation_kwargs",
+             '{"max_new_tokens": 9, "num_beams": 2, "min_new_tokens": 1, "temprature": 1, "top_p": 0.5}', "--steps_per_generation", "2", "--eval_files", "no.jsonl"],
             world_size=1,
         )  # fmt: skip
     said = str(caught.value)
@@ -478,9 +523,12 @@ def test_problems_of_the_arguments(rewards_file):
         "--reward_weights has 2 numbers, --rewards 1 names", "--total_batch_size 36 is not a multiple of --num_generati",
         "--steps_per_generation (on the command line) is not an argument", "no.jsonl: no such file",
         "--chat_template_kwargs is '{no'; it must be a JSON object",
+        "--generation_kwargs has max_new_tokens, which is --max_completion_length", "has num_beams, which does not draw",
+        "--generation_kwargs has temprature, which is no setting of `generate`", "has top_p, which is --top_p",
         "give one of --dataset_name and --train_files", "--model_name_or_path is missing",
     ):  # fmt: skip
         assert problem in said, said
+    assert "min_new_tokens" not in said
 
 
 def test_evaluations_draw_for_themselves():

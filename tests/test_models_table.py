@@ -1,5 +1,7 @@
 """Tests of docs/models.md: cells that start no runs for each architecture, all cells for two, and the refusals on the page."""
 
+import copy
+import inspect
 import itertools
 import json
 import re
@@ -20,17 +22,36 @@ from models_table import (
     NAMED,
     REFUSED,
     ROWS,
+    SIZES,
     WORKS,
     Model,
     cell,
     page,
 )
-from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, MarianConfig, T5Config
+from tiny import tiny_config
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
+    LlamaConfig,
+    MarianConfig,
+    T5Config,
+)
+from trl.trainer.utils import add_fused_lm_head
 
+from accelerate_recipes import recipe
 from accelerate_recipes.adapters import add_adapters
+from accelerate_recipes.attention import choose
+from accelerate_recipes.composites import text_part
+from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.encoder_decoders import load_encoder_decoder
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import check
+from accelerate_recipes.losses import next_token_loss
+from accelerate_recipes.models import made
 from accelerate_recipes.positions import check_length
 
 RESULT = json.loads(models_table.RESULT.read_text())
@@ -69,6 +90,133 @@ def test_packing_and_losses(models, name):
     """Packing is proved for each class, by us and by trl, and the loss without logits; or the refusal is the page's."""
     for title in IN_PROCESS:
         assert cell(models(name), title) == RESULT["cells"][name][title]
+
+
+DECODERS = [name for name in ROWS if name not in ENCODER_DECODERS]
+# What the tables switch off. Of dropout, each strategy draws its own; the others follow from a size.
+SWITCHED_OFF = {
+    "attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "residual_dropout", "dropout_rate",
+    "block_auto_adjust_ff_dim", "full_attn_idxs", "per_layer_config", "scale_decoder_outputs",
+}  # fmt: skip
+
+
+def test_the_tables_switch_off_dropout_alone():
+    """Else a fault of what a class does by default would hide."""
+    for name, config in ROWS.items():
+        text = config if name in ENCODER_DECODERS else config.get_text_config()
+        ours, defaults = text.to_dict(), type(text)().to_dict()
+        off = {key for key, value in ours.items() if not value and defaults.get(key) and not key.endswith("token_id")}
+        assert off <= SWITCHED_OFF, f"{name}: {off - SWITCHED_OFF}"
+
+
+def with_defaults(name: str):
+    """Return the configuration of a decoder in the table with the dropout and the balance of its class."""
+    text = copy.deepcopy(text_part((ROWS | FURTHER)[name]))
+    for field in ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "residual_dropout"):
+        if hasattr(text, field):
+            setattr(text, field, getattr(type(text)(), field))
+    return text
+
+
+# Learned positions; mixtures of other names; dense models of a class for mixtures.
+FURTHER = {
+    "GPT-Neo": tiny_config("gpt_neo", attention_types=[[["global", "local"], 1]]),
+    "GPT-BigCode": tiny_config("gpt_bigcode", bos_token_id=0, eos_token_id=0),
+    "OPT": tiny_config("opt"),
+    "PhiMoE": tiny_config("phimoe", num_local_experts=4),
+    "OLMoE": tiny_config("olmoe", num_experts=4, num_experts_per_tok=2),
+    "Granite 4, dense": GraniteMoeHybridConfig(
+        **SIZES | {"layer_types": ["full_attention"] * 2},
+        **models_table.MAMBA_2,
+        num_local_experts=0,
+        shared_intermediate_size=16,
+    ),
+    "Jamba, dense": JambaConfig(**SIZES, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, num_experts=1),
+}
+NOT_BALANCED = {"Llama 4", "Llama 4, composite", "Granite 4, dense", "Jamba, dense"}
+TRIED = {
+    "sft": {"max_length": 9},
+    "dpo": {"max_length": 9},
+    "grpo": {"max_prompt_length": 5, "max_completion_length": 4, "num_generations": 2},
+}
+
+
+@pytest.mark.parametrize("kind", TRIED)
+@pytest.mark.parametrize(
+    "name", [*FURTHER, *(pytest.param(n, marks=() if n in SAMPLE else pytest.mark.slow) for n in DECODERS)]
+)
+def test_a_class_is_trained_by_trl_with_its_own_defaults(tmp_path, name, kind):
+    """The loss has a gradient, and experts are balanced by the loss of their class, with its weight."""
+    config = with_defaults(name)
+    config.save_pretrained(tmp_path)
+    module = recipe.load(ROOT / f"recipes/{kind}.py")
+    size = {"model_name_or_path": str(tmp_path), "per_device_train_batch_size": 2, "total_batch_size": 2}
+    trial = module.trial(module.Args(**size, **TRIED[kind]))
+    torch.manual_seed(0)
+    attention, _ = choose("auto", trial.config, torch.float32, False)
+    model = made(AutoModelForCausalLM, trial.config, attn_implementation=attention)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
+    batch = {k: torch.randint(5, 90, v.shape) if k.endswith("_ids") else v for k, v in trial.batch.items()}
+    torch.manual_seed(1)
+    parts, counts = trial.loss_fn(model, batch.copy()), trial.count_fn(batch)
+    (parts / counts.clamp(min=1)).sum().backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all(), key
+    weight = getattr(type(config)(), "router_aux_loss_coef", 0.0)
+    is_balanced = weight > 0 and name not in NOT_BALANCED
+    place = {"sft": 0, "dpo": 2, "grpo": 1}[kind]
+    assert len(parts) == len(counts) == {"sft": 1, "dpo": 3, "grpo": 2}[kind] + is_balanced
+    if is_balanced:
+        if kind == "grpo":
+            sides = {end: [batch[f"{side}_{end}"] for side in ("prompt", "completion")] for end in ("ids", "mask")}
+            batch = {"input_ids": torch.cat(sides["ids"], 1), "attention_mask": torch.cat(sides["mask"], 1)}
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        torch.manual_seed(1)
+        own = model(**inputs, output_router_logits=True, use_cache=False).aux_loss
+        assert parts[place].item() == pytest.approx(weight * own.item(), rel=1e-5) and counts[place] == 1
+
+
+@pytest.mark.parametrize(
+    "name", [*FURTHER, *(pytest.param(n, marks=() if n in SAMPLE else pytest.mark.slow) for n in DECODERS)]
+)
+def test_answers_to_padded_prompts_are_as_probable_as_alone(tmp_path, name):
+    """Log-probabilities in GRPO's loss do not depend on the padding of a shorter prompt: not on the number of ranks."""
+    config = with_defaults(name)
+    config.save_pretrained(tmp_path)
+    module = recipe.load(ROOT / "recipes/grpo.py")
+    trainer = module.trial(module.Args(model_name_or_path=str(tmp_path), **TRIED["grpo"])).loss_fn.__self__
+    attention, _ = choose("auto", config, torch.float32, False)
+    torch.manual_seed(0)
+    model = made(AutoModelForCausalLM, config, attn_implementation=attention).eval()
+    add_fused_lm_head(model, outputs=("log_probs",))
+    rows = [torch.randint(5, 90, (1, length)) for length in (10, 6)]
+    padded = torch.cat([torch.nn.functional.pad(row, (10 - row.shape[1], 0)) for row in rows])
+    with torch.no_grad():
+        found, _, _ = trainer._get_per_token_logps_and_entropies(model, padded, (padded > 0).long(), 4)
+        alone = [trainer._get_per_token_logps_and_entropies(model, row, torch.ones_like(row), 4)[0] for row in rows]
+    assert torch.allclose(found, torch.cat(alone), atol=1e-5), (found - torch.cat(alone)).abs().max()
+
+
+@pytest.mark.parametrize("name", ["PhiMoE", "OLMoE", "Granite 4, dense", "Jamba, dense", "Llama 4"])
+def test_experts_are_balanced_in_pretraining(name):
+    """Our own loss has the balance of the class too, and none where the class computes none."""
+    config = with_defaults(name)
+    attention, _ = choose("auto", config, torch.float32)
+    model = made(AutoModelForCausalLM, config, attn_implementation=attention)
+    batch = collate([PackedRows(toy.make_rows(1), toy.LENGTH, 0, document_mask=True)[0]])
+    losses = [next_token_loss(model.train(mode), batch).item() for mode in (True, False)]
+    assert (losses[0] > losses[1]) == (name not in NOT_BALANCED)
+
+
+def test_upstream_still_has_other_names():
+    """When this fails, `upstream.name_backbone`, or the second name in `weight_of_balance`, can go."""
+    assert not re.search(r"num_experts\b(?!_per)", inspect.getsource(GraniteMoeConfig).replace("num_local_experts", ""))
+    assert "text_config.num_experts" in inspect.getsource(add_fused_lm_head)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(text_part(ROWS["Llama 4"]))
+    assert model.base_model is model
+    tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
+    assert model(input_ids=tokens, output_router_logits=True).aux_loss is None  # else `sequence.UNBALANCED` can go
 
 
 # GPT-OSS: a mask of ours, sinks, experts in one weight. DeepSeek V3: a buffer that is saved, named layers. BART: a buffer,

@@ -31,7 +31,7 @@ OTHERWISE = {
 FP32, BF16 = ["--mixed_precision", "no"], ["--mixed_precision", "bf16"]
 RECOMPUTE = ["--fsdp_activation_checkpointing", "true"]
 HYBRID = ["--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size", "2"]
-MIXTRAL = ["--model_type", "mixtral", "--config_overrides", "intermediate_size=96", "router_aux_loss_coef=0.0"]
+MIXTRAL = ["--model_type", "mixtral", "--config_overrides", "intermediate_size=96"]
 ADAFACTOR = ["--optim", "adafactor"]
 KAHAN = ["--optim", "adamw_bf16_kahan"]
 LORA = ["--model_name_or_path", "LLAMA", "--use_peft", "--lora_r", "4"]
@@ -83,6 +83,7 @@ def bases(tmp_path_factory):
         "LLAMA": tiny_config(**odd),
         "WIDE": tiny_config(**odd | {"hidden_size": 64, "max_position_embeddings": 72}),
         "TALL": tiny_config(**odd, num_hidden_layers=13),
+        "MIXTRAL": tiny_config("mixtral", **odd),
         "TIED": tiny_config(**odd, tie_word_embeddings=True),
         "OPT": tiny_config("opt", **odd, ffn_dim=100, word_embed_proj_dim=48, dropout=0.0),
         "GEMMA2": tiny_config("gemma2", **odd, head_dim=12),
@@ -189,7 +190,7 @@ CASES = [
     pytest.param("fsdp_full", FP32, 2, [KAHAN], marks=pytest.mark.slow),
     pytest.param("fsdp_grad_op", [*BF16, *RECOMPUTE], 2, [[]], marks=pytest.mark.long),
     pytest.param("fsdp_full", BF16, 2, [[], ["--whole_logits", "true"]], marks=pytest.mark.slow),
-    pytest.param("fsdp_full", BF16, 2, [MIXTRAL], marks=pytest.mark.slow),
+    pytest.param("fsdp_full", BF16, 2, [MIXTRAL, [*SFT, "MIXTRAL"], [*DPO, "MIXTRAL"]], marks=pytest.mark.slow),
     pytest.param("fsdp_full", [*BF16, *RECOMPUTE], 2, [[*T5, "T5"]], marks=pytest.mark.long),
     pytest.param("fsdp_full", [*FP32, *RECOMPUTE], 2, [ADAFACTOR, ["--no_document_mask"]], marks=pytest.mark.long),
     pytest.param("fsdp_hybrid", [*FP32, *HYBRID], 4, [[]], marks=pytest.mark.slow),

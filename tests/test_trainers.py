@@ -84,6 +84,7 @@ def chats(tmp_path_factory) -> Path:
     save_base(folder / "base", tokenizer)
     tokenizer.chat_template = {"default": TEMPLATE, "tool_use": f"Tools. {TEMPLATE}"}
     save_base(folder / "base_with_dropout", tokenizer, attention_dropout=0.1)
+    save_base(folder / "experts", tokenizer, model_type="mixtral")
     with (folder / "chats.jsonl").open("w") as file:
         for pair in pairs:
             messages = [{"role": "user", "content": pair["en"]}, {"role": "assistant", "content": pair["fr"]}]
@@ -121,6 +122,7 @@ def test_one_process_trains_on_one_gpu(name, config_class, tmp_path, monkeypatch
         PartialState._reset_state()
 
 
+EXPERTS = "experts"  # stands for the folder of a mixture of experts
 PACKED = ("--packing", "true", "--max_length", 200)
 ARITHMETIC = ROOT / "data/arithmetic"
 BESIDE_TRL = {
@@ -130,6 +132,8 @@ BESIDE_TRL = {
         "completion-only": ("--train_files", ARITHMETIC / "sft.jsonl", "--completion_only_loss", "true"),
         "assistant-only": ("--assistant_only_loss", "true"),
         "dft": ("--loss_type", "dft"),
+        # The loss that balances experts depends on the micro-batch, so that is the step.
+        "experts": ("--model_name_or_path", EXPERTS, "--per_device_train_batch_size", 8, "--router_aux_loss_coef", 0.5),
     },
     "dpo": {
         "sigmoid": (),
@@ -164,7 +168,7 @@ def test_weights_are_those_of_trl(forks, arguments, pairs, chats, tmp_path, name
             "--max_completion_length", 8, "--num_eval_prompts", 2, "--learning_rate", 1e-3,
         ),
     }[name]  # fmt: skip
-    given = [*arguments, *base, *more, *flags]
+    given = [*arguments, *base, *more, *(chats / flag if flag == EXPERTS else flag for flag in flags)]
     if name == "grpo":
         place = given.index("--max_length")
         del given[place : place + 2]

@@ -24,8 +24,6 @@ COMPOSITES = (
 # Text parts without a class that has an output layer, and the type that computes the same for texts. In an image, a token
 # has three positions; in a text it has one, and so has its rotary embedding.
 SAME_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-# Text parts whose class in transformers 5.23 does not compute the loss that balances experts.
-UNBALANCED = ("llama4_text",)
 # Fields of a config.json that name a token which stands for features of an image, a video or a sound.
 PLACEHOLDERS = tuple(f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index"))
 
@@ -46,8 +44,6 @@ def text_part(config: PreTrainedConfig, name: str = "") -> PreTrainedConfig:
         rope = fields["rope_parameters"].items()
         fields["rope_parameters"] = {field: value for field, value in rope if not field.startswith("mrope")}
         text = config_class(**{field: value for field, value in fields.items() if field != "model_type"})
-    if text.model_type in UNBALANCED:
-        text.router_aux_loss_coef = 0.0
     # Either configuration may say so. The weights in the files decide; see `models.tie_as_read`.
     text.tie_word_embeddings = config.tie_word_embeddings or getattr(text, "tie_word_embeddings", False)
     text.name_or_path = name

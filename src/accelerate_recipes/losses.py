@@ -16,7 +16,7 @@ from accelerate_recipes.attention import READ_BOUNDARIES, boundaries, boundary_a
 from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.probes import CROSSES, Packing, check_packing, packing_of, unwrapped
-from accelerate_recipes.sequence import IGNORE_INDEX, balance_of_rows, whole_rows
+from accelerate_recipes.sequence import IGNORE_INDEX, balance_of_rows, balance_weight, whole_rows
 
 # Size of a chunk of logits: BYTES_OF_A_WORD for each word of the vocabulary or, if more, the size of the hidden states in
 # fp32, but at most BYTES_OF_A_CHUNK. In bf16, with 131,072 words, a chunk has 768 to 2,048 rows.
@@ -90,7 +90,7 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
     """Return the model's output for a packed batch, and the loss that balances experts, which is 0 without experts."""
     causal_lm = unwrapped(model)
     config, masked = causal_lm.config, contextlib.nullcontext()
-    coefficient = getattr(config, "router_aux_loss_coef", 0.0) if model.training else 0.0
+    coefficient = balance_weight(config) if model.training else 0.0
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     inputs |= {"output_router_logits": True} if coefficient else {}
     inputs |= boundary_arguments(config, batch)

@@ -16,9 +16,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from accelerate_recipes import slices
+from accelerate_recipes import slices, upstream
 from accelerate_recipes.attention import choose
-from accelerate_recipes.composites import COMPOSITES, UNBALANCED, is_text_part, placeholders, text_part
+from accelerate_recipes.composites import COMPOSITES, is_text_part, placeholders, text_part
 from accelerate_recipes.errors import ConfigError, one_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.positions import Stretch, stretched_positions
@@ -74,9 +74,8 @@ def load_model(
         model = with_weights(model, name, weights_in_files(model, name), settings)
     else:
         model = read_model(AutoModelForCausalLM, config, name, settings)
-    if is_first() and config.model_type in UNBALANCED:
-        print(f"Experts of {name} are not balanced: {type(model).__name__} computes no loss for that", flush=True)
     model.placeholders = placeholders(load_config(name))  # see `composites.check_tokens`
+    upstream.name_backbone(model)
     return tie_as_read(model)
 
 
@@ -151,6 +150,7 @@ def made(auto: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedMode
     except Exception as error:  # each class of models checks its sizes in its own way
         raise ConfigError(f"no {config.model_type} can be made with this configuration: {one_line(error)}") from error
     model.config.architectures = [type(model).__name__]
+    upstream.name_backbone(model)
     return model
 
 

@@ -51,6 +51,7 @@ from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.picture import Bars, Curves, draw_run, spoken
 from accelerate_recipes.probes import mixers_in
 from accelerate_recipes.ranks import on_first_rank, ranks_a_row
+from accelerate_recipes.sequence import UNBALANCED
 from accelerate_recipes.sharing import check_shared_masks
 from accelerate_recipes.strategy import strategy_name
 
@@ -220,6 +221,8 @@ class Run(Generic[Args]):
         """
         if ranks_a_row() > 1:
             check_shared_masks(model.config, model.config._attn_implementation, getattr(self.args, "max_length", 0))
+        if model.config.model_type in UNBALANCED:
+            self.print(f"Experts are not balanced: {type(model).__name__} computes no loss for that")
         tie_as_read(model)  # again, since a recipe may load its model without `models`
         self.adapter = self.adapter or add_adapters(model, self.args)
         # A pretrained model may be loaded as another class, with a new head.

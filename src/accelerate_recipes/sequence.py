@@ -22,13 +22,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accelerate_recipes.attention import DOCUMENTS
 from accelerate_recipes.errors import ConfigError
 
 IGNORE_INDEX = -100  # label of a position that is no target
+# Mixtures of experts whose class in transformers 5.23 computes no loss that balances them, whatever the configuration says.
+UNBALANCED = ("llama4_text",)
 
 _rows_are_whole = False
 
@@ -156,6 +158,17 @@ def exchange(tensor: torch.Tensor, group: dist.ProcessGroup, split: int, join: i
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return torch.cat(received.unbind(), join)
+
+
+def balance_weight(config: PreTrainedConfig) -> float:
+    """Return the weight of the loss that balances experts; 0 for a model without experts, or that computes no such loss.
+
+    Classes for mixtures are also those of dense models, such as some Granite 4, whose configuration has a weight too.
+    """
+    text = config.get_text_config()
+    number = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
+    is_dense = number < 2 or not getattr(text, "is_moe", True) or not hasattr(text, "output_router_logits")
+    return 0.0 if is_dense or text.model_type in UNBALANCED else getattr(text, "router_aux_loss_coef", 0.0)
 
 
 def balance_of_rows(

@@ -9,7 +9,7 @@ from accelerate_recipes.attention import CHUNKS, DOCUMENTS, OWN, SINKS, SOFTCAP,
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.probes import shares_in_small, tiny_model
 from accelerate_recipes.ranks import ranks_a_row
-from accelerate_recipes.sequence import balance_of_rows
+from accelerate_recipes.sequence import balance_of_rows, balance_weight
 
 LONGEST_MASK = 8192  # tokens in a row that ranks share; the mask of such a row has 64 MiB
 
@@ -43,7 +43,7 @@ def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
             "call attention by transformers' interface: a rank would see only its part of a row; set "
             "parallelism_config_cp_size to 1"
         )
-    elif getattr(config, "router_aux_loss_coef", 0) and not balances_as_known(config):
+    elif balance_weight(config) and not balances_as_known(config):
         found.append(
             f"{name} balances its experts by a loss of its own, which would be that of a part of a row; set "
             "parallelism_config_cp_size to 1, or router_aux_loss_coef in its config.json to 0"
@@ -58,7 +58,7 @@ def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
 
 def check_shared_masks(config: PreTrainedConfig, attention: str, max_length: int) -> None:
     """Raise ConfigError if this attention cannot have a mask for rows of `max_length` tokens that ranks share."""
-    if attention == "sdpa" and getattr(config, "router_aux_loss_coef", 0):
+    if attention == "sdpa" and balance_weight(config):
         raise ConfigError(
             f"with sdpa, rows that ranks share have a mask, with which {config.model_type} cannot balance its experts; give "
             f"--attn_implementation {DOCUMENTS}, or set router_aux_loss_coef in its config.json to 0"

@@ -160,6 +160,16 @@ def count_cached_tokens(model: nn.Module) -> None:
         cache.get_mask_sizes = lambda self, query_length, *_, **__: (self.get_seq_length() + query_length, 0)
 
 
+def name_backbone(model: PreTrainedModel) -> None:
+    """Let `base_model` of a Llama 4 be its layers below the output layer.
+
+    Llama4ForCausalLM of transformers 5.23 has the prefix of a whole checkpoint, so it is its own `base_model`: trl's losses
+    would fail.
+    """
+    if model.base_model is model and hasattr(model, "model"):
+        model.base_model_prefix = "model"  # of this model alone: files are read and written by the prefix of the class
+
+
 def leave_embedding_to_accelerate(model: PreTrainedModel) -> None:
     """Remove the module that holds the input embedding from the layers that transformers names for FSDP.
 

@@ -61,6 +61,12 @@ def rank_process(rank: int, job: dict) -> int:
 
         faults.arm()
         watch.SECONDS_TO_MISS = int(os.environ.get("TESTED_PATIENCE", watch.SECONDS_TO_MISS))
+        if machines := os.environ.get("TESTED_MACHINES"):  # each rank is alone on a machine, where it has a folder
+            os.environ["LOCAL_RANK"] = "0"
+            folder = os.path.join(machines, f"machine-{rank}")
+            os.makedirs(folder, exist_ok=True)
+            os.chdir(folder)
+            importlib.import_module("datasets").config.HF_DATASETS_CACHE = os.path.join(folder, "datasets")
         if cache := os.environ.get("TESTED_CACHE"):  # huggingface_hub was imported with another one
             constants.HF_HUB_CACHE = cache
             use_hub(os.environ["HF_ENDPOINT"], is_offline=True)

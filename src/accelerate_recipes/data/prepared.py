@@ -19,7 +19,7 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.disk import naming, own_suffix
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.hub import cache
-from accelerate_recipes.ranks import is_first_of_machine
+from accelerate_recipes.ranks import is_first_of_machine, on_all_ranks
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -50,6 +50,22 @@ def checksum_of_rows(rows: "Dataset", columns: Sequence[str]) -> str:
     return xxhash.xxh3_128_hexdigest(
         repr(sorted((leaf, digest.hexdigest()) for leaf, digest in digests.items())).encode()
     )
+
+
+def content_of(rows: "Dataset", columns: Sequence[str]) -> str:
+    """Compute `checksum_of_rows` in the first process of each machine; return it on every rank.
+
+    Raises:
+        ConfigError: if the machines have different rows.
+    """
+    sums = on_all_ranks(checksum_of_rows(rows, columns) if is_first_of_machine() else None)
+    for rank, found in enumerate(sums):
+        if found not in (None, sums[0]):
+            raise ConfigError(
+                f"the machine of rank {rank} has other rows than that of rank 0: their checksums are {found} and {sums[0]}; "
+                "give all machines the same files, and the same commit of a dataset"
+            )
+    return sums[0]
 
 
 def leaf_arrays(name: str, array: "pa.Array") -> Iterator[tuple[str, bytes | np.ndarray]]:

@@ -1,4 +1,4 @@
-"""Answers that a model draws and rewards score: prompts, GRPO's arguments, its step by trl, and the evaluation.
+"""Answers that a model draws and rewards score: prompts, GRPO's arguments, and its step by trl.
 
 An answer depends on the weights, its prompt, and (seed, step, place in the step). Each of its tokens is drawn with a
 random number of its own. So a run draws the same answers on any number of processes, and after a resume.
@@ -6,8 +6,9 @@ random number of its own. So a run draws the same answers on any number of proce
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 from torch import nn
-from transformers import LogitsProcessor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
@@ -36,11 +37,10 @@ from accelerate_recipes.data.rendering import (
 )
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.flags import Range
-from accelerate_recipes.generation import Generated, Sampling, generate_texts, own_draws
+from accelerate_recipes.generation import own_draws
 from accelerate_recipes.positions import max_positions
 from accelerate_recipes.posttraining.objective import Objective, Outputs
-from accelerate_recipes.posttraining.rewards import Reward, weighted
-from accelerate_recipes.posttraining.samples import Samples, expected
+from accelerate_recipes.posttraining.samples import expected
 from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.run import Run
@@ -59,6 +59,17 @@ ADAPTIVE_ENTROPY = (
     "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target",
 )  # fmt: skip
 
+# Settings of `generate` that are decided elsewhere: each token of an answer is drawn by a number of its own.
+OWN_FLAGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "cache_implementation")
+DECIDED = (
+    dict.fromkeys(("max_new_tokens", "max_length", "max_tokens"), "is --max_completion_length")
+    | {name: f"is --{name}" for name in OWN_FLAGS}
+    | dict.fromkeys(("num_return_sequences", "n"), "is --num_generations")
+    | dict.fromkeys(("num_beams", "num_beam_groups", "do_sample", "penalty_alpha"), "does not draw answers")
+    | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), "the model and its tokenizer decide")
+    | dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), "changes what `generate` returns")
+)
+NO_SETTING = "is no setting of `generate`"
 EXPECTED = "expected by the rewards"  # a column of trl's log that no reward has
 
 # Values of --loss_type that average over the tokens of all answers. The others average over answers.
@@ -127,24 +138,31 @@ class GRPOArgs(TrainerArgs):
             found.append(
                 "--entropy_coef is for all tokens, --top_entropy_quantile leaves some out; remove one of the two"
             )
-        try:
-            is_object = isinstance(self.template_settings, dict)
-        except json.JSONDecodeError:
-            is_object = False
-        if not is_object:
-            found.append(
-                f"--chat_template_kwargs is {self.chat_template_kwargs!r}; it must be a JSON object, such as "
-                "'{\"enable_thinking\": false}'"
-            )
-        elif reserved := sorted(RESERVED & {*self.template_settings}):
+        for name, example in (("chat_template_kwargs", "enable_thinking"), ("generation_kwargs", "renormalize_logits")):
+            if as_object(given := getattr(self, name)) is None:
+                found.append(f"--{name} is {given!r}; it must be a JSON object, such as '{{\"{example}\": false}}'")
+        found += [
+            f"--generation_kwargs has {key}, which {why}; remove it"
+            for key in as_object(self.generation_kwargs) or ()
+            if (why := DECIDED.get(key) or ("" if self.use_vllm or hasattr(GenerationConfig(), key) else NO_SETTING))
+        ]
+        if reserved := sorted(RESERVED & {*(self.template_settings or ())}):
             found.append(f"--chat_template_kwargs has {', '.join(reserved)}, which {IS_RESERVED}")
         return found
 
     @property
     def template_settings(self) -> dict[str, Any]:
         """Settings that the chat template gets for every prompt."""
-        given = self.chat_template_kwargs
-        return json.loads(given) if isinstance(given, str) else given or {}
+        return as_object(self.chat_template_kwargs)  # pyright: ignore[reportReturnType]  `problems` refuses None
+
+
+def as_object(given: str | dict | None) -> dict[str, Any] | None:
+    """Return the JSON object that an argument is, or was parsed to; None for another value."""
+    try:
+        found = json.loads(given) if isinstance(given, str) else given or {}
+    except json.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def room_for_prompts(args: GRPOArgs, config: PreTrainedConfig, answer_length: int) -> int:
@@ -205,6 +223,11 @@ def tokenize_prompts(
     return found
 
 
+def end_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict], settings: dict[str, Any]) -> str:
+    """Return the last tokens of a rendered conversation, which may begin the answer; of a prompt that is a text, nothing."""
+    return "" if isinstance(prompt, str) else tokenizer.decode(prompt_alone(tokenizer, prompt, settings)[-20:])  # pyright: ignore
+
+
 class ByOwnNumbers(LogitsProcessor):
     """Logits processor that draws a token for each row, with given random numbers. It leaves this token with probability 1.
 
@@ -255,7 +278,6 @@ class AnswerTrainer(Objective, GRPOTrainer):
         config.beta = self.beta = beta
         # A step draws all its answers at once. The engine divides the loss by their number, so trl must not divide it too.
         self.args.gradient_accumulation_steps = self.args.steps_per_generation = 1
-        self.current_gradient_accumulation_steps = 1
         self._entropy_bonus_enabled = False  # see `sum_parts`
         self.data_collator = as_rows
 
@@ -289,6 +311,9 @@ class AnswerTrainer(Objective, GRPOTrainer):
             self.drawn = split_tensor_dict(answers, len(batches))
         return [drawn | {"row": batch["row"]} for drawn, batch in zip(self.drawn, batches, strict=True)]
 
+    def _get_per_token_logps_and_entropies(self, model: Callable, *args: Any, **more: Any) -> Any:
+        return super()._get_per_token_logps_and_entropies(partial(with_positions, model), *args, **more)
+
     def sum_parts(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         """Sum the parts of trl's loss over the answers of a micro-batch; `count_parts` has the divisor of each part.
 
@@ -314,6 +339,15 @@ class AnswerTrainer(Objective, GRPOTrainer):
         mask = batch["completion_mask"]
         one = torch.ones((), dtype=torch.int64, device=mask.device)
         return torch.stack([len(mask) * one, *[one] * self.aux_loss_enabled, mask.sum()])
+
+
+def with_positions(model: Callable, **inputs: Any) -> Any:
+    """Call a model with the position of each token in its own row, as `generate` does.
+
+    Prompts are padded on the left, and trl 1.16 gives no positions: a model with learned ones would count the padding.
+    """
+    mask = inputs["attention_mask"]
+    return model(**inputs, position_ids=(mask.cumsum(-1) - 1).masked_fill(mask == 0, 0))
 
 
 def as_rows(rows: list[dict]) -> dict[str, list[dict]]:
@@ -382,74 +416,3 @@ class RewardTrainer(AnswerTrainer):
                 f"The chat template ends an answer with {exported.decode(written)!r}, but answers are drawn until {stops}. "
                 "If the model has learned the template, name that end in its generation_config.json (eos_token_id)"
             )
-
-
-class HeldoutAnswers:
-    """Evaluator of a model's answers to held-out prompts, by the rewards of training.
-
-    `samples`, which is given on rank 0, collects the first answers.
-    """
-
-    def __init__(
-        self,
-        run: Run[Any],
-        tokenizer: PreTrainedTokenizerBase,
-        rows: datasets.Dataset,
-        rewards: Sequence[Reward],
-        samples: Samples | None,
-    ):
-        self.run, self.tokenizer, self.rewards, self.samples = run, tokenizer, rewards, samples
-        self.columns = {name: rows[name][:] for name in rows.column_names}
-        self.prompts = self.columns.pop("prompt")
-        self.ids = tokenize_prompts(tokenizer, self.prompts, run.args)
-        self.weights = run.args.reward_weights or [1.0] * len(rewards)
-
-    def evaluate(self, step: int, sampling: Sampling | None = None) -> dict[str, float]:
-        """Measure the means of `reward`, of each reward and of the `length` in tokens, for the most likely or drawn answers.
-
-        Raises:
-            ConfigError: if a reward fails, or if all rewards are None for all answers.
-        """
-        run, args = self.run, self.run.args
-        size, length = args.per_device_eval_batch_size, args.max_completion_length
-        answers = generate_texts(run.accelerator, run.model, self.tokenizer, self.ids, length, size, sampling=sampling)
-        return on_first_rank(lambda: self._score(step, answers, "held out, drawn" if sampling else "held out"))
-
-    def _score(self, step: int, answers: Generated, source: str) -> dict[str, float]:
-        texts, ids = answers
-        said = texts
-        if not isinstance(self.prompts[0], str):
-            said = [[{"role": "assistant", "content": text}] for text in texts]
-        given = {"completion_ids": ids, "log_extra": ignore, "log_metric": ignore, "trainer_state": None} | self.columns
-        values = [reward(self.prompts, said, **given) for reward in self.rewards]
-        names = [reward.__name__ for reward in self.rewards]
-        totals = [weighted(row, self.weights) for row in zip(*values, strict=True)]
-        found = {"reward": totals} | {f"rewards/{name}": row for name, row in zip(names, values, strict=True)}
-        means = {
-            name: sum(numbers) / len(numbers)
-            for name, row in found.items()
-            if (numbers := [value for value in row if value is not None])
-        }
-        if "reward" not in means:
-            raise ConfigError(f"{', '.join(names)} gave None for all {len(texts):,} held-out answers; check the data")
-        if self.samples:
-            shown = range(min(self.run.args.num_samples, len(texts)))
-            self.samples.add(
-                step,
-                source,
-                [
-                    {
-                        "prompt": self.prompts[i],
-                        "completion": texts[i],
-                        "expected": expected({name: column[i] for name, column in self.columns.items()}),
-                        "rewards": dict(zip(names, (row[i] for row in values), strict=True)),
-                    }
-                    for i in shown
-                ],
-            )
-            self.samples.write_page()
-        return means | {"length": sum(map(len, ids)) / len(ids)}
-
-
-def ignore(*_: Any) -> None:
-    """Accept what a reward wants to log, and drop it: an evaluation logs only the rewards."""

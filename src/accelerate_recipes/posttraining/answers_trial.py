@@ -72,7 +72,6 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
         config,
         epsilon_low=args.epsilon,
         epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
-        current_gradient_accumulation_steps=1,
         _entropy_bonus_enabled=False,
         **{name: getattr(args, name) for name in names},
     )

@@ -45,22 +45,23 @@ from accelerate_recipes.checkpoint.check_export import (
     stops_of,
 )
 from accelerate_recipes.data.conversations import TEXT, without_marks
-from accelerate_recipes.data.prepared import check_content, checksum_of_rows
+from accelerate_recipes.data.prepared import check_content, content_of
 from accelerate_recipes.data.rendering import Rendering, added_begin, first_refused
 from accelerate_recipes.data.rows import Rows, StepLoader, StepOrder, make_train_loader, rows_of_step
 from accelerate_recipes.data.shown import NUM_ROWS, HasRows
 from accelerate_recipes.engine import DrawFn, train
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.metrics import Flops
+from accelerate_recipes.posttraining.references import REFERENCE
 from accelerate_recipes.posttraining.settings import TrainerArgs, check_trl_packing, make_model
-from accelerate_recipes.ranks import data_world_size, on_first_of_machine_before_others, on_first_rank
+from accelerate_recipes.ranks import data_world_size, on_first_of_machine_before_others
 from accelerate_recipes.run import Run
-from accelerate_recipes.sequence import IGNORE_INDEX
+from accelerate_recipes.sequence import IGNORE_INDEX, balance_weight
 
 # trl 1.16 uses an old name of transformers 5.23 in every step that generates.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
-REFERENCE = {"ref_chosen_logps", "ref_rejected_logps"}  # columns that DPOTrainer adds
+ROUTING = ("output_router_logits", "router_aux_loss_coef")  # fields of a configuration that trl sets
 
 
 class Collectives:
@@ -85,15 +86,14 @@ def bare(trainer_class: type["Objective"], args: Any, config: PreTrainedConfig, 
     trainer: Any = trainer_class.__new__(trainer_class)
     model: Any = nn.Module()  # in training
     model.is_gradient_checkpointing = False
-    experts, weight = config.get_text_config(), args.router_aux_loss_coef
-    weight = getattr(experts, "router_aux_loss_coef", 0.0) if weight is None else weight
+    weight = weight_of_balance(config, args.router_aux_loss_coef)
     vars(trainer).update(
         args=copy.copy(args),
         model=model,
         accelerator=Collectives(),
         balance=weight,
         router_aux_loss_coef=0.0,
-        aux_loss_enabled=hasattr(experts, "output_router_logits") and weight != 0,
+        aux_loss_enabled=weight > 0,
         _metrics={"train": defaultdict(list)},
         _total_train_tokens=0,
         _tp_size=1,
@@ -105,6 +105,18 @@ def bare(trainer_class: type["Objective"], args: Any, config: PreTrainedConfig, 
     if getattr(args, "disable_dropout", False):
         args.lora_dropout = 0.0  # the trial's model gets its adapters later, by these `args`
     return trainer
+
+
+def weight_of_balance(config: PreTrainedConfig, given: float | None) -> float:
+    """Return the weight of the loss that balances experts: the `given` one, or the model's; 0 without such a loss.
+
+    trl 1.16 reads the number of experts as `num_experts`. The Granites and PhiMoE call it `num_local_experts`; this gives
+    their class the other name too, as classes of transformers do.
+    """
+    text, weight = config.get_text_config(), balance_weight(config)
+    if weight and not hasattr(text, "num_experts"):
+        type(text).attribute_map = type(text).attribute_map | {"num_experts": "num_local_experts"}
+    return given if weight and given is not None else weight
 
 
 class WholeSteps(StepOrder):
@@ -214,6 +226,8 @@ class Objective:
     left_out: ClassVar[set[str]] = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"}
     ended: ClassVar[tuple[str, ...]] = ()  # columns of answers, to which trl adds an end token if they are texts
     order_class: ClassVar[type[StepOrder]] = WholeSteps
+    # The engine divides the loss, so trl must not divide it too; transformers' loop, which sets this, does not run.
+    current_gradient_accumulation_steps = 1
     lengths: np.ndarray | None = None  # lengths of the rows, if micro-batches are padded
     flops_fn: Callable[[PreTrainedModel], Flops] | None = None
     draw: DrawFn | None = None
@@ -241,6 +255,8 @@ class Objective:
         check_trl_packing(config, model)
         run.adapter = add_adapters(model, run.args, new_tokens)
         self.use_cache = model.config.use_cache  # transformers' Trainer switches this off in the model's config
+        text = model.config.get_text_config()
+        routing = {name: getattr(text, name) for name in ROUTING if hasattr(text, name)}
         if not sys.stderr.isatty():  # the log of a job gets plain lines
             os.environ["TQDM_DISABLE"] = "1"  # trl reads this
         self.base_stops = stops_of(model.generation_config)
@@ -270,6 +286,8 @@ class Objective:
             if isinstance(error, TypeError) and "Undefined" not in str(error):
                 raise
             raise ConfigError(f"trl's trainer refuses this run: {error}") from error
+        for name, value in routing.items():  # trl would compute router logits in each forward pass, also of the export
+            setattr(text, name, value)
         # transformers' Trainer does this when training begins, but the rows are compared with the export before that.
         align_special_tokens(self.model, tokenizer)
         for parameter, data in adapter:
@@ -283,7 +301,8 @@ class Objective:
             )
         self.remove_callback(PrinterCallback)
         # `sum_parts` returns the loss that balances experts as a separate part: its mean is over micro-batches, not targets.
-        self.balance, self.router_aux_loss_coef = self.router_aux_loss_coef, 0.0
+        self.balance, self.router_aux_loss_coef = weight_of_balance(model.config, run.args.router_aux_loss_coef), 0.0
+        self.aux_loss_enabled = self.balance > 0
         self.counts["left out"] += len(settings["train_dataset"]) - len(self.train_dataset)
         for name, use in (("train_dataset", "train"), ("eval_dataset", "evaluate")):
             if (rows := settings.get(name)) is not None and not len(getattr(self, name)):
@@ -420,7 +439,7 @@ class Objective:
         own = [name for name in rows.column_names if name not in REFERENCE]
         # Rows that were left out are gone from the table once values are added to it.
         is_flat = rows._indices is None or not getattr(self.run.args, "precompute_ref_log_probs", False)
-        return on_first_rank(lambda: checksum_of_rows(rows if is_flat else rows.flatten_indices(), own))
+        return content_of(rows if is_flat else rows.flatten_indices(), own)
 
     def balances(self, outputs: Outputs) -> list[torch.Tensor]:
         """Return the weighted loss that balances experts in a micro-batch, as a list; the list is empty without experts."""

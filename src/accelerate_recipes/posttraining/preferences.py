@@ -36,9 +36,9 @@ from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.flags import Range
 from accelerate_recipes.life import stop
 from accelerate_recipes.positions import max_positions
-from accelerate_recipes.posttraining.objective import REFERENCE, Objective, Outputs, bare
+from accelerate_recipes.posttraining.objective import Objective, Outputs, bare
+from accelerate_recipes.posttraining.references import REFERENCE, with_reference
 from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs, pad_multiple, with_fused_head
-from accelerate_recipes.pretrained import model_checksum
 from accelerate_recipes.ranks import is_first, on_first_rank, sum_over_ranks
 from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial, config_of, refuse
@@ -76,7 +76,10 @@ class DPOArgs(TrainerArgs):
         found = super().problems(world_size)
         num_micro_batches = self.total_batch_size // self.per_device_train_batch_size
         sorts = [name for name in self.loss_type if name in ("aot", "aot_unpaired")]
-        sorts += ["sft with --use_weighting"] * (self.use_weighting and "sft" in self.loss_type)
+        if self.use_weighting and "sft" in self.loss_type:
+            found.append(
+                "--loss_type sft has a mean over tokens, --use_weighting weighs the pairs of a micro-batch; remove one"
+            )
         if num_micro_batches > 1:
             found += [
                 f"--loss_type {name} compares the pairs of a micro-batch, of which a step has {num_micro_batches}: make "
@@ -219,6 +222,8 @@ class PairTrainer(Objective, DPOTrainer):
         outputs = Outputs(model)
         loss = self.compute_loss(outputs, {name: value for name, value in batch.items() if name != "row"})
         log_probs, number = outputs.last.log_probs, len(batch["input_ids"]) // 2
+        if not self.loss_types:  # `sft` alone: trl's sum of no losses is a plain 0
+            loss = torch.zeros_like(log_probs[0, 0])
         parts = [loss * number, -self.weight_of_sft * log_probs[:number].sum(), *self.balances(outputs)]
         return torch.stack([*parts, torch.zeros_like(parts[1])])
 
@@ -243,19 +248,15 @@ class PairTrainer(Objective, DPOTrainer):
             self.keep_reference()
             return
         stop.listen(self.run.output_dir)
-        args, compute = self.args, super()._precompute_ref_logps
+        args = self.args
         sizes = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
         size, eval_size = (args.precompute_ref_batch_size or size for size in sizes)
-        # trl would also accept cached values of another precision, or of answers that were cut or weighed differently.
-        decided = (self.accelerator.mixed_precision, args.max_length, args.truncation_mode, args.ld_alpha)
-        model = on_first_rank(lambda: model_checksum(self.run.args.base_model or ""))
-        self._precompute_model_hash = f"{model} {decided}"
         self.model.eval()
         # The loader draws a seed for its workers. This must not change the random numbers of training.
         with torch.random.fork_rng([]), without_adapters(self.model):
-            self.train_dataset = compute(self.train_dataset, "train", size)
+            self.train_dataset = with_reference(self, self.train_dataset, size)
             if self.eval_dataset is not None:
-                self.eval_dataset = compute(self.eval_dataset, "eval", eval_size)
+                self.eval_dataset = with_reference(self, self.eval_dataset, eval_size)
 
     def compute_ref_log_probs(self, model: nn.Module, batch: dict[str, torch.Tensor]):
         stop.raise_if_requested(self.accelerator)

@@ -6,12 +6,14 @@ are texts; in conversations, they are lists of messages.
 """
 
 import ast
+import contextlib
 import importlib.util
 import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +28,7 @@ from accelerate_recipes.weights import seed_of
 
 LARGEST = 1e16  # largest reward: trl computes variances in fp32
 BUILT_IN = ("accuracy_reward", "think_format_reward")
+THINK = "<think>"
 MATH_VERIFY = "math-verify==0.9.0"
 # Arguments that trl passes to a reward besides the columns of the data.
 NO_COLUMNS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -111,7 +114,7 @@ class Reward:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         rewards = None
         try:
-            with own_draws(device, seed_of(f"rewards of step {step}", torch.initial_seed())):
+            with restored(), own_draws(device, seed_of(f"rewards of step {step}", torch.initial_seed())):
                 given = self.function(**copied(passed))
                 if not isinstance(given, str | Mapping | Set):
                     rewards = [None if reward is None else float(reward) for reward in given]
@@ -136,6 +139,38 @@ class Reward:
         return rewards
 
 
+@contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """Restore after this context what a user's code may change for the whole process: the folder, and torch's defaults."""
+    here, dtype, device, is_grad_enabled = (
+        os.open(".", os.O_RDONLY), torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(),
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        os.fchdir(here)
+        os.close(here)
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None)
+        torch.set_grad_enabled(is_grad_enabled)
+
+
+def think_format(prompts: list, completions: list[list[dict]], *, opens: bool = False) -> list[float]:
+    """Judge by trl's think_format_reward whole answers: also those whose first `<think>` stands at the end of the prompt.
+
+    `opens` says that the chat template writes it there. A user may write it in a text, or in an answer that is begun.
+    """
+    import trl.rewards
+
+    whole = []
+    for prompt, (message,) in zip(prompts, completions, strict=True):
+        is_begun = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
+        end = prompt if isinstance(prompt, str) else prompt[-1]["content"] if is_begun else THINK * opens
+        whole.append([{"content": THINK * end.rstrip().endswith(THINK) + message["content"]}])
+    return trl.rewards.think_format_reward(whole)
+
+
 def copied(value: Any) -> Any:
     """Copy the lists and dicts in a nested value, because a reward may change them."""
     if isinstance(value, dict):
@@ -143,13 +178,14 @@ def copied(value: Any) -> Any:
     return [copied(entry) for entry in value] if isinstance(value, list) else value
 
 
-def load_rewards(specs: Sequence[str], columns: Sequence[str]) -> list[Reward]:
+def load_rewards(specs: Sequence[str], columns: Sequence[str], end_of_prompts: str = "") -> list[Reward]:
     """Load the functions of --rewards. This runs each of their files once.
 
-    `columns` are the names of the data's columns.
+    `columns` are the names of the data's columns; `end_of_prompts` is what the chat template writes before an answer.
 
     Raises:
-        ConfigError: if a file fails, if a name is no function, or if a function needs a column that the data lack.
+        ConfigError: if a file fails, if a name is no function, if a function needs a column that the data lack, and for
+            think_format_reward where the template leaves no thought to the answer.
     """
     files: dict[str, ModuleType] = {}
     rewards = []
@@ -158,7 +194,15 @@ def load_rewards(specs: Sequence[str], columns: Sequence[str]) -> list[Reward]:
         if not file:
             import trl.rewards  # not at the top, since it imports math-verify
 
-            reward = Reward(name, getattr(trl.rewards, name), takes_messages=True)
+            function = getattr(trl.rewards, name)
+            if name == "think_format_reward":
+                if end_of_prompts.rstrip().endswith("</think>"):
+                    raise ConfigError(
+                        f"--rewards {name}: the chat template ends a prompt with {end_of_prompts[-20:]!r}, so no answer has "
+                        "a thought, and all would get 0; remove it, or let the model think (--chat_template_kwargs)"
+                    )
+                function = partial(think_format, opens=end_of_prompts.rstrip().endswith(THINK))
+            reward = Reward(name, function, takes_messages=True)
         else:
             if file not in files:
                 files[file] = run_file(file)
@@ -183,7 +227,8 @@ def run_file(file: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
-        spec.loader.exec_module(module)
+        with restored():
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # SystemExit of the file would end the run, as if the run had succeeded
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(

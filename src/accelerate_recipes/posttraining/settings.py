@@ -23,6 +23,7 @@ from accelerate_recipes.pretrained import load_text_config
 from accelerate_recipes.probes import Packing, packing_of
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.run import Run
+from accelerate_recipes.sequence import balance_weight
 from accelerate_recipes.slices import source_of
 from accelerate_recipes.weights import initialize, seed_of
 
@@ -173,7 +174,7 @@ def check_trl_packing(config: TrainingArguments, model: PreTrainedModel) -> None
             f"rows that ranks share (parallelism_config_cp_size) need --attn_implementation {DOCUMENTS} in this recipe, and "
             f"it is {attention}; give that if the model can, or set parallelism_config_cp_size to 1"
         )
-    if ranks_a_row() > 1 and getattr(text, "router_aux_loss_coef", 0) and config.router_aux_loss_coef != 0:
+    if ranks_a_row() > 1 and balance_weight(text) and config.router_aux_loss_coef != 0:
         raise ConfigError(
             f"{text.model_type} balances its experts over whole rows, of which a rank has a part; give "
             "--router_aux_loss_coef 0, or set parallelism_config_cp_size to 1"

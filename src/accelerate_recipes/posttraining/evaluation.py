@@ -1,0 +1,86 @@
+"""Evaluation of GRPO: a model's answers to held-out prompts, scored by the rewards of training."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+from transformers import PreTrainedTokenizerBase
+
+from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.generation import Generated, Sampling, generate_texts
+from accelerate_recipes.posttraining.answers import tokenize_prompts
+from accelerate_recipes.posttraining.rewards import Reward, weighted
+from accelerate_recipes.posttraining.samples import Samples, expected
+from accelerate_recipes.ranks import on_first_rank
+from accelerate_recipes.run import Run
+
+
+class HeldoutAnswers:
+    """Evaluator of a model's answers to held-out prompts, by the rewards of training.
+
+    `samples`, which is given on rank 0, collects the first answers.
+    """
+
+    def __init__(
+        self,
+        run: Run[Any],
+        tokenizer: PreTrainedTokenizerBase,
+        rows: datasets.Dataset,
+        rewards: Sequence[Reward],
+        samples: Samples | None,
+    ):
+        self.run, self.tokenizer, self.rewards, self.samples = run, tokenizer, rewards, samples
+        self.columns = {name: rows[name][:] for name in rows.column_names}
+        self.prompts = self.columns.pop("prompt")
+        self.ids = tokenize_prompts(tokenizer, self.prompts, run.args)
+        self.weights = run.args.reward_weights or [1.0] * len(rewards)
+
+    def evaluate(self, step: int, sampling: Sampling | None = None) -> dict[str, float]:
+        """Measure the means of `reward`, of each reward and of the `length` in tokens, for the most likely or drawn answers.
+
+        Raises:
+            ConfigError: if a reward fails, or if all rewards are None for all answers.
+        """
+        run, args = self.run, self.run.args
+        size, length = args.per_device_eval_batch_size, args.max_completion_length
+        answers = generate_texts(run.accelerator, run.model, self.tokenizer, self.ids, length, size, sampling=sampling)
+        return on_first_rank(lambda: self._score(step, answers, "held out, drawn" if sampling else "held out"))
+
+    def _score(self, step: int, answers: Generated, source: str) -> dict[str, float]:
+        texts, ids = answers
+        said = texts
+        if not isinstance(self.prompts[0], str):
+            said = [[{"role": "assistant", "content": text}] for text in texts]
+        given = {"completion_ids": ids, "log_extra": ignore, "log_metric": ignore, "trainer_state": None} | self.columns
+        values = [reward(self.prompts, said, **given) for reward in self.rewards]
+        names = [reward.__name__ for reward in self.rewards]
+        totals = [weighted(row, self.weights) for row in zip(*values, strict=True)]
+        found = {"reward": totals} | {f"rewards/{name}": row for name, row in zip(names, values, strict=True)}
+        means = {
+            name: sum(numbers) / len(numbers)
+            for name, row in found.items()
+            if (numbers := [value for value in row if value is not None])
+        }
+        if "reward" not in means:
+            raise ConfigError(f"{', '.join(names)} gave None for all {len(texts):,} held-out answers; check the data")
+        if self.samples:
+            shown = range(min(self.run.args.num_samples, len(texts)))
+            self.samples.add(
+                step,
+                source,
+                [
+                    {
+                        "prompt": self.prompts[i],
+                        "completion": texts[i],
+                        "expected": expected({name: column[i] for name, column in self.columns.items()}),
+                        "rewards": dict(zip(names, (row[i] for row in values), strict=True)),
+                    }
+                    for i in shown
+                ],
+            )
+            self.samples.write_page()
+        return means | {"length": sum(map(len, ids)) / len(ids)}
+
+
+def ignore(*_: Any) -> None:
+    """Accept what a reward wants to log, and drop it: an evaluation logs only the rewards."""
