@@ -175,7 +175,7 @@ def fields_by_layer(
     """Take the fields that differ between layers, as in Gemma 4, out of a configuration; return them by chosen layer."""
     if not getattr(text, "is_heterogeneous", False):  # transformers before 5.23 does not know this
         return None
-    layers, names = text.per_layer_config, [*text.per_layer_attributes]
+    layers, names = text.per_layer_config, [*(text.per_layer_attributes or ())]
     found = {new: {name: sizes.get(name, getattr(layers[i], name)) for name in names} for new, i in enumerate(chosen)}
     text.per_layer_config = None
     return found

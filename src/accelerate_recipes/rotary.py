@@ -110,6 +110,9 @@ def by_length(
             module.register_buffer(f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False)
             setattr(module, f"{prefix}max_seq_len_cached", original)
         made = forward(x, torch.where(group, positions, 0), **of_layer)  # the largest of these positions decides
-        found = made if found is None else tuple(map(partial(torch.where, group[..., None]), made, found))
+        found = (
+            made if found is None else [torch.where(group[..., None], *pair) for pair in zip(made, found, strict=True)]
+        )
     assert found is not None
-    return found
+    cos, sin = found
+    return cos, sin
