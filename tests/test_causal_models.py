@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,10 +14,23 @@ from helpers import ROOT, read_metrics
 from tiny import tiny_config, tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    CodeGenConfig,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    LlamaConfig,
+    MiMoV2FlashConfig,
+    ModernBertDecoderConfig,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+)
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from accelerate_recipes import probes, sharing
+from accelerate_recipes.attention import choose
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import tokenize_games
@@ -26,6 +40,7 @@ from accelerate_recipes.losses import check_document_mask
 from accelerate_recipes.mixers import unpack_documents
 from accelerate_recipes.models import load_model
 from accelerate_recipes.positions import check_length, max_positions
+from accelerate_recipes.posttraining.settings import check_trl_packing
 from accelerate_recipes.probes import Packing, mixers_in, packing_of
 from accelerate_recipes.tokenizers import load_tokenizer
 
@@ -266,8 +281,57 @@ def test_a_model_that_no_tiny_one_stands_for_is_tried_itself(monkeypatch):
     monkeypatch.setattr(probes, "_packing", {})
     model = tiny_model("opt")
     assert packing_of(model.config) is Packing.UNKNOWN
-    with pytest.raises(ConfigError, match="opt models do not keep attention inside"):
+    with pytest.raises(ConfigError, match=r"opt models do not keep attention inside .*, and a mask could not be tried"):
         check_document_mask(model, torch.device("cpu"))
+    with pytest.raises(
+        ConfigError, match=r"no tiny opt could be made .* nothing says whether it keeps to the documents"
+    ):
+        check_trl_packing(SimpleNamespace(packing=True, packing_strategy="bfd", router_aux_loss_coef=0.0), model)
+    assert any("no tiny llama could be made" in said for said in sharing.model_sharing_problems(LlamaConfig(), 2))
+
+
+def gemma4(**fields: object) -> Gemma4TextConfig:
+    """Make the configuration of a published Gemma 4, with fewer layers."""
+    kinds = ["sliding_attention"] * 2 + ["full_attention"]
+    return Gemma4TextConfig(num_hidden_layers=9, layer_types=kinds * 3, **fields)
+
+
+EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma3nTextConfig(),
+        gemma4(num_kv_shared_layers=6, use_double_wide_mlp=True),  # E2B
+        gemma4(num_global_key_value_heads=2, attention_k_eq_v=True, num_attention_heads=16, **EXPERTS),  # 26B-A4B
+        MiMoV2FlashConfig(),
+        ModernBertDecoderConfig(),
+        CodeGenConfig(),
+        RobertaConfig(is_decoder=True),
+    ],
+    ids=[
+        "Gemma 3n",
+        "Gemma 4 E2B",
+        "Gemma 4 26B-A4B",
+        "MiMo",
+        "ModernBERT",
+        "CodeGen",
+        "a padding that counts positions",
+    ],
+)
+def test_a_tiny_model_of_unusual_sizes(config):
+    """Sizes by kind of layer, keys and values of other layers, a padding that must be a token."""
+    config._attn_implementation = choose("auto", config, torch.float32)[0]
+    model = probes.tiny_model(config, config._attn_implementation)
+    assert model is not None and sum(parameter.numel() for parameter in model.parameters()) < 5e7
+    if isinstance(config, Gemma4TextConfig):
+        kinds = ["sliding_attention", "full_attention"]
+        assert model.config.layer_types == kinds * (2 if config.num_kv_shared_layers else 1)
+        assert model.config.num_kv_shared_layers == (2 if config.num_kv_shared_layers else 0)
+        widths = [layer.self_attn.head_dim for layer in model.model.layers]
+        assert widths == [256, 512] * (len(widths) // 2)
+    assert packing_of(config) is not Packing.UNKNOWN
 
 
 def test_a_tokenizer_without_an_end_token(tmp_path):

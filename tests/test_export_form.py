@@ -25,7 +25,7 @@ from transformers import (
 
 from accelerate_recipes import base, recipe
 from accelerate_recipes.adapters import add_adapters, merged
-from accelerate_recipes.base import check_export_form, described, differences, is_decoder, open_base
+from accelerate_recipes.base import check_export_form, described, form_differences, is_decoder, open_base
 from accelerate_recipes.checkpoint import files, weight_files
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.encoder_decoders import ENCODER_DECODER
@@ -41,10 +41,10 @@ def compared(monkeypatch) -> list[list[str]]:
     found = []
 
     def record(*args: object) -> list[str]:
-        found.append(differences(*args))
+        found.append(form_differences(*args))
         return found[-1]
 
-    monkeypatch.setattr(weight_files, "differences", record)
+    monkeypatch.setattr(weight_files, "form_differences", record)
     return found
 
 
@@ -153,7 +153,14 @@ def test_another_form_is_an_error_before_the_first_step_and_at_the_export(tmp_pa
     assert not any("an export of" in problem for problem in recipe.check_models(args, c4.requirements(args))[1])
 
 
-@pytest.mark.parametrize("name", ROWS)
+# Others are tried by the slow tests.
+SAMPLE = (
+    "Llama 3", "Qwen3-MoE", "GPT-OSS", "DeepSeek V3", "Llama 4", "Jamba", "Zamba2", "FLAN-T5", "BART", "Gemma 4, composite",
+    "Qwen3.5-MoE, composite",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.slow) for n in ROWS])
 def test_models_of_the_table_have_the_form_of_their_files(name, tmp_path):
     kinds = {"": (AutoModelForCausalLM, CAUSAL)} | dict.fromkeys(COMPOSITES, (AutoModelForImageTextToText, CAUSAL))
     auto, kind = (kinds | dict.fromkeys(ENCODER_DECODERS, (AutoModelForSeq2SeqLM, ENCODER_DECODER))).get(

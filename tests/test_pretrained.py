@@ -143,6 +143,11 @@ def prefixed(prefix: str):
     return lambda weights: {prefix + name: weight for name, weight in weights.items()}
 
 
+def wrapped(part: str):
+    """Put a wrapper of the layers into the names of their weights; others, such as the embedding, have none."""
+    return lambda weights: {re.sub(r"(layers\.\d+\.)", rf"\1{part}", name): weight for name, weight in weights.items()}
+
+
 @pytest.mark.parametrize(
     "name, by, change, reasons",
     [
@@ -150,6 +155,9 @@ def prefixed(prefix: str):
         ("tied", "c4", lambda weights: weights | {"v_head.weight": torch.ones(2)}, ["not in such a model: v_head.weight"]),
         ("tied", "c4", lambda weights: weights | {"model.norm.weight": torch.ones(9)}, ["model.norm.weight (9,) instead of (16,)"]),
         ("tied", "c4", prefixed("_orig_mod."), ["_orig_mod., which they have from torch.compile", "and 12 more", "random values"]),
+        ("tied", "c4", wrapped("_fsdp_wrapped_module."), ["hold _fsdp_wrapped_module., which they have from FSDP: remove it"]),
+        ("tied", "c4", wrapped("_checkpoint_wrapped_module."), ["hold _checkpoint_wrapped_module., which they have from activation checkpointing"]),
+        ("tied", "c4", wrapped("_orig_mod."), ["hold _orig_mod., which they have from torch.compile"]),
         ("tied", "c4", prefixed("module."), ["module., which they have from DDP: save the state dict of `model.module`"]),
         ("tied", "c4", prefixed("base_model.model."), ["from PEFT: save what `model.merge_and_unload()` returns"]),
         ("mixtral", "c4", without("lm_head.weight"), ["random values: lm_head.weight"]),
@@ -223,6 +231,10 @@ def index_of(folder: Path, change) -> None:
         ("tied", lambda folder: cut(folder, "model.safetensors", 0), "cannot be read: .*; it has 0 bytes, and is cut, damaged"),
         ("tied", lambda folder: (folder / "model.safetensors").write_text(POINTER), "lacks model.safetensors .it is a git-LFS"),
         ("tied", lambda folder: (folder / "model.safetensors").unlink(), "but lacks model.safetensors"),
+        ("llama", lambda folder: (folder / "model.safetensors.index.json").unlink(), r"lacks model.safetensors.index.json \(it says which weights are in model-00001-of-"),
+        ("tied", lambda folder: (folder / "model.safetensors").rename(folder / "consolidated.00.pth"), r"lacks model.safetensors \(consolidated.00.pth is in a format"),
+        ("tied", lambda folder: (folder / "model.safetensors").rename(folder / "Q4_K_M.gguf"), r"lacks model.safetensors \(Q4_K_M.gguf is for llama.cpp; give the same"),
+        ("tied", lambda folder: [(folder / name).write_text(POINTER) for name in ("pytorch_model.bin", "rust_model.onnx")], "^$"),  # not read
         ("tied", lambda folder: (folder / "tokenizer.json").write_text(POINTER), "lacks tokenizer.json .it is a git-LFS"),
         ("tied", lambda folder: cut(folder, "tokenizer.json", 100), "the tokenizer of .* cannot be loaded"),
         ("tied", lambda folder: (folder / "tokenizer.json").unlink(), "the tokenizer of .* cannot be loaded"),

@@ -105,7 +105,7 @@ def as_in_files(
     return own | (revert_weight_conversion(model, others) if others else {})
 
 
-def differences(
+def form_differences(
     model: PreTrainedModel, base: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor], tied: Collection[str]
 ) -> list[str]:
     """List how the tensors of an export differ in name, shape or kind of number from those of its base, unless it is meant.
@@ -129,7 +129,7 @@ def differences(
         kinds = [{tensor.is_floating_point() for tensor in side.values()} for side in (theirs, ours)]
         is_same = shapes[0] == shapes[1] if theirs.keys() == ours.keys() else theirs and ours and sizes[0] == sizes[1]
         if not is_same or kinds[0] != kinds[1]:
-            found.append(f"{in_words(theirs)} in the base, {in_words(ours)} in the export")
+            found.append(f"{with_shapes(theirs)} in the base, {with_shapes(ours)} in the export")
     return found
 
 
@@ -179,7 +179,7 @@ def check_one_dtype(model: PreTrainedModel, name: str) -> None:
         )
 
 
-def in_words(tensors: Mapping[str, torch.Tensor]) -> str:
+def with_shapes(tensors: Mapping[str, torch.Tensor]) -> str:
     """Name tensors with their shapes and dtypes, at most two."""
     said = [f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in sorted(tensors.items())]
     more = f" and {len(said) - 2} more" if len(said) > 2 else ""
@@ -196,7 +196,7 @@ def check_export_form(model: PreTrainedModel, name: str) -> None:
     with torch.device("meta"):
         plain = type(model)(model.config)
     written = as_in_files(plain, plain.state_dict(), base.files if base.rest and is_decoder(model) else ())
-    if found := differences(plain, base.weights, written, plain.all_tied_weights_keys):
+    if found := form_differences(plain, base.weights, written, plain.all_tied_weights_keys):
         raise ConfigError(
             f"an export of {name} would not have the form of its files, so that other programs might not read it: "
             f"{'; '.join(found[:NUM_NAMED])}; give another model, or train adapters alone (--use_peft)"

@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 from accelerate_recipes.attention import READ_BOUNDARIES, boundaries, boundary_arguments, document_masks
 from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.probes import CROSSES, Packing, check_packing, packing_of, unwrapped
+from accelerate_recipes.probes import Packing, check_packing, crosses, packing_of, unwrapped
 from accelerate_recipes.sequence import IGNORE_INDEX, balance_of_rows, balance_weight, whole_rows
 
 # Size of a chunk of logits: BYTES_OF_A_WORD for each word of the vocabulary or, if more, the size of the hidden states in
@@ -157,7 +157,7 @@ def check_document_mask(model: nn.Module, device: torch.device) -> None:
     model.train()
     is_exact = next(model.parameters()).dtype == torch.float32 and not computes_in_bf16()
     if (one - other).norm() > (1e-5 if is_exact else 0.01) * one.norm():
-        raise ConfigError(CROSSES.format(unwrapped(model).config.model_type))
+        raise ConfigError(crosses(unwrapped(model).config))
 
 
 def sequence_to_sequence_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -44,9 +44,13 @@ MASKS = (".attn.bias", ".attention.bias", ".masked_bias")  # constants of attent
 NUM_VALUES = 1024  # values of each weight by which a model is recognised
 TEXTS = ("*.json", "*.jinja", "*.model", "*.txt")  # files of settings and tokenizers
 RESULTS = (cache.MANIFEST, "evaluation.json")  # an evaluation of an export writes them
-# Wrappers that put a prefix before the names of all weights, and the way to save weights without it.
+# What wrappers put before or into names of weights, and the way to save weights without it.
+PARTS = {
+    "_orig_mod.": "torch.compile: save the state dict of `model._orig_mod`, or remove it from the names",
+    "_fsdp_wrapped_module.": "FSDP: remove it from the names",
+    "_checkpoint_wrapped_module.": "activation checkpointing: remove it from the names",
+}
 PREFIXES = {
-    "_orig_mod.": "torch.compile: save the state dict of `model._orig_mod`",
     "module.": "DDP: save the state dict of `model.module`",
     "base_model.model.": "PEFT: save what `model.merge_and_unload()` returns",
 }
@@ -234,11 +238,13 @@ def loaded_on_meta(model: PreTrainedModel, name: str, kind: Kind) -> PreTrainedM
             problems.append(f"{kind_of_problem}: {first_names(names)}")
     if problems:
         prefix = next((prefix for prefix in PREFIXES if all(weight.startswith(prefix) for weight in weights)), None)
-        problems.append(
-            f"all names in the files begin with {prefix}, which they have from {PREFIXES[prefix]}"
-            if prefix
-            else "config.json and the weights must be of one model, and whole; copy or save it again, or give another"
-        )
+        part = next((part for part in PARTS if any(part in weight for weight in weights)), None)
+        remedy = "config.json and the weights must be of one model, and whole; copy or save it again, or give another"
+        if part:
+            remedy = f"names in the files hold {part}, which they have from {PARTS[part]}"
+        elif prefix:
+            remedy = f"all names in the files begin with {prefix}, which they have from {PREFIXES[prefix]}"
+        problems.append(remedy)
         title = f"the weights of {name} are not those of a {type(model).__name__}:"
         raise ConfigError("\n      ".join([title, *problems]))
     return loaded

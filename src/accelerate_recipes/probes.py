@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -17,8 +18,7 @@ from accelerate_recipes.mixers import unpack_documents
 from accelerate_recipes.sequence import whole_rows
 
 CROSSES = (
-    "{} models do not keep attention inside a document of a packed row, not even with a mask; give --no_document_mask, or "
-    "another model"
+    "{} models do not keep attention inside a document of a packed row, {}; give --no_document_mask, or another model"
 )
 
 # Errors of models for arguments that they do not take.
@@ -30,6 +30,10 @@ WINDOWS = (
     "window_size", "index_topk",
 )  # fmt: skip
 WINDOW = 4
+# Heads of a tiny model, and of its keys and values, where 2 and 2 cannot be: CodeGen computes four at a time, and some
+# layers of MiMo have twice as many of keys and values as the configuration says.
+UNUSUAL_HEADS = {"codegen": (4, 4), "mimo_v2_flash": (2, 1)}
+UNTRIED = "no tiny {} could be made and tried, so nothing says whether"
 
 
 class Packing(Enum):
@@ -89,7 +93,8 @@ def examined(config: PreTrainedConfig) -> tuple[Packing, frozenset[str]]:
     elif attention not in ("sdpa", "eager"):  # flex_attention would be compiled; its masks come from the same functions
         attention = unsupported_kernels(config).get("sdpa", "sdpa")
     kinds = tuple(sorted(set(getattr(text, "layer_types", None) or ())))
-    key = (type(config), attention, kinds, getattr(text, "sliding_window", None) is None)
+    fields = (vars(text).get(name) in (None, 0) for name in (*WINDOWS, "num_kv_shared_layers"))
+    key = (type(config), attention, kinds, *fields)
     if key not in _packing:
         _packing[key] = examined_anew(config, attention)
     return _packing[key]
@@ -132,16 +137,25 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
             if not any(isinstance(entry, float) for entry in value)
         }
         kinds = list(zip(*lists.values(), strict=True)) or list(getattr(text, "layer_types", None) or ())
+        # The last layers may take keys and values from earlier ones of their kind.
+        shared = getattr(text, "num_kv_shared_layers", None) or 0
+        kinds = [(kind, i >= layers - shared) for i, kind in enumerate(kinds)]
         chosen = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]] or list(range(min(2, layers)))
         if not lists:  # the kind of a layer follows from its index: keep all layers up to the last kind
             chosen = list(range(max(2, chosen[-1] + 1)))
-        sizes = sizes_of_tiny(text, len(chosen)) | {name: [value[i] for i in chosen] for name, value in lists.items()}
+        sizes = sizes_of_tiny(text, len(chosen))
+        # Some configurations list sizes by layer.
+        sizes |= {name: [sizes.get(name, value[i]) for i in chosen] for name, value in lists.items()}
+        sizes["num_kv_shared_layers"] = sum(i >= layers - shared for i in chosen)
         if getattr(text, "hybrid_layer_ids", None):  # Zamba2's
             sizes["hybrid_layer_ids"] = [i for i, kind in enumerate(sizes["layers_block_type"]) if kind == "hybrid"]
+        by_layer = fields_by_layer(text, chosen, sizes)
         for name, value in sizes.items():
             if getattr(text, name, None) is not None:
                 setattr(text, name, value)
-        text.pad_token_id = None
+        if by_layer:
+            text.per_layer_config = by_layer
+        text.pad_token_id = sizes["vocab_size"] - 1  # a token of no document; some classes need one
         vars(config).pop("quantization_config", None)
         with torch.random.fork_rng([]), torch.device("cpu"):
             torch.manual_seed(0)
@@ -155,21 +169,36 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
     return model.eval()
 
 
-def sizes_of_tiny(text: PreTrainedConfig, layers: int) -> dict[str, int]:
+def fields_by_layer(
+    text: PreTrainedConfig, chosen: Sequence[int], sizes: Mapping[str, Any]
+) -> dict[int, dict[str, Any]] | None:
+    """Take the fields that differ between layers, as in Gemma 4, out of a configuration; return them by chosen layer."""
+    if not getattr(text, "is_heterogeneous", False):  # transformers before 5.23 does not know this
+        return None
+    layers, names = text.per_layer_config, [*(text.per_layer_attributes or ())]
+    found = {new: {name: sizes.get(name, getattr(layers[i], name)) for name in names} for new, i in enumerate(chosen)}
+    text.per_layer_config = None
+    return found
+
+
+def sizes_of_tiny(text: PreTrainedConfig, layers: int) -> dict[str, Any]:
     """Choose the sizes of a tiny model; sizes that a configuration derives from others are derived here in the same way.
 
     Windows of attention become shorter than the documents of a probe, since a model may lose them in packed rows.
     """
-    hidden = 2 * max(map(width_of_heads, of_layers(text))) if getattr(text, "num_attention_heads", None) else 128
+    has_heads = getattr(of_layers(text)[0], "num_attention_heads", None)
+    hidden = 2 * max(map(width_of_heads, of_layers(text))) if has_heads else 128
+    heads, groups = UNUSUAL_HEADS.get(text.model_type, (2, 2))
     sizes = {
-        "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": hidden,
         "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 32, "initializer_range": 0.2,
         "embedding_dim": hidden, "linear_num_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
         "linear_head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "mamba_num_heads": 2,
         "mamba_n_groups": 1, "mamba_ngroups": 1, "n_groups": 1, "chunk_size": 8, "mamba_chunk_size": 8,
+        "vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 16,
     }  # fmt: skip
     for name in WINDOWS:
-        if isinstance(window := getattr(text, name, None), int) and window > WINDOW:
+        if isinstance(window := vars(text).get(name), int) and window > WINDOW:
             sizes[name] = WINDOW
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         sizes[name] = min(32, getattr(text, name, None) or 0)
@@ -178,9 +207,9 @@ def sizes_of_tiny(text: PreTrainedConfig, layers: int) -> dict[str, int]:
         sizes["attention_head_dim"] = sizes["attention_hidden_size"] // 2
     inner = hidden * (getattr(text, "mamba_expand", None) or getattr(text, "expand", None) or 0)
     if inner:  # of a state space
-        heads = {"mamba_n_heads": "mamba_d_head"}
-        heads |= {} if getattr(text, "num_attention_heads", None) else {"num_heads": "head_dim"}
-        sizes |= {name: inner // (getattr(text, width, None) or 1) for name, width in heads.items()}
+        of_mamba = {"mamba_n_heads": "mamba_d_head"}
+        of_mamba |= {} if has_heads else {"num_heads": "head_dim"}
+        sizes |= {name: inner // (getattr(text, width, None) or 1) for name, width in of_mamba.items()}
         sizes |= {"mamba_d_ssm": inner, "mamba_headdim": inner // (getattr(text, "n_mamba_heads", None) or 1)}
     return sizes
 
@@ -271,15 +300,17 @@ def classes_that_mix(model: nn.Module, with_masks: bool, **inputs: Any) -> froze
 
 
 @torch.no_grad()
-def shares_in_small(config: PreTrainedConfig) -> bool:
+def shares_in_small(config: PreTrainedConfig) -> bool | None:
     """Tell whether a tiny model of this configuration, apart from attention, computes parts of a row as in the whole row.
+
+    None if no tiny model can be made.
 
     `sequence` exchanges data for attention, so here an attention that sees only the position itself replaces it.
     """
     group = {"sequence_group": None, "use_cache": False}
     model = tiny_model(config, "alone", sequence_group=None)
     if model is None:
-        return False
+        return None
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
         tokens, positions = torch.arange(12)[None], torch.arange(12)[None]
         try:
@@ -297,4 +328,11 @@ def shares_in_small(config: PreTrainedConfig) -> bool:
 def check_packing(config: PreTrainedConfig) -> None:
     """Raise ConfigError for a class of models that lets attention cross the documents of a packed row."""
     if packing_of(config) is Packing.NONE:
-        raise ConfigError(CROSSES.format(config.model_type))
+        raise ConfigError(crosses(config))
+
+
+def crosses(config: PreTrainedConfig) -> str:
+    """Say that attention crosses the documents of a packed row, and what was tried."""
+    is_tried = packing_of(config) is not Packing.UNKNOWN
+    how = "not even with a mask" if is_tried else "and a mask could not be tried, since no tiny one could be made"
+    return CROSSES.format(config.model_type, how)

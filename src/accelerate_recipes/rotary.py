@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 KINDS = ("dynamic", "longrope")
 
 
-class Texts(NamedTuple):
-    """For each token of a batch, (B, T): the length of its document, and the place in the row where that begins."""
+class TextPlaces(NamedTuple):
+    """Length of the document of each token of a batch, (B, T), and the place in the row where that document begins."""
 
     lengths: torch.Tensor
     starts: torch.Tensor
 
 
-_texts: Texts | None = None  # of the batch that a model is computing
+_texts: TextPlaces | None = None  # of the batch that a model is computing
 
 
 def kinds_of(module: nn.Module) -> set[str]:
@@ -43,26 +43,26 @@ def embed_by_length(model: nn.Module) -> list[nn.Module]:
     for module in found:
         module.forward = partial(by_length, module, module.forward)
     if found:
-        model.register_forward_pre_hook(begin, with_kwargs=True)
-        model.register_forward_hook(end, always_call=True)
+        model.register_forward_pre_hook(begin_texts, with_kwargs=True)
+        model.register_forward_hook(end_texts, always_call=True)
     return found
 
 
-def texts_of(inputs: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None) -> Texts:
+def texts_of(inputs: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None) -> TextPlaces:
     """Find the documents of a batch: a row with padding is one; in packed rows a document begins where a position is 0."""
     places = torch.arange(inputs.shape[1], device=inputs.device).expand(inputs.shape[:2])
     if mask is not None:
         lengths, starts = mask.long().sum(1, keepdim=True), mask.long().argmax(1, keepdim=True)
-        return Texts(lengths.clamp(min=1).expand_as(places), starts.expand_as(places))
+        return TextPlaces(lengths.clamp(min=1).expand_as(places), starts.expand_as(places))
     begins = torch.zeros_like(places, dtype=torch.bool) if positions is None else (positions == 0).expand_as(places)
     begins = begins | (places == 0)
     numbers = begins.flatten().cumsum(0) - 1
     lengths = torch.bincount(numbers)[numbers].view(places.shape)
-    return Texts(lengths, torch.where(begins, places, 0).cummax(1).values)
+    return TextPlaces(lengths, torch.where(begins, places, 0).cummax(1).values)
 
 
 @torch.compiler.disable
-def begin(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+def begin_texts(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
     """Find the texts of the batch before a model computes it. While it generates, transformers decides."""
     global _texts
     inputs = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
@@ -77,7 +77,7 @@ def begin(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 @torch.compiler.disable
-def end(*_: Any) -> None:
+def end_texts(*_: Any) -> None:
     global _texts
     _texts = None
 
@@ -110,6 +110,9 @@ def by_length(
             module.register_buffer(f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False)
             setattr(module, f"{prefix}max_seq_len_cached", original)
         made = forward(x, torch.where(group, positions, 0), **of_layer)  # the largest of these positions decides
-        found = made if found is None else tuple(map(partial(torch.where, group[..., None]), made, found))
+        found = (
+            made if found is None else [torch.where(group[..., None], *pair) for pair in zip(made, found, strict=True)]
+        )
     assert found is not None
-    return found
+    cos, sin = found
+    return cos, sin

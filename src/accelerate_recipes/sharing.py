@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from accelerate_recipes.attention import CHUNKS, DOCUMENTS, OWN, SINKS, SOFTCAP, beyond_documents, of_layers
 from accelerate_recipes.errors import ConfigError, raise_problems
-from accelerate_recipes.probes import shares_in_small, tiny_model
+from accelerate_recipes.probes import UNTRIED, shares_in_small, tiny_model
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.sequence import balance_of_rows, balance_weight
 
@@ -37,7 +37,9 @@ def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
         )
     if asked := [what for what in beyond_documents(config) if what in (SOFTCAP, SINKS, CHUNKS, OWN)]:
         found.append(f"{name} has {', '.join(asked)}; set parallelism_config_cp_size to 1")
-    elif not shares_in_small(config):
+    elif (shares := shares_in_small(config)) is None:
+        found.append(f"{UNTRIED.format(name)} ranks can share its rows; set parallelism_config_cp_size to 1")
+    elif not shares:
         found.append(
             f"layers of {name} mix positions beside attention (a linear attention, a state space, a convolution), or do not "
             "call attention by transformers' interface: a rank would see only its part of a row; set "

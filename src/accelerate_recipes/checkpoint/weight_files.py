@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from accelerate_recipes import adapters
-from accelerate_recipes.base import Base, as_in_files, differences, kept_in_fp32, parts_in_files
+from accelerate_recipes.base import Base, as_in_files, form_differences, kept_in_fp32, parts_in_files
 from accelerate_recipes.checkpoint.published import COMPOSITE
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
 from accelerate_recipes.composites import layers_in_whole, name_in_whole, places_of_parts
@@ -56,7 +56,7 @@ def write_safetensors(
         for part in parts:
             sources.setdefault(part, []).append(weight)
 
-    if base and (found := differences(model, base.weights, tensors, tied)):
+    if base and (found := form_differences(model, base.weights, tensors, tied)):
         raise ConfigError(
             f"{checkpoint} cannot be exported: weights would be written in another form than the run began with: "
             f"{'; '.join(found[:NUM_NAMED])}. The checkpoint is whole, and stays"

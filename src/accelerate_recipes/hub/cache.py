@@ -31,6 +31,9 @@ MANIFEST = "accelerate_recipes.json"
 WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
+# Endings of files of weights, also in formats that are not read; and parts of weights, which an index names.
+FORMATS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 # Builders with which `datasets` reads files, by the suffixes of the files.
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 POINTED_AT = (".jpg", ".jpeg", ".png", ".webp", ".tar")
@@ -252,14 +255,31 @@ def lacking_of_model(place: Path, weights: bool) -> list[str]:
     Raises:
         ConfigError: for an index of weights that cannot be read.
     """
-    pointers = [path.name for path in place.iterdir() if is_pointer(path)]
-    found = [f"{name} (it is a git-LFS pointer; `git lfs pull` gets the file)" for name in sorted(pointers)]
+    pointers = {path.name for path in place.iterdir() if is_pointer(path)}
+    names = ["config.json"] if any("index.json" in name for name in pointers) else ["config.json", *weight_files(place)]
+    # A clone may hold pointers to weights in other formats, which are not read.
+    needed = {name for name in pointers if not name.endswith(FORMATS) or (weights and name in names)}
+    found = [f"{name} (it is a git-LFS pointer; `git lfs pull` gets the file)" for name in sorted(needed)]
     if not weights:
         return found if any((place / name).is_file() for name in TOKENIZERS) else [*found, "tokenizer.json"]
     if (place / "adapter_config.json").is_file() and not (place / "config.json").is_file():
         return ["a whole model, as it holds adapters: `python -m accelerate_recipes export --merge_adapter` makes one"]
-    names = ["config.json"] if any("index.json" in name for name in pointers) else ["config.json", *weight_files(place)]
-    return found + [name for name in names if not (place / name).is_file()]
+    lost = [name for name in names if not (place / name).is_file()]
+    return found + [without_weights(place) if name == WEIGHTS[0] else name for name in lost]
+
+
+def without_weights(place: Path) -> str:
+    """Describe the weights that a folder lacks, by what it holds instead."""
+    names = sorted(path.name for path in place.iterdir() if path.is_file() and not is_pointer(path))
+    if shards := [name for name in names if SHARD.fullmatch(name)]:
+        stem, end = shards[0].split("-")[0], shards[0].rpartition(".")[2]
+        return (
+            f"{stem}.{end}.index.json (it says which weights are in {shards[0]} and its like; copy or download it too)"
+        )
+    if other := next((name for name in names if name.endswith(FORMATS)), None):
+        said = "is for llama.cpp" if other.endswith(".gguf") else "is in a format that is not read here"
+        return f"{WEIGHTS[0]} ({other} {said}; give the same model in the format of transformers)"
+    return WEIGHTS[0]
 
 
 def weight_files(place: Path) -> list[str]:

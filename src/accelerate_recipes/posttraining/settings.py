@@ -20,7 +20,7 @@ from accelerate_recipes.flags import Range
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models import load_model, new_model
 from accelerate_recipes.pretrained import load_text_config
-from accelerate_recipes.probes import Packing, packing_of
+from accelerate_recipes.probes import UNTRIED, Packing, packing_of
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.run import Run
 from accelerate_recipes.sequence import balance_weight
@@ -180,7 +180,13 @@ def check_trl_packing(config: TrainingArguments, model: PreTrainedModel) -> None
             "--router_aux_loss_coef 0, or set parallelism_config_cp_size to 1"
         )
     is_packed = getattr(config, "packing", False) and config.packing_strategy != "wrapped"
-    if (is_packed or getattr(config, "padding_free", False)) and packing_of(model.config) is not Packing.POSITIONS:
+    packing = packing_of(model.config) if is_packed or getattr(config, "padding_free", False) else Packing.POSITIONS
+    if packing is Packing.UNKNOWN:
+        untried = UNTRIED.format(model.config.model_type)
+        raise ConfigError(
+            f"{untried} it keeps to the documents of a packed row; leave out --packing and --padding_free"
+        )
+    if packing is not Packing.POSITIONS:
         raise ConfigError(
             f"{model.config.model_type} models do not see from the positions of a packed row where its documents begin, "
             "and trl gives them no mask: attention would cross them; leave out --packing and --padding_free"
