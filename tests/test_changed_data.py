@@ -78,10 +78,10 @@ def test_a_tokenizer_with_other_special_tokens_makes_its_own_rows(tmp_path):
     moves = [("e2e4", second) for second in ("e7e5", "c7c5", "e7e6", "c7c6", "d7d5", "g8f6", "g7g6", "b8c6")]
     games, pairs = tmp_path / "games.jsonl", tmp_path / "pairs.jsonl"
     games.write_text("".join(json.dumps({"Moves": game}) + "\n" for game in moves))
-    pairs.write_text("".join(json.dumps({"source": first, "target": second}) + "\n" for first, second in moves[1:]))
+    pairs.write_text("".join(json.dumps({"source": second, "target": first}) + "\n" for first, second in moves))
     others = GamesArgs(train_files=[str(games)], heldout_share=0.5, num_positions=3, data_cache_dir=str(tmp_path))
     of_pairs = PairArgs(
-        train_files=[str(pairs)], eval_files=[str(pairs)], source_column="source", target_column="target", dataset_config="",
+        train_files=[str(pairs)], heldout_share=0.5, source_column="source", target_column="target", dataset_config="",
         data_cache_dir=str(tmp_path),
     )  # fmt: skip
     base, answers, other_begin = (

@@ -22,7 +22,8 @@ from PIL import Image
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.augmentation import Augmentation, decode, image_size, random_box
 from accelerate_recipes.data.files import class_names
-from accelerate_recipes.data.images import ImageArgs, Images, Labelled, collate_images, groups_of_alike, load_images
+from accelerate_recipes.data.image_sides import Labelled, groups_of_alike
+from accelerate_recipes.data.images import ImageArgs, Images, collate_images, load_images
 from accelerate_recipes.data.prepared import check_content
 from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader
 from accelerate_recipes.errors import ConfigError, DataError
@@ -304,6 +305,41 @@ def test_images_that_look_alike_lie_on_one_side(tmp_path):
     assert heldout(list(reversed(range(120)))) == found
 
 
+@pytest.mark.parametrize("kind", ["parquet", "tar", "folder"])
+def test_images_on_both_sides(kind, tmp_path, capsys):
+    """Alike to the bit, they are refused with both numbers; a split of a dataset is as it is, and they are counted."""
+    sides_of = {"train": range(12), "validation": [*range(10, 14)]}
+    for split, numbers in sides_of.items():
+        if kind == "tar":
+            with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
+                for i in numbers:
+                    for suffix, content in (("png", png(i)), ("cls", b"ab"[i % 2 : i % 2 + 1])):
+                        member = tarfile.TarInfo(f"{split}{i:02}.{suffix}")
+                        member.size = len(content)
+                        tar.addfile(member, io.BytesIO(content))
+        elif kind == "folder":
+            for i in numbers:
+                (tmp_path / split / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+                (tmp_path / split / "ab"[i % 2] / f"{split}{i:02}.png").write_bytes(png(i))
+        else:
+            rows = {"image": [{"bytes": png(i), "path": None} for i in numbers], "label": [i % 2 for i in numbers]}
+            features = Features({"image": ImageColumn(), "label": ClassLabel(names=["a", "b"])})
+            Dataset.from_dict(rows, features=features).to_parquet(tmp_path / f"{split}.parquet")
+    if kind == "folder":
+        assert len(load_images(Args(dataset_name=str(tmp_path), eval_split="validation"))[1].labels) == 4
+        assert "2 of 4 images of " in capsys.readouterr().out
+        (tmp_path / "train/a/train10.png").unlink()
+        (tmp_path / "train/b/train11.png").write_bytes(png(11)[:-1] + b"x")  # of one size, but another image
+        load_images(Args(dataset_name=str(tmp_path), eval_split="validation"))
+        assert "are also trained on" not in capsys.readouterr().out
+    else:
+        train, evaluated = (str(tmp_path / f"{split}.{kind}") for split in sides_of)
+        with pytest.raises(
+            ConfigError, match=rf"2 of 4 rows of --eval_files are images of .*train\.{kind} too; remove"
+        ):
+            sides([train], eval_files=[evaluated])
+
+
 def test_alike_by_way_of_others():
     """A chain of images, each like the next, is one group; an image of one colour is like no other."""
     angles = np.linspace(0, 0.39, 4)[:, None]
@@ -327,6 +363,15 @@ def test_many_images_that_are_alike(parquet, tmp_path):
 
 
 @pytest.fixture
+def others(tmp_path) -> str:
+    """File of the same classes with other images."""
+    features = Features({"image": ImageColumn(), "label": ClassLabel(names=["a", "b", "c"])})
+    rows = {"image": [{"bytes": png(i), "path": None} for i in range(40, 80)], "label": [i % 3 for i in range(40)]}
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "others.parquet")
+    return str(tmp_path / "others.parquet")
+
+
+@pytest.fixture
 def broken(parquet, tmp_path) -> str:
     """File whose row 8 is a PNG that ends early."""
     rows = load_dataset("parquet", data_files=parquet, split="train").cast_column("image", ImageColumn(decode=False))
@@ -339,10 +384,10 @@ def broken(parquet, tmp_path) -> str:
     return file
 
 
-def test_a_broken_image_is_named_or_left_out(broken, parquet):
+def test_a_broken_image_is_named_or_left_out(broken, others):
     with pytest.raises(DataError, match=r"broken\.parquet, row 8: the image cannot be read: "):
         sides([broken])
-    train, _, _ = sides([broken], eval_files=[parquet])  # here nobody has looked at it before
+    train, _, _ = sides([broken], eval_files=[others])  # here nobody has looked at it before
     args = Args(max_steps=99, total_batch_size=4, per_device_train_batch_size=4, dataloader_num_workers=1)
     for settings in ({}, {"mixup_alpha": 1.0}):
         augmentation = Args(**settings)
@@ -363,8 +408,8 @@ def test_a_broken_image_is_named_or_left_out(broken, parquet):
     assert sum(len(side.images) for side in skipped[:2]) == 40
 
 
-def test_all_images_to_evaluate_on_are_broken(broken, parquet, tmp_path):
-    _, test, names = sides([parquet], eval_files=[broken])
+def test_all_images_to_evaluate_on_are_broken(broken, others, tmp_path):
+    _, test, names = sides([others], eval_files=[broken])
     only = Labelled(test.images.select([7]), test.labels[7:8], np.array([0]), test.source)
     images = Images(only, PROCESSOR, skips_broken=True)
     loader = make_eval_loader(images, Args(), 0, 1, collate_fn=collate_images)
@@ -426,9 +471,9 @@ def test_columns_and_labels_are_checked(parquet, tmp_path):
         load_images(Args(train_files=[parquet], heldout_share=1e-9))
 
 
-def test_content_notices_other_images(parquet, broken):
+def test_content_notices_other_images(parquet, broken, others):
     assert sides([parquet])[0].content == sides([parquet])[0].content
-    assert sides([parquet], eval_files=[parquet])[0].content != sides([broken], eval_files=[parquet])[0].content
+    assert sides([parquet], eval_files=[others])[0].content != sides([broken], eval_files=[others])[0].content
 
 
 def test_size_of_processors():

@@ -172,6 +172,11 @@ MODEL = "--model_name_or_path outputs/demo/export"
         ),
         ("t5", "--eval_dataset_name a/b", "--eval_dataset_name a/b needs --eval_split, such as test"),
         ("vit", f"{IMAGES} --eval_files a.parquet --eval_split b", "--eval_split b and --eval_files both say"),
+        (
+            "c4",
+            "--train_files README.md ./data/../README.md --validation_files README.md",
+            "--train_files and --validation_files both name ",
+        ),
         ("sft", f"{MODEL} --train_files a.jsonl b.csv", "--train_files must all be of one kind"),
         ("sft", f"{MODEL} --from_scratch --tokenizer_name a", "--from_scratch makes a new model; remove it, or"),
         ("sft", f"{MODEL} --tokenizer_name a", "--from_scratch and --tokenizer_name go together"),

@@ -117,7 +117,6 @@ def prepare(tmp_path):
 VALUES = [
     ("null", "None"),
     ("5", "5"),
-    ('"e2e4 e7e5"', "'e2e4 e7e5'"),
     ('["e2e4", null]', "['e2e4', None]"),
     ('["e2e4", 7]', "['e2e4', 7]"),
     ('[["e2e4"]]', "[['e2e4']]"),
@@ -232,7 +231,54 @@ def test_a_file_that_is_cut(tmp_path):
         assert first == second == {"Moves": ["e2e4", "e7e5", "g1f3", "b8c6"], "defect": ""}
         assert all(game["defect"] or not game["Moves"] for game in rest) and len(rest) == (end > 0), whole[:end]
     file.write_text(whole + whole.replace(" 1-0", ""))
-    assert [game["defect"][:35] for game in rules.read_pgn(str(file))] == ["", "the file ends before a result, such"]
+    assert [game["defect"][:35] for game in rules.read_pgn(str(file))] == ["", "it ends before a result, such as 1-"]
+
+
+def test_castling_has_one_text(prepare, tmp_path):
+    """Castling that is written as king takes rook becomes the king's move; moves of rooks and queens stay."""
+    begin = "e2e4 e7e5 g1f3 b8c6 f1c4 f8c5"
+    short, long = f"{begin} e1h1 g8f6 f1e1 e8h8", "d2d4 d7d5 c1f4 c8f5 b1c3 b8c6 d1d3 d8d6 e1a1 e8a8"
+    queen = f"{begin} e1e2 g8f6 e2d3 e8g8 d1e2 a7a6 e2e1 b7b6 e1h1"  # the queen takes no rook: it is illegal
+    rook = f"{begin} e1g1 g8f6 f1e1 a7a6 h2h3 e8g8 g1h2 h7h6 e1h1"
+    file = tmp_path / "a.jsonl"
+    moves = [short, long, rook, queen]
+    file.write_text("".join(json.dumps({"Moves": game.split()}) + "\n" for game in moves))
+    games = load_games(str(file), tmp_path / "cache")["Moves"][:]
+    assert [" ".join(game) for game in games] == [
+        f"{begin} e1g1 g8f6 f1e1 e8g8", long.replace("e1a1", "e1c1").replace("e8a8", "e8c8"), rook, queen,
+    ]  # fmt: skip
+    assert [rules.defect_of_game(game)[:7] for game in games] == ["", "", "", "move 15"]
+    file.write_text("".join(json.dumps({"Moves": game}) + "\n" for game in moves))  # moves in one text
+    assert load_games(str(file), tmp_path / "cache")["Moves"][:] == games
+    assert rules.is_legal(begin.split(), "e1g1") and not rules.is_legal(begin.split(), "e1h1")
+
+
+TAGS = '[Event "a"]\n[Result "1-0"]\n\n'
+WHOLE = ["e2e4", "e7e5", "g1f3", "b8c6"]
+CUT = "it ends before a result, such as 1-0 or *; it may be cut"
+
+
+@pytest.mark.parametrize(
+    "pgn, games",
+    [
+        (f"{TAGS}1. e4 e5 2. Nf3\n\n{TAGS}1. e4 e5 2. Nf3 Nc6 1-0\n", [(WHOLE[:3], CUT), (WHOLE, "")]),
+        (f"{TAGS}1. e4 e5 2. Nf3 Nc6 1-0\n" * 2, [(WHOLE, "")] * 2),
+        (f"{TAGS}1. e4 e5 2. Nf3 Nc6 1-0" * 2, [(WHOLE, "")] * 2),
+        (f"\ufeff{TAGS}1. e4 e5 2. Nf3 Nc6 1-0\r\n" * 2, [(WHOLE, "")] * 2),
+        (f"{TAGS}1. e4 e5[Event \"b\"]\n\n1. e4 e5 2. Nf3 Nc6 1-0\n", [(WHOLE[:2], CUT), (WHOLE, "")]),
+        (f"{TAGS}1. e4 {{[%clk 0:0\n\n{TAGS}1. e4 e5 {{x}} 2. Nf3 Nc6 1-0\n", [(WHOLE[:1], CUT), (WHOLE, "")]),
+        (f"{TAGS}1. e4 (1. d4 d5\n{TAGS}1. e4 e5 2. Nf3 Nc6 1-0\n", [(WHOLE[:1], CUT), (WHOLE, "")]),
+        ("1. e4 e5 2. Nf3 Nc6 1-0\n1. e4 e5 *\n", [(WHOLE, ""), (WHOLE[:2], "")]),
+        ("1. e4 e5 1-0 2. Nf3 Nc6 1-0\n", [(WHOLE, "'2.' follows its result; begin each game on a line of its own")]),
+        (f"{TAGS}1.e4 e5 ...2.Nf3 Nc6*", [(WHOLE, "")]),
+        (f"{TAGS}1. e4 ...e5 2.Nf3 2…Nc6 {{(}} 0-1 $1 {{done}}\n", [(WHOLE, "")]),
+    ],
+)  # fmt: skip
+def test_where_games_end(pgn, games, tmp_path):
+    """A game that is cut is said wherever it stands; a blank line between games may be missing."""
+    (tmp_path / "a.pgn").write_bytes(pgn.encode())
+    found = rules.read_pgn(str(tmp_path / "a.pgn"))
+    assert [(game["Moves"], game["defect"]) for game in found] == games
 
 
 @pytest.mark.parametrize("letters", ["KDTL", "KDTLL", "kdtls"])

@@ -75,7 +75,8 @@ def texts_of(heldout: Dataset) -> list[tuple[str, list[str]]]:
 def test_every_kind_of_source(kind, prepare, tokenizer, tmp_path):
     """Texts arrive unchanged, even if they look like missing values."""
     rows = [{"source": source, "target": target} for source, target in TEXTS]
-    more = {}
+    more, heldout_texts = {}, [("Bad", "NA"), ("N/A", "None")]
+    evaluated = write_pairs(tmp_path / "eval.jsonl", heldout_texts)
     file = tmp_path / f"pairs.{kind.split()[-1]}"
     if kind == "csv":
         file.write_text("\n".join(["source,target", *map(",".join, TEXTS)]) + "\n")
@@ -84,28 +85,48 @@ def test_every_kind_of_source(kind, prepare, tokenizer, tmp_path):
     elif kind == "nested jsonl":
         write_jsonl(file, [{"id": 7, "translation": {"en": row["source"], "fr": row["target"]}} for row in rows])
         more = {"source_column": "translation.en", "target_column": "translation.fr"}
+        more |= {"eval_source_column": "source", "eval_target_column": "target"}
     else:
         write_jsonl(file, rows)
-    files = {"train_files": [file], "eval_files": [file]}
+    files = {"train_files": [file], "eval_files": [evaluated]}
     if kind == "folder":
-        (tmp_path / "files").mkdir()
-        write_jsonl(tmp_path / "files/pairs.jsonl", rows)
-        files = {"train_files": [tmp_path / "files"], "eval_files": [tmp_path / "files"]}
+        for part, some in (("files", rows), ("more", heldout_texts)):
+            (tmp_path / part).mkdir()
+            (write_jsonl if part == "files" else write_pairs)(tmp_path / part / "pairs.jsonl", some)
+        files = {"train_files": [tmp_path / "files"], "eval_files": [tmp_path / "more"]}
         args = recipe.load(ROOT / "recipes/t5.py").Args(train_files=[str(tmp_path / "files")])
         assert not [problem for problem in args.problems(1) if "train_files" in problem]
     if kind == "dataset":
         folder = tmp_path / "dataset"
         folder.mkdir()
-        for split in ("train", "validation"):
-            write_jsonl(folder / f"{split}.jsonl", rows)
+        write_jsonl(folder / "train.jsonl", rows)
+        write_pairs(folder / "validation.jsonl", heldout_texts)
         files = {"dataset_name": str(folder), "eval_split": "validation"}
     facts, train, heldout = prepare(**files, **more)
-    assert texts_of(heldout) == [(source, [target]) for source, target in TEXTS]
-    assert facts["train"] == facts["heldout"] == {"pairs": 3, "truncated_sources": 0, "truncated_targets": 0}
-    assert facts["skipped"] == 0
-    for part in (train, heldout):
-        assert part["source_ids"][:] == [tokenizer(source)["input_ids"] for source, _ in TEXTS]
-        assert part["target_ids"][:] == [tokenizer(target)["input_ids"] for _, target in TEXTS]
+    assert texts_of(heldout) == [(source, [target]) for source, target in heldout_texts]
+    for part, texts in ((train, TEXTS), (heldout, heldout_texts)):
+        whole = {"pairs": len(texts), "truncated_sources": 0, "truncated_targets": 0}
+        assert facts["train" if part is train else "heldout"] == whole
+        assert part["source_ids"][:] == [tokenizer(source)["input_ids"] for source, _ in texts]
+        assert part["target_ids"][:] == [tokenizer(target)["input_ids"] for _, target in texts]
+    assert facts["skipped"] == facts["repeated"] == 0
+
+
+def test_a_source_on_both_sides(prepare, tmp_path, capsys):
+    """Of files it is refused, with both numbers, also in other case and white space; of a split of a dataset it is counted."""
+    trained, others = [(f"text {i}", "x") for i in range(9)], [("new", "x"), (" TEXT  7\n", "y"), ("text 8", "x")]
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    write_pairs(folder / "train.jsonl", trained)
+    file = write_pairs(folder / "validation.jsonl", others)
+    with pytest.raises(ConfigError, match=r"2 of 3 rows of --eval_files begin as rows of .*train\.jsonl do"):
+        prepare(train_files=[folder / "train.jsonl"], eval_files=[file])
+    for _ in range(2):  # also when the prepared pairs are found again
+        facts, train, heldout = prepare(dataset_name=str(folder), eval_split="validation")
+        assert (facts["repeated"], len(train), len(heldout)) == (2, 9, 3)
+        assert "Sources of 2 pairs of " in capsys.readouterr().out
+    write_pairs(file, [("new", "x"), ("text 9", "y")])
+    assert prepare(train_files=[folder / "train.jsonl"], eval_files=[file])[0]["repeated"] == 0
 
 
 def test_bytes_as_tokens(prepare, tmp_path):
@@ -121,8 +142,9 @@ def test_bytes_as_tokens(prepare, tmp_path):
 def test_prefix_and_truncation(prepare, tokenizer, tmp_path):
     long = " ".join(["word"] * 50)
     file = write_pairs(tmp_path / "a.jsonl", [("short", long), (long, "kurz"), (long + " x", long)])
+    other = write_pairs(tmp_path / "b.jsonl", [("brief", "kurz")])
     facts, train, heldout = prepare(
-        train_files=[file], eval_files=[file], task_prefix="fix: ", max_source_length=20, max_target_length=10
+        train_files=[file], eval_files=[other], task_prefix="fix: ", max_source_length=20, max_target_length=10
     )
     assert facts["train"] == {"pairs": 3, "truncated_sources": 2, "truncated_targets": 2}
     for row in train:
@@ -131,10 +153,10 @@ def test_prefix_and_truncation(prepare, tokenizer, tmp_path):
         assert tokenizer.decode(row["source_ids"]).startswith("fix: ")
         assert not tokenizer.decode(row["target_ids"]).startswith("fix: ")
     assert [len(ids) for ids in train["source_ids"]][1:] == [20, 20]
-    assert heldout["source"][0] == "short", "without the prefix"
+    assert heldout["source"][0] == "brief", "without the prefix"
     # A text of exactly the longest length is not cut.
     exact = len(tokenizer(long)["input_ids"])
-    facts, *_ = prepare(train_files=[file], eval_files=[file], max_target_length=exact)
+    facts, *_ = prepare(train_files=[file], eval_files=[other], max_target_length=exact)
     assert facts["train"]["truncated_targets"] == 0
 
 
@@ -165,17 +187,19 @@ def test_cached_until_something_changes(prepare, tmp_path):
     assert [num_folders(), num_folders()] == [1, 1]
     file = file.rename(tmp_path / "moved.jsonl")
     assert num_folders() == 1
-    changes = [{"task_prefix": "p: "}, {"max_target_length": 9}, {"heldout_share": 0.4}, {"eval_files": [file]}]
+    other = write_pairs(tmp_path / "other.jsonl", [("new", "x")])
+    changes = [{"task_prefix": "p: "}, {"max_target_length": 9}, {"heldout_share": 0.4}, {"eval_files": [other]}]
     assert [num_folders(**change) for change in changes] == [2, 3, 4, 5]
 
 
 def test_several_right_targets(prepare, tmp_path):
     rows = [{"source": "he go", "target": ["he goes", "he went"]}, {"source": "ok", "target": ["ok"]}]
     file = write_jsonl(tmp_path / "a.jsonl", rows)
-    facts, train, heldout = prepare(train_files=[file], eval_files=[file])
+    other = write_jsonl(tmp_path / "b.jsonl", [row | {"source": f"{row['source']}!"} for row in rows])
+    facts, train, heldout = prepare(train_files=[file], eval_files=[other])
     assert facts["train"]["pairs"] == len(train) == 3 and facts["heldout"]["pairs"] == len(heldout) == 2
     assert train["source_ids"][0] == train["source_ids"][1] and train["target_ids"][0] != train["target_ids"][1]
-    assert texts_of(heldout) == [("he go", ["he goes", "he went"]), ("ok", ["ok"])]
+    assert texts_of(heldout) == [("he go!", ["he goes", "he went"]), ("ok!", ["ok"])]
     assert heldout["target_ids"][0] == train["target_ids"][0]
 
 
@@ -223,7 +247,8 @@ def test_mistakes_are_named(prepare, tmp_path, tokenizer):
 
 def test_bad_pairs_are_left_out_and_counted(prepare, tmp_path):
     file = write_pairs(tmp_path / "a.jsonl", [*TEXTS, ("x", "")])
-    facts, train, _ = prepare(train_files=[file], eval_files=[file], skip_bad_pairs=True)
+    other = write_pairs(tmp_path / "b.jsonl", [("new", "x"), ("x", "")])
+    facts, train, _ = prepare(train_files=[file], eval_files=[other], skip_bad_pairs=True)
     assert facts["skipped"] == 2 and facts["train"]["pairs"] == len(train) == 3
 
 

@@ -20,12 +20,15 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 from accelerate_recipes import recipe
 from accelerate_recipes.agenda import EvaluateFn
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
+from accelerate_recipes.posttraining import settings
 from accelerate_recipes.posttraining.answers import drawn_by, numbers_of
 from accelerate_recipes.posttraining.settings import make_model, trl_config
 
 NAME = os.environ["RECIPE"]
 module = recipe.load(Path(__file__).resolve().parents[2] / f"recipes/{NAME}.py")
 Args, requirements, main = module.Args, module.requirements, module.main
+# In float64, since ten steps of Adam make of the rounding of fp32 what one processor rounds otherwise than the next.
+settings.load_settings = lambda args: {"dtype": torch.float64}
 OURS = {"sft": "SupervisedTrainer", "dpo": "PreferenceTrainer", "grpo": "Trainer"}[NAME]
 CONFIG, TRL = {"sft": (SFTConfig, SFTTrainer), "dpo": (DPOConfig, DPOTrainer), "grpo": (GRPOConfig, GRPOTrainer)}[NAME]
 

@@ -183,6 +183,10 @@ def class_names(labels: Iterable[str]) -> list[str]:
 
 
 def falls_under(source: str, share: float) -> bool:
-    """Tell whether the hash of a text falls under a share. Case and white space do not count: repeats differ in them."""
-    text = " ".join(unicodedata.normalize("NFKC", source).casefold().split())
-    return xxhash.xxh64_intdigest(text.encode()) < int(share * 2**64)
+    """Tell whether the hash of a text falls under a share."""
+    return text_hash(source) < int(share * 2**64)
+
+
+def text_hash(text: str) -> int:
+    """Compute a hash of a text, below 2**64. Case and white space do not count: repeats differ in them."""
+    return xxhash.xxh64_intdigest(" ".join(unicodedata.normalize("NFKC", text).casefold().split()).encode())

@@ -5,6 +5,7 @@ So the same question never lies on both sides.
 
 import itertools
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.files import SUFFIXES, falls_under, file_kind, read_files, read_split
+from accelerate_recipes.data.files import SUFFIXES, falls_under, file_kind, read_files, read_split, text_hash
 from accelerate_recipes.data.rendering import without_nulls
 from accelerate_recipes.data.shards import files_of_folder
 from accelerate_recipes.errors import ConfigError
@@ -124,13 +125,11 @@ class RowsArgs:
             numbers = {"train": np.flatnonzero(~is_heldout), "test": np.flatnonzero(is_heldout)}
             rows = {name: whole.select(chosen) for name, chosen in numbers.items()}
         else:
-            trained = {beginning(row, asked) for row in whole.select_columns([asked])}
-            both = sum(beginning(row, asked) in trained for row in rows["test"].select_columns([asked]))
-            if both:
-                raise ConfigError(
-                    f"{both:,} of {len(rows['test']):,} rows of --eval_files begin as rows of {self.source} do; remove them "
-                    "from one"
-                )
+            trained, evaluated = (
+                [text_hash(beginning(row, asked)) for row in rows[name].select_columns([asked])]
+                for name in ("train", "test")
+            )
+            check_apart(repeated(trained, evaluated), len(evaluated), self.source)
         for name, side in rows.items():
             if not len(side):
                 raise ConfigError(
@@ -138,6 +137,18 @@ class RowsArgs:
                     f"begin alike lie on one side; change --heldout_share {self.heldout_share}, or give more rows"
                 )
         return rows
+
+
+def repeated(trained: Iterable[int], evaluated: Sequence[int]) -> int:
+    """Count the rows to evaluate on whose hash is that of a row to train on."""
+    common = {*evaluated}.intersection(trained)
+    return sum(row in common for row in evaluated)
+
+
+def check_apart(both: int, evaluated: int, source: str, said: str = "begin as rows of {} do") -> None:
+    """Raise ConfigError if `both` of the rows of --eval_files are also rows to train on, which come from `source`."""
+    if both:
+        raise ConfigError(f"{both:,} of {evaluated:,} rows of --eval_files {said.format(source)}; remove them from one")
 
 
 def in_folders(files: list[str]) -> list[str]:

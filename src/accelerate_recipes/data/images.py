@@ -3,18 +3,14 @@
 This module handles images that lie on a disk, each at its own place; `image_streams` reads shards from the network.
 """
 
-import contextlib
-import math
 import os
 import tarfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import xxhash
 from PIL import Image
 from torch.utils.data import default_collate
 
@@ -22,7 +18,8 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.data.augmentation import Augmentation, Preparation, decode
 from accelerate_recipes.data.documents import reading
 from accelerate_recipes.data.files import class_names, read_split
-from accelerate_recipes.data.heldout import RowsArgs
+from accelerate_recipes.data.heldout import RowsArgs, check_apart
+from accelerate_recipes.data.image_sides import Labelled, heldout, read_bytes, same_images
 from accelerate_recipes.data.shards import (
     HUB,
     downloaded,
@@ -36,16 +33,11 @@ from accelerate_recipes.data.streams import StreamArgs
 from accelerate_recipes.data.tars import TAR, Member, images_and_labels, text_of_label, with_labels
 from accelerate_recipes.errors import ConfigError, DataError, first_line, suggestion
 from accelerate_recipes.hub import cache
-from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
+from accelerate_recipes.ranks import is_first, on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.sequence import IGNORE_INDEX
 
 if TYPE_CHECKING:
     import datasets
-
-THUMBNAIL = 16  # pixels of a side of the thumbnails by which images are compared
-ALIKE = 0.99  # two thumbnails with a higher correlation show the same image
-NUM_READ = 10_000  # images, evenly spread, whose bytes are compared when a run resumes, to detect other data
-MOST_COMPARED = 50_000  # images that can be compared; each is compared with all others
 
 
 @dataclass
@@ -147,33 +139,6 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
         return rows
 
 
-class Labelled(NamedTuple):
-    """Undecoded images of one side (`train` or held out), with the numbers of their classes and their `rows` in `source`."""
-
-    images: "datasets.Dataset"  # one column, `image`: {"bytes", "path"}
-    labels: np.ndarray
-    rows: np.ndarray
-    source: str
-
-    @property
-    def content(self) -> str:
-        """Return a checksum of the labels, of sizes or names of the images, and of the bytes of NUM_READ images."""
-        import pyarrow.compute as pc
-
-        column = self.images.data.column("image")
-        digest = xxhash.xxh3_128(np.ascontiguousarray(self.labels))
-        digest.update(np.ascontiguousarray(self.rows))
-        for chunk in column.chunks:
-            sizes = pc.binary_length(chunk.field("bytes")).to_pylist()
-            names = chunk.field("path").to_pylist()
-            for size, name in zip(sizes, names, strict=True):
-                digest.update(repr(size or "/".join(Path(name or "").parts[-2:])).encode())
-        for number in np.unique(np.linspace(0, len(self.images) - 1, NUM_READ, dtype=int)):
-            with contextlib.suppress(OSError):  # a later step reports a missing image, or leaves it out
-                digest.update(read_bytes(self.images[int(number)]["image"]))
-        return digest.hexdigest()
-
-
 def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
     """Read the images to train and to evaluate on, and the names of the classes. Call it on all ranks.
 
@@ -181,7 +146,7 @@ def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
 
     Raises:
         DataError: for rows that cannot be read, lack a column, or have no label.
-        ConfigError: if a side is empty.
+        ConfigError: if a side is empty, or if images of --eval_files are also trained on.
     """
     import datasets
 
@@ -200,6 +165,12 @@ def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
         images = images.cast_column("image", datasets.Image(decode=False))
         labels = numbered(table, args.label_column, names, args.sources[name])
         sides[name] = Labelled(images, labels, np.arange(len(images)), args.sources[name])
+    if sides.keys() == {"train", "test"}:
+        both, compared = on_first_rank(lambda: same_images(sides["train"], sides["test"]))
+        if args.eval_files:
+            check_apart(both, compared, args.source, "are images of {} too")
+        elif both and is_first():
+            print(f"{both:,} of {compared:,} images of {args.sources['test']} are also trained on", flush=True)
     if "test" not in sides:
         whole = sides["train"]
         is_heldout = on_first_rank(lambda: heldout(whole, args.heldout_share, args.skip_broken_images))
@@ -293,79 +264,6 @@ def members(files: list[str], versions: list) -> Iterator[dict]:
                 parts.append((stem, is_image, content))
             for place, label in with_labels(sorted(parts), file):  # the two members of an image may lie apart
                 yield {"image": {"bytes": None, "path": place}, "label": label}
-
-
-def read_bytes(image: dict) -> bytes:
-    """Read the bytes of an image from its row, its file, or a tar shard."""
-    if image["bytes"] is not None:
-        return image["bytes"]
-    path, *place = image["path"].rsplit(":", 2)
-    if not (place and path.endswith(TAR)):
-        return Path(image["path"]).read_bytes()
-    offset, size = map(int, place)
-    with open(path, "rb") as shard:
-        shard.seek(offset)
-        return shard.read(size)
-
-
-def heldout(side: Labelled, share: float, skips_broken: bool) -> np.ndarray:
-    """Choose the images to evaluate on. Images that look alike, directly or through other images, lie on one side.
-
-    The smallest hash of the contents of a group decides for the group, so the order of the rows does not matter.
-
-    Raises:
-        DataError: for an image that cannot be decoded.
-        ConfigError: for more images than can be compared, and if a side is empty.
-    """
-    if len(side.images) > MOST_COMPARED:
-        raise ConfigError(
-            f"{side.source} has {len(side.images):,} images, of which no more than {MOST_COMPARED:,} are compared with each "
-            "other to hold some out; give --eval_split or --eval_files"
-        )
-    thumbnails = np.zeros((len(side.images), THUMBNAIL**2))
-    digests = []
-    for number, row in enumerate(side.images):
-        image = row["image"]  # pyright: ignore[reportCallIssue, reportArgumentType, reportIndexIssue]
-        digest: int = number
-        try:
-            with reading(f"{side.source}, row {side.rows[number] + 1}: the image"):
-                content = read_bytes(image)
-                digest = xxhash.xxh64_intdigest(content)
-                small = decode(content).convert("L").resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
-                thumbnails[number] = np.asarray(small, dtype=np.float64).ravel()
-        except DataError:
-            if not skips_broken:
-                raise
-        digests.append(digest)
-    group = groups_of_alike(thumbnails)
-    first = {}
-    for number, root in enumerate(group):
-        first[root] = min(first.get(root, math.inf), digests[number])
-    # The minimum of several hashes is not uniform: hash it again.
-    sides = {root: xxhash.xxh64_intdigest(str(digest).encode()) < share * 2**64 for root, digest in first.items()}
-    chosen = np.array([sides[root] for root in group], dtype=bool)
-    if chosen.all() or not chosen.any():
-        raise ConfigError(
-            f"none of the {len(chosen):,} images of {side.source} is left to {'train' if chosen.all() else 'evaluate'} on: "
-            f"they make {len(first):,} groups of images that look alike, and a group lies on one side; change "
-            f"--heldout_share {share}, give --eval_files, or more images"
-        )
-    return chosen
-
-
-def groups_of_alike(thumbnails: np.ndarray) -> list[int]:
-    """Return for each thumbnail the number of the first in its group; a correlation above ALIKE joins two into one group."""
-    centred = thumbnails - thumbnails.mean(1, keepdims=True)
-    norms = np.linalg.norm(centred, axis=1, keepdims=True)
-    centred /= np.where(norms, norms, 1)  # an image of one colour becomes zero: similar to no other
-    # Each image begins as a group of its own. Whenever images are alike, all their groups get the smallest of their numbers.
-    root = np.arange(len(centred))
-    for start in range(0, len(centred), 1024):
-        for is_alike in centred[start : start + 1024] @ centred[start:].T > ALIKE:
-            roots = root[start:][is_alike]
-            if len(roots) and (roots != roots[0]).any():  # most images join no groups: skip the costly line
-                root[np.isin(root, roots)] = roots.min()
-    return root.tolist()
 
 
 class Images(Preparation, torch.utils.data.Dataset):

@@ -83,6 +83,9 @@ class TextArgs(StreamArgs):
                 named_shards(here)
             except ConfigError as error:
                 found.append(f"--{name} {error}")
+        train, validation = ({*map(os.path.realpath, files)} for files in (self.train_files, self.validation_files))
+        if both := sorted(train & validation):
+            found.append(f"--train_files and --validation_files both name {both[0]}; remove it from one")
         return found
 
     @property

@@ -10,17 +10,19 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.files import falls_under, file_kind, read_split
-from accelerate_recipes.data.heldout import RowsArgs, in_folders
+from accelerate_recipes.data.files import falls_under, file_kind, read_split, text_hash
+from accelerate_recipes.data.heldout import RowsArgs, check_apart, in_folders, repeated
 from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, lengths_of, num_proc, tokens_key
+from accelerate_recipes.disk import read_json
 from accelerate_recipes.errors import ConfigError, other_recipe, suggestion
 from accelerate_recipes.hub import cache
+from accelerate_recipes.ranks import is_first
 from accelerate_recipes.sequence import IGNORE_INDEX
 
 if TYPE_CHECKING:
     import datasets
 
-VERSION = 3  # of the data in the cache
+VERSION = 4  # of the data in the cache
 PAD_MULTIPLE = 8  # suits tensor cores, and gives fewer shapes to compile
 
 
@@ -122,10 +124,11 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
     - `train/` and `heldout/`: `source_ids` and `target_ids` of each pair (see `Pairs`); in `heldout/` also the texts:
       `source`, without the prefix, and `references`, a list
     - `facts.json`: for each of `train` and `heldout`: the number of `pairs`, and how many `truncated_sources` and
-      `truncated_targets` were cut at the given lengths; for both together: `skipped`, and `content`, a checksum of the
-      training pairs
+      `truncated_targets` were cut at the given lengths; for both together: `skipped`, `content`, a checksum of the
+      training pairs, and `repeated`: how many pairs to evaluate on have a source that is also trained on
 
-    If there are files or a split to evaluate on, their pairs are held out. Otherwise a pair is held out if the hash of its
+    If there are files or a split to evaluate on, their pairs are held out. If a source is also trained on, pairs of files
+    are refused; those of a split, which belongs to its dataset, are counted. Otherwise a pair is held out if the hash of its
     source falls under `heldout_share`. Case and white space do not count. So pairs with the same source lie on one side,
     whatever the order of the files.
 
@@ -134,7 +137,8 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
 
     Raises:
         DataError: for a file that cannot be read, or has no rows.
-        ConfigError: for a missing column, a split without pairs, and empty texts unless `skip_bad_pairs`.
+        ConfigError: for a missing column, a split without pairs, a source on both sides, and empty texts unless
+            `skip_bad_pairs`.
     """
     lengths = (args.max_source_length, args.max_target_length)
     settings = {
@@ -148,19 +152,27 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
     def build(folder: Path, tmp: Path) -> dict:
         import datasets
 
-        parts, bad = [], []
+        parts, bad, evaluated = {}, [], []
         rows = args.read_rows()
-        for name, part in rows.items():
+        for name, part in reversed(rows.items()):  # with the sources to evaluate on, those to train on are compared
             share = args.heldout_share if len(rows) == 1 else float(name == "test")
             part = text_columns(part, args.columns[name], args.sources[name])
-            parts.append(tokenize_pairs(part, args.columns[name], tokenizer, args, share, tmp / f"{name}-all.arrow"))
-            defects = zip(parts[-1]["row"][:], parts[-1]["defect"][:], strict=True)
+            known, file = frozenset(evaluated), tmp / f"{name}-all.arrow"
+            parts[name] = tokenize_pairs(part, args.columns[name], tokenizer, args, share, known, file)
+            if name == "test":
+                evaluated = [text_hash(source) for source in parts[name]["source"] if source]
+        for name in rows:
+            defects = zip(parts[name]["row"][:], parts[name]["defect"][:], strict=True)
             bad += [f"{args.sources[name]}, row {row + 1}: {defect}" for row, defect in defects if defect]
         if not args.skip_bad_pairs:
             check_no_bad("These pairs cannot be used; --skip_bad_pairs leaves them out", bad)
-        whole = datasets.concatenate_datasets(parts)
+        whole = datasets.concatenate_datasets([*parts.values()])
         is_heldout, is_good = np.array(whole["heldout"][:]), np.array([not defect for defect in whole["defect"][:]])
-        facts: dict = {"skipped": len(bad)}
+        known = whole.select(np.flatnonzero(whole["is_known"][:]))["source"]
+        both = repeated(map(text_hash, known), evaluated)
+        if args.eval_files:
+            check_apart(both, len(evaluated), args.source)
+        facts: dict = {"skipped": len(bad), "repeated": both}
         for name, chosen in {"train": is_good & ~is_heldout, "heldout": is_good & is_heldout}.items():
             if not chosen.any():
                 remedy = f"; change --heldout_share {args.heldout_share}" if is_good.any() and len(rows) == 1 else ""
@@ -175,7 +187,10 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
                 facts["content"] = checksum_of_rows(pairs, kept)
         return facts
 
-    return cached(Path(args.data_cache_dir), settings, build)
+    folder = cached(Path(args.data_cache_dir), settings, build)
+    if is_first() and (both := read_json(folder / "facts.json")["repeated"]):
+        print(f"Sources of {both:,} pairs of {args.sources['test']} are also trained on", flush=True)
+    return folder
 
 
 def source_texts(args: PairArgs) -> Iterator[str]:
@@ -235,18 +250,20 @@ def tokenize_pairs(
     tokenizer: PreTrainedTokenizerBase,
     args: PairArgs,
     heldout_share: float,
+    known: frozenset[int],
     cache_file: Path,
 ) -> "datasets.Dataset":
     """Make `source_ids` and `target_ids`, cut at the longest lengths; `source_is_cut` and `target_is_cut` say whether.
 
     For training, each reference makes a pair; a pair that is `heldout` has the first one. `row` is the number in `rows`,
-    `source` and `references` are the texts, and `defect` says why a pair cannot be used.
+    `source` and `references` are the texts, `is_known` tells whether the hash of the source is in `known`, and `defect` says
+    why a pair cannot be used.
     """
     import datasets
 
     text, ids, flag = datasets.Value("string"), datasets.List(datasets.Value("int64")), datasets.Value("bool")
     features = datasets.Features(
-        row=datasets.Value("int64"), source=text, references=datasets.List(text), defect=text, heldout=flag,
+        row=datasets.Value("int64"), source=text, references=datasets.List(text), defect=text, heldout=flag, is_known=flag,
         source_ids=ids, source_is_cut=flag, target_ids=ids, target_is_cut=flag,
     )  # fmt: skip
 
@@ -254,9 +271,10 @@ def tokenize_pairs(
         made = []
         for number, (source, references, defect) in zip(numbers, pairs_in(batch, columns), strict=True):
             is_heldout = not defect and falls_under(source, heldout_share)
+            is_known = bool(known) and not defect and text_hash(source) in known
             for target in references[: 1 if is_heldout else None] or [""]:
-                made.append((number, source, references, defect, is_heldout, target))
-        names = ("row", "source", "references", "defect", "heldout", "target")
+                made.append((number, source, references, defect, is_heldout, is_known, target))
+        names = ("row", "source", "references", "defect", "heldout", "is_known", "target")
         result = {name: [*values] for name, values in zip(names, zip(*made, strict=True), strict=True)}
         prefixed = [args.task_prefix + text for text in result["source"]]
         for side, max_length, tokens in (

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import datasets
 
 SUFFIXES = (".parquet", ".jsonl", ".pgn")
-VERSION = 4  # of the prepared data; raise it when their form changes, so that cached data of the old form are not used
+VERSION = 5  # of the prepared data; raise it when their form changes, so that cached data of the old form are not used
 
 
 @dataclass
@@ -234,8 +234,9 @@ def load_games(file: str, cache_dir: Path, letters: str = rules.LETTERS) -> "dat
         )
 
     def check(batch: list) -> dict[str, list]:
+        batch = [moves.split() if isinstance(moves, str) else moves for moves in batch]
         defects = [rules.defect_of_moves(moves) for moves in batch]
-        games = [[] if defect else moves for moves, defect in zip(batch, defects, strict=True)]
+        games = [[] if defect else rules.canonical(moves) for moves, defect in zip(batch, defects, strict=True)]
         return {"Moves": games, "defect": defects}
 
     return rows.select_columns("Moves").map(

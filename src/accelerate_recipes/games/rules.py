@@ -39,12 +39,16 @@ else:
 LETTERS = "KQRBN"
 FIGURINES = str.maketrans("♔♕♖♗♘♚♛♜♝♞", 2 * LETTERS, "♙♟\ufe0e\ufe0f")  # a pawn has no letter
 WORDS = re.compile(r"[{}();]|[^\s{}();]+")
-RESULTS = ("1-0", "0-1", "1/2-1/2", "*")
-# A word outside of comments and variations: a move with its number, a result, a glyph.
+# A word outside of comments and variations: a move with its number, a glyph; and a result, maybe right behind a move.
 WORD = re.compile(
-    r"(\d+\.*)?([KQRBN]?[a-h]?[1-8]?[-x]?[a-h][1-8](=?[nbrqNBRQ])?([+#]|\+\+)?|(O-O(-O)?|0-0(-0)?)[+#]?|--|Z0)?(e\.p\.)?[!?]{0,2}"
-    r"|1-0|0-1|1/2-1/2|\*|\$\d+|…|\.+"
+    r"[.…]*(\d+[.…]*)?([KQRBN]?[a-h]?[1-8]?[-x]?[a-h][1-8](=?[nbrqNBRQ])?([+#]|\+\+)?|(O-O(-O)?|0-0(-0)?)[+#]?|--|Z0)?(e\.p\.)?[!?]{0,2}"
+    r"|\$\d+"
 )
+ENDED = re.compile(r"(.*?)(1-0|0-1|1/2-1/2|\*)")
+HEADER = re.compile(r'\[\w+\s+"')
+EVENT = re.compile(r'\ufeff?\[Event\s+"')  # begins a game, also within a comment that was cut
+# UCI writes castling as the move of the king, as in normal chess; for Chess960 engines, the king takes its own rook.
+CASTLING = {"e1h1": "e1g1", "e1a1": "e1c1", "e8h8": "e8g8", "e8a8": "e8c8"}
 
 # Phases of a game, for which results are reported, with their upper limits in plies.
 PHASES = {"opening": 20, "middlegame": 60, "endgame": 10**9}
@@ -75,6 +79,18 @@ def defect_of_moves(moves: object) -> str:
     return f"its Moves are no list of texts, but {moves!r:.80}"
 
 
+def canonical(moves: list[str]) -> list[str]:
+    """Write castling as the king's move, the only way in which normal chess has one text for each move.
+
+    Until a move leaves e1 or e8, the king stands there, so that the first one is the king's.
+    """
+    for square in ("e1", "e8"):
+        ply = next((ply for ply, move in enumerate(moves) if move.startswith(square)), None)
+        if ply is not None and moves[ply] in CASTLING:
+            moves = [*moves[:ply], CASTLING[moves[ply]], *moves[ply + 1 :]]
+    return moves
+
+
 def defect_of_game(moves: list[str]) -> str:
     """Say what is wrong with a game, or return an empty string."""
     if not moves:
@@ -95,7 +111,7 @@ def legal_part(moves: list[str]) -> list[str]:
     board = chess.Board()
     for ply, uci in enumerate(moves):
         try:
-            legal = bool(board.push_uci(uci))  # python-chess parses the null move `0000`, which is false
+            legal = board.push_uci(uci).uci() == uci != "0000"  # python-chess also parses null moves, and e1h1 as e1g1
         except ValueError:
             legal = False
         if not legal:
@@ -127,7 +143,10 @@ class Movetext:
     """Lines of a PGN file for python-chess, which skips letters that it does not know: it would read `♘f3` and `Sf3` as f3.
 
     Figurines, and the `letters` of king, queen, rook, bishop and knight, become the letters of PGN. `junk` is the first word
-    of a game that is not PGN. `is_ended` tells whether a result was read.
+    of a game that is not PGN. `is_ended` tells whether a result was read, and `rest` is the first word after it.
+
+    python-chess sees the end of a game by a blank line. It gets one also where a game was cut, or files were joined, so that
+    the next game begins without it.
     """
 
     def __init__(self, file: TextIO, letters: str = LETTERS):
@@ -135,21 +154,37 @@ class Movetext:
         foreign = {ord(letter): "\0" for letter in LETTERS}  # a letter of PGN that is no letter of this file
         self.letters = FIGURINES | foreign | {ord(letter): own for letter, own in zip(letters, LETTERS, strict=True)}
         self.in_moves = self.in_comment = False
+        self.held: list[str] = []  # lines that come next
         self.begin_game()
 
     def begin_game(self) -> None:
-        self.junk, self.is_ended, self.depth = "", False, 0
+        self.junk, self.is_ended, self.rest, self.depth = "", False, "", 0
 
     def readline(self) -> str:
-        line = self.file.readline()
-        if self.in_comment or line.strip("\ufeff \t\r\n"):
+        line = self.next_line()
+        if self.in_comment and EVENT.match(line):
+            self.in_comment, self.held = False, [line, *self.held]
+            return "}\n"
+        is_next = HEADER.match(line) or (self.is_ended and line[:1].isdecimal())
+        if self.in_moves and not self.in_comment and is_next:
+            self.in_moves, self.held = False, [line, *self.held]
+            return "\n"
+        if self.in_comment or line.strip():
             starts_outside = not self.in_comment
-            self.in_moves |= not line.lstrip("\ufeff").startswith(("[", "%", ";"))
+            self.in_moves |= not line.startswith(("[", "%", ";"))
             self.in_rest = False  # in the rest of a line after a semicolon
             if self.in_moves and not (starts_outside and line.startswith(("%", ";"))):
                 return WORDS.sub(self.word, line.partition("\n")[0]) + "\n" * line.endswith("\n")
         else:
             self.in_moves = False
+        return line
+
+    def next_line(self) -> str:
+        """Read a line without its byte order mark; a game that begins within it is held back."""
+        line = (self.held.pop(0) if self.held else self.file.readline()).lstrip("\ufeff \t")
+        if found := EVENT.search(line, 1):
+            self.held = [line[found.start() :], *self.held]
+            return line[: found.start()] + "\n"
         return line
 
     def word(self, found: re.Match) -> str:
@@ -164,11 +199,15 @@ class Movetext:
         elif word in "()":
             self.depth = max(0, self.depth + (1 if word == "(" else -1))
         elif not self.depth:
-            moved = word.translate(self.letters)
-            self.is_ended |= moved in RESULTS
+            moved, ended = word.translate(self.letters), ""
+            if whole := ENDED.fullmatch(moved):
+                moved, ended = whole.groups()
+            if self.is_ended and moved[:1].isalnum():
+                self.rest = self.rest or word
+            self.is_ended |= bool(ended)
             if not WORD.fullmatch(moved):
                 self.junk = self.junk or word
-            return moved
+            return f"{moved} {ended}".strip()
         return word
 
 
@@ -179,33 +218,31 @@ def read_pgn(path: str, letters: str = LETTERS) -> Iterator[dict]:
     """
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = Movetext(file, letters)
-        game, junk, is_ended = read_game(lines)
-        while game:
-            following = read_game(lines)
+        while game := read_game(lines):
             moves = [move.uci() for move in game.mainline_moves()]
-            defect = defect_of_pgn(game, len(moves), junk)
-            if following[0] is None and not is_ended:
-                defect = "the file ends before a result, such as 1-0 or *; it may be cut"
-            yield {"Moves": moves, "defect": defect}
-            game, junk, is_ended = following
+            yield {"Moves": moves, "defect": defect_of_pgn(game, len(moves), lines)}
 
 
-def read_game(lines: Movetext) -> tuple["chess.pgn.Game | None", str, bool]:
-    """Read the next game; also return its first word that is not PGN, and whether it has a result."""
+def read_game(lines: Movetext) -> "chess.pgn.Game | None":
+    """Read the next game; `lines` then knows whether its text was PGN, and whether it has a result."""
     lines.begin_game()
-    game = chess.pgn.read_game(lines, Visitor=GameBuilder)  # pyright: ignore[reportArgumentType]
-    return game, lines.junk, lines.is_ended
+    return chess.pgn.read_game(lines, Visitor=GameBuilder)  # pyright: ignore[reportArgumentType]
 
 
-def defect_of_pgn(game: chess.pgn.Game, num_moves: int, junk: str) -> str:
+def defect_of_pgn(game: chess.pgn.Game, num_moves: int, lines: Movetext) -> str:
     """Say why a game, of which `num_moves` moves were read, is not whole or not normal chess, or return an empty string."""
+    if not lines.is_ended:
+        return "it ends before a result, such as 1-0 or *; it may be cut"
+    if lines.rest:
+        return f"{lines.rest!r} follows its result; begin each game on a line of its own"
     variant = game.headers.get("Variant", "Standard")
     if variant.lower() not in ("standard", "from position", "chess", "normal"):
         return f"it is {variant}, not normal chess"
     if game.headers.get("FEN", chess.STARTING_FEN) != chess.STARTING_FEN:
         return f"it begins from another position, {game.headers['FEN']}"
-    if junk:
-        return f"{junk!r} is no move in PGN; if the pieces have other letters, name them, such as --piece_letters KDTLS"
+    if lines.junk:
+        remedy = "if the pieces have other letters, name them, such as --piece_letters KDTLS"
+        return f"{lines.junk!r} is no move in PGN; {remedy}"
     if game.errors:
         return f"move {num_moves + 1} cannot be made: {game.errors[0]}"
     return ""
