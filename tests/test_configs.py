@@ -479,16 +479,19 @@ def started(monkeypatch):
     return said
 
 
-@pytest.mark.parametrize("place", ["/proc/nowhere", "{file}", "{file}/below", "", "x" * 300])
+@pytest.mark.parametrize("place", ["/proc/nowhere", "{file}", "{file}/below", "", "x" * 300, "{gone}", "{gone}/below"])
 def test_a_run_that_cannot_write_says_so_at_once(place, tmp_path, monkeypatch, started):
     """A run that cannot write says at its start what preflight says."""
     (tmp_path / "file").write_text("a user's")
-    toy, place = recipe.load(CHILDREN / "toy.py"), place.format(file=tmp_path / "file")
+    (tmp_path / "gone").symlink_to("nowhere")
+    is_link = "{gone}" in place
+    toy, place = recipe.load(CHILDREN / "toy.py"), place.format(file=tmp_path / "file", gone=tmp_path / "gone")
     monkeypatch.setattr("sys.argv", ["toy.py", "--output_dir", place])
     with pytest.raises(SystemExit, match="2"):
         recipe.run_recipe(lambda args: pytest.fail("it ran"), toy.Args, toy.requirements)
     (said,) = started
     assert f"--output_dir {place} cannot be written to: " in said or (not place and "--output_dir is empty" in said)
+    assert is_link == (f"{tmp_path / 'gone'} is a link to nowhere, which is not there" in said)
     assert (tmp_path / "file").read_text() == "a user's"
 
 

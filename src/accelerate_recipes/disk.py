@@ -48,9 +48,11 @@ def existing(path: Path) -> Path:
 def refusal(directory: str | Path) -> str | None:
     """Return why a directory, or its nearest existing parent, cannot be written to; None if it can."""
     path = Path(directory).absolute()
-    if broken := next((place for place in (path, *path.parents) if place.is_symlink() and not place.exists()), None):
-        return f"{broken} is a link to {os.readlink(broken)}, which is not there"
     try:
+        if broken := next(
+            (place for place in (path, *path.parents) if place.is_symlink() and not place.exists()), None
+        ):
+            return f"{broken} is a link to {os.readlink(broken)}, which is not there"
         with tempfile.TemporaryFile(dir=existing(Path(directory))):
             return None
     except OSError as error:
