@@ -68,7 +68,7 @@ def read_request(argv: Sequence[str], name: str = "preflight") -> Request:
         given = parse_flags(launch, own, parallelism_config_cp_size=None, parallelism_config_dp_replicate_size=None)
         size, replicas = given.parallelism_config_cp_size, given.parallelism_config_dp_replicate_size
         sizes = launch_flags(config, asked.nodes or 1, processes_per_node, size, replicas)
-        problems = size_problems(given, parse_flags([*sizes, given.training_script]), asked)
+        problems = job_size_problems(given, parse_flags([*sizes, given.training_script]), asked)
         launch[2:2] = sizes
     parsed = parse_flags(launch, own)
     if parsed.config_file != str(config):
@@ -90,7 +90,7 @@ def read_request(argv: Sequence[str], name: str = "preflight") -> Request:
     )
 
 
-def size_problems(given: argparse.Namespace, wanted: argparse.Namespace, asked: argparse.Namespace) -> list[str]:
+def job_size_problems(given: argparse.Namespace, wanted: argparse.Namespace, asked: argparse.Namespace) -> list[str]:
     """List the launcher's flags that contradict the size of the job. On CPUs, fewer processes leave each more of them."""
     gpus, nodes = asked.gpus_per_node or 0, asked.nodes or 1
     machines, processes = given.num_machines, given.num_processes
