@@ -153,10 +153,20 @@ def test_sizes_of_files(size, tmp_path, monkeypatch, capfd):
     assert code == 1 and f"--max_shard_size {size!r} is not a size; give a number with KB, MB" in said
 
 
+def test_an_interrupted_command_leaves_no_stack(monkeypatch, capfd):
+    """Ctrl-C comes most often while the libraries are loaded, in the function of the command."""
+
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(__main__, "list_downloads", interrupt)
+    assert call(monkeypatch, capfd, "list") == (130, "")
+
+
 @pytest.mark.parametrize(
     "typed, meant",
     [
-        (["prefligth"], "preflight"), (["checkpoint", "verfy", "x"], "verify"), (["k8s", "pytorchjb"], "pytorchjob"),
+        (["prefligth"], "preflight"), (["checkpoint", "verifi", "x"], "verify"), (["k8s", "pytorchjb"], "pytorchjob"),
         (["completion", "bsh"], "bash"), (["check-export", "--promt", "x", "y"], "--prompt"),
     ],
 )  # fmt: skip

@@ -19,6 +19,7 @@ from accelerate_recipes import launcher as launcher_module
 from accelerate_recipes.checkpoint.files import write_marker
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import preflight
+from accelerate_recipes.launch.request import read_request
 from accelerate_recipes.launcher import launch_environment, launcher_problems, yaml_problems
 
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
@@ -357,8 +358,26 @@ def test_what_the_job_will_have(monkeypatch):
     with pytest.raises(ConfigError, match="FSDP1 hybrid sharding on a CPU"):
         hybrid1 = ["--fsdp_sharding_strategy", "HYBRID_SHARD"]
         preflight([str(CONFIGS / "fsdp1_full.yaml"), "--cpus-per-node", "2", *hybrid1, *LAPTOP])
-    with pytest.raises(ConfigError, match="8 processes on this machine, which has 2 GPUs"):
-        preflight([str(CONFIGS / "ddp.yaml"), "--gpus-per-node", "2", "--num_processes", "8", *LAPTOP, *batch])
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (
+            ["--num_processes", "8"],
+            "--num_processes 8 contradicts --nodes 2 with --gpus-per-node 2, which makes 4; leave it out",
+        ),
+        (["--num_processes=2"], "--num_processes 2 contradicts --nodes 2 with --gpus-per-node 2, which makes 4"),
+        (["--num_machines", "4"], "--num_machines 4 contradicts --nodes 2 with --gpus-per-node 2; leave it out"),
+        (["--num_machines", "2", "--num_processes", "4"], ""),
+    ],
+)
+def test_the_size_of_the_job_has_one_owner(flags, said):
+    """A number of the launcher that differs would leave GPUs idle, or be one that no machine has."""
+    found = read_request([str(CONFIGS / "ddp.yaml"), "--nodes", "2", "--gpus-per-node", "2", *flags, *LAPTOP])
+    assert found.config_problems == [] if not said else said in found.config_problems[0]
+    on_cpus = [str(CONFIGS / "ddp.yaml"), "--cpus-per-node", "8", "--num_processes", "2", *LAPTOP]
+    assert read_request(on_cpus).config_problems == [], "each has more cores"
 
 
 def test_everything_wrong_at_once(monkeypatch, tmp_path):
@@ -460,16 +479,19 @@ def started(monkeypatch):
     return said
 
 
-@pytest.mark.parametrize("place", ["/proc/nowhere", "{file}", "{file}/below", "", "x" * 300])
+@pytest.mark.parametrize("place", ["/proc/nowhere", "{file}", "{file}/below", "", "x" * 300, "{gone}", "{gone}/below"])
 def test_a_run_that_cannot_write_says_so_at_once(place, tmp_path, monkeypatch, started):
     """A run that cannot write says at its start what preflight says."""
     (tmp_path / "file").write_text("a user's")
-    toy, place = recipe.load(CHILDREN / "toy.py"), place.format(file=tmp_path / "file")
+    (tmp_path / "gone").symlink_to("nowhere")
+    is_link = "{gone}" in place
+    toy, place = recipe.load(CHILDREN / "toy.py"), place.format(file=tmp_path / "file", gone=tmp_path / "gone")
     monkeypatch.setattr("sys.argv", ["toy.py", "--output_dir", place])
     with pytest.raises(SystemExit, match="2"):
         recipe.run_recipe(lambda args: pytest.fail("it ran"), toy.Args, toy.requirements)
     (said,) = started
     assert f"--output_dir {place} cannot be written to: " in said or (not place and "--output_dir is empty" in said)
+    assert is_link == (f"{tmp_path / 'gone'} is a link to nowhere, which is not there" in said)
     assert (tmp_path / "file").read_text() == "a user's"
 
 

@@ -153,6 +153,7 @@ WRONG = {
     "taint": (["--toleration", "gpu:Never"], "--toleration 'gpu:Never': write it as KEY[=VALUE][:EFFECT]"),
     "grace": (["--grace-seconds", "5"], "--grace-seconds is 5; it must be at least 30"),
     "an argument of the run": ([*GPUS, FULL, *LAPTOP, "--lerning_rate", "1"], "unknown argument 'lerning_rate'"),
+    "idle GPUs": ([*JOB, "--nodes", "2", "--gpus-per-node", "2", FULL, "--num_processes", "2", *LAPTOP], "--num_processes 2 contradicts --nodes 2"),
     "the run's batch": ([*GPUS, FULL, *LAPTOP], "--total_batch_size 16 is not a multiple of"),
     "where it is written": ([*CPUS, FULL, *LAPTOP, "--output_dir", "/tmp/out"], "/tmp/out is lost with the pod; give one below /checkpoints"),
     "back out of it": ([*CPUS, FULL, *LAPTOP, "--output_dir", "../../tmp/lost"], "--output_dir /tmp/lost is lost with the pod"),

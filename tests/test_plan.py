@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -632,6 +634,42 @@ def test_the_usage_names_the_command():
             plan(argv)
     with pytest.raises(ConfigError, match=r"usage: python -m accelerate_recipes preflight CONFIG"):
         read_request([])
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--json", "{tmp}"], "--json {tmp}: it is a folder; name a file"),
+        (["--json", "{tmp}/file/plan.json"], "--json {tmp}/file/plan.json: Not a directory"),
+        (["--plot", "/proc/nowhere/plan.png"], "--plot /proc/nowhere/plan.png: No such file or directory"),
+        (["--plot", "{tmp}/plan.html"], "--plot {tmp}/plan.html: matplotlib writes no html; it writes "),
+        (["--json", "{tmp}/gone/plan.json"], "{tmp}/gone is a link to nowhere, which is not there"),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_the_first_simulation(flags, said, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "gone").symlink_to("nowhere")
+    monkeypatch.setattr(planning, "Simulator", lambda: pytest.fail("simulated"))
+    with pytest.raises(ConfigError) as caught:
+        plan([*(word.format(tmp=tmp_path) for word in flags), str(CONFIGS / "fsdp_full.yaml"), *C4])
+    assert said.format(tmp=tmp_path) in str(caught.value)
+
+
+def test_a_line_for_each_simulation(simulator, monkeypatch):  # noqa: F811
+    """Each is told when it is there, with what is left."""
+    told: list[str] = []
+    monkeypatch.setattr(simulator, "tell", told.append)
+    arriving = simulator([job("fsdp_full", [*C4, "--lerning_rate", "1"])] * 3)
+    for done in (1, 2, 3):
+        assert isinstance(next(arriving), ConfigError) and len(told) == done
+        assert re.fullmatch(rf"Simulated {done} of 3{'; about [0-9]+ s left' if done < 3 else ''}", told[-1])
+
+
+def test_the_first_line_needs_no_library():
+    code = "import sys; from accelerate_recipes import __main__ as m; sys.argv = ['x', 'plan']; sys.modules['torch'] = None; m.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "Planning: steps of the run are simulated, which may take minutes\n", done
+    assert "torch" in done.stderr  # which could not be imported
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_the_job_script_writes_into_the_line_of_the_run(tmp_path, as_process, mo
     as_process(1000.0)
     begin_attempt(tmp_path, attempt(), 0)
     update_status(tmp_path, state="running", step=4, reason="")
-    assert after_attempt(tmp_path, False, 9) == (75, "killed at step 4")
+    assert after_attempt(tmp_path, False, 9) == (75, "killed at step 4; the job goes on from step 4")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     after_attempt(tmp_path, False, 9)
     first, second = read_attempts(tmp_path)
@@ -119,6 +119,53 @@ def test_a_run_begun_anew_does_not_count_the_attempts_of_an_older_one():
     ]
     assert of_this_run(lines) == lines[2:]  # of two without a checkpoint, the second repeats the first
     assert of_this_run(lines[:2]) == lines[:2] and of_this_run([]) == []
+
+
+def test_a_first_attempt_that_failed_is_no_restart(write_run):
+    """Something was put right in between, which takes as long as it takes; a lost process before the first save is one."""
+    records = [record(4, 9010), record(8, 9018)]
+    failed = {"begun": 1000.0, "ended": 1020.0, "from": 0, "state": "failed", "reason": "row 17"}
+    trained = {"begun": 9000.0, "ended": 9018.0, "from": 0, "step": 8, "state": "finished"}
+    once = report.read_run(write_run("run", records, failed, {**failed, "begun": 2000.0, "ended": 2001.0}, trained))
+    effective = report.facts_of(once)["effective time"]
+    assert once.effective == (16, 18) and "restarts" not in effective, effective
+    crashed = report.read_run(write_run("crashed", records, failed | {"state": "crashed"}, trained))
+    assert "restarts: 1" in report.facts_of(crashed)["effective time"]
+    resumed = report.read_run(write_run("resumed", records, failed | {"step": 2}, trained | {"from": 2}))
+    assert "restarts: 1" in report.facts_of(resumed)["effective time"], "what was saved before it failed counts"
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("{", "line 2 is no JSON: Expecting property name"),
+        ("\xff", "line 2 is no JSON: 'utf-8' codec can't decode"),
+        ("3", r"line 2 \(3\) has no step, as"),
+        ("null", "has no step, as"),
+        ('{"loss": 1.0, "time": 2}', r"line 2 \({\"loss\": 1.0, \"time\": 2}\) has no step,"),
+        ('{"step": "four", "time": 2}', "has no step,"),
+    ],
+)
+def test_a_damaged_line_is_named(write_run, line, said, monkeypatch, capsys):
+    folder = write_run("run", [record(4, 1010), record(8, 1018)])
+    first, second, _ = (folder / "metrics.jsonl").read_bytes().split(b"\n")
+    (folder / "metrics.jsonl").write_bytes(b"\n".join([first, line.encode("latin-1"), second, b""]))
+    with pytest.raises(ConfigError, match=f"metrics.jsonl, {said}|metrics.jsonl, line 2 .*{said}"):
+        report.compare([folder], folder / "page.html")
+    monkeypatch.setattr("sys.argv", ["accelerate_recipes", "report", str(folder)])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert capsys.readouterr().err.count("error: ") == 1
+
+
+@pytest.mark.parametrize(
+    "name, content", [("samples.jsonl", '{"step": 4}\n'), ("samples.jsonl", "7\n"), ("plan.json", "{")]
+)
+def test_other_damaged_files_are_named(write_run, name, content):
+    folder = write_run("run", [record(4, 1010, peak_memory_gib=1.0)])
+    (folder / name).write_text(content)
+    with pytest.raises(ConfigError, match=rf"{folder}/{name}(, line 1 .* has no .*source and no rewards| is no JSON)"):
+        report.compare([folder], folder / "page.html")
 
 
 def test_effective_time(write_run):

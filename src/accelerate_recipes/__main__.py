@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -124,6 +125,8 @@ def main() -> None:
     sys.argv[0] += f" {args.command}"
     try:
         args.call(args)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     except (ConfigError, DataError, OSError) as error:  # a path is too long, a file is not readable, a disk is full
         print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
@@ -222,6 +225,7 @@ def check_launch(args: argparse.Namespace) -> None:
 
 
 def plan_run(args: argparse.Namespace) -> None:
+    print("Planning: steps of the run are simulated, which may take minutes", flush=True)
     from accelerate_recipes.launch.planning import plan
 
     plan(args.argv, tell=partial(print, flush=True))

@@ -59,9 +59,11 @@ def existing(path: Path) -> Path:
 def refusal(directory: str | Path) -> str | None:
     """Return why a directory, or its nearest existing parent, cannot be written to; None if it can."""
     path = Path(directory).absolute()
-    if link := next((place for place in (path, *path.parents) if place.is_symlink() and not place.exists()), None):
-        return f"{link} is a link to {link.readlink()}, which is not there"
     try:
+        if broken := next(
+            (place for place in (path, *path.parents) if place.is_symlink() and not place.exists()), None
+        ):
+            return f"{broken} is a link to {os.readlink(broken)}, which is not there"
         with tempfile.TemporaryFile(dir=existing(Path(directory))):
             return None
     except OSError as error:
@@ -115,6 +117,15 @@ def print_any_text() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def file_refusal(file: Path) -> str | None:
+    """Return why a file cannot be written, in a folder that is made if it is missing; None if it can."""
+    if file.is_dir():
+        return "it is a folder; name a file"
+    if file.exists():
+        return None if os.access(file, os.W_OK) else os.strerror(errno.EACCES)
+    return refusal(file.parent)
+
+
 def read_json(file: Path) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
 
@@ -123,9 +134,18 @@ def read_json_lines(file: Path) -> list[Any]:
     """Read a file with one JSON value in each line; an incomplete last line is left out.
 
     `splitlines` is not used: it would also split at Unicode's other line ends, which may stand inside a text.
+
+    Raises:
+        ValueError: naming the file and the line, for one that is not JSON.
     """
-    *lines, _ = file.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines]
+    *lines, _ = file.read_bytes().split(b"\n")
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(json.loads(line.decode()))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file}, line {number} is no JSON: {error}") from error
+    return found
 
 
 def write_atomically(path: Path, text: str, suffix: str = ".partial") -> None:

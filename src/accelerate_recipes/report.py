@@ -69,7 +69,7 @@ class Seen(NamedTuple):
         """
         found, last, batch = [], 0, self.args.get("total_batch_size", 0)
         for record in self.records:
-            if speed := record.get("samples_per_second"):
+            if (speed := record.get("samples_per_second")) and "time" in record:
                 found.append((record["time"] - (record["step"] - last) * batch / speed, record["time"]))
                 last = record["step"]
         return found
@@ -96,7 +96,7 @@ class Seen(NamedTuple):
         begun = [attempt["begun"] for attempt in self.attempts if attempt.get("begun")]
         if not begun or not self.spans:
             return None
-        ended = self.attempts[-1].get("ended") or self.records[-1]["time"]
+        ended = self.attempts[-1].get("ended") or self.records[-1].get("time", self.spans[-1][1])
         return sum(end - start for start, end in self.spans), max(ended - begun[0], 1e-9)
 
 
@@ -104,14 +104,36 @@ def read_run(folder: Path, records: list[dict] | None = None) -> Seen:
     """Read what a run has written. A running process passes its `records`, which are those of metrics.jsonl.
 
     Raises:
-        ConfigError: if there is no log of a run.
+        ConfigError: if there is no log of a run, or a line of it is damaged.
     """
     try:
-        found = read_json_lines(folder / "metrics.jsonl") if records is None else records
+        found = lines_of(folder / "metrics.jsonl", {"step": int}) if records is None else records
         args = dict(yaml.safe_load((folder / "args.yaml").read_text("utf-8")))
-    except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
+    except (OSError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(f"{folder} is not the output directory of a run that has begun to train: {error}") from error
     return Seen(folder, found, args, read_status(folder), of_this_run(read_attempts(folder)))
+
+
+def lines_of(file: Path, kinds: dict[str, Any]) -> list[dict]:
+    """Read a file of JSON lines that a run has written. Raises ConfigError for a line without values of these `kinds`."""
+    try:
+        rows = read_json_lines(file)
+    except ValueError as error:
+        raise ConfigError(f"{error}; remove that line") from error
+    for number, row in enumerate(rows, start=1):
+        lacking = [name for name in kinds if not (isinstance(row, dict) and isinstance(row.get(name), kinds[name]))]
+        if lacking:
+            said = f"{file}, line {number} ({json.dumps(row):.60}) has no {' and no '.join(lacking)}"
+            raise ConfigError(f"{said}, as a line of a run has; remove it")
+    return rows
+
+
+def value_of(file: Path) -> Any:
+    """Read a JSON file. Raises ConfigError if it is damaged."""
+    try:
+        return read_json(file)
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON: {error}; write it again, or remove it") from error
 
 
 def write_report(folder: Path, records: list[dict] | None = None) -> None:
@@ -129,7 +151,7 @@ def compare(folders: Sequence[Path], out: Path) -> Path:
     """Write the report of a run into its folder, or one page of several runs to `out`; return the page.
 
     Raises:
-        ConfigError: if one of the folders holds no run.
+        ConfigError: if one of the folders holds no run, or a damaged file of one.
     """
     runs = [read_run(folder) for folder in folders]
     if len(runs) == 1:
@@ -155,7 +177,7 @@ def page_of(seen: Seen) -> list[Html]:
     if (file := seen.folder / "result.png").exists() and seen.status.get("state") == "finished":
         parts += [element("h2", "Result"), picture(file, is_chart=True)]
     if (file := seen.folder / "samples.jsonl").exists() and file.stat().st_size:
-        samples = read_json_lines(file)[: -MOST_SAMPLES - 1 : -1]
+        samples = lines_of(file, {"step": int, "source": str, "rewards": dict})[: -MOST_SAMPLES - 1 : -1]
         parts += [element("h2", "Samples, newest first"), sample_table(samples)]
     if (file := seen.folder / "rows.txt").exists():
         parts += [
@@ -165,7 +187,7 @@ def page_of(seen: Seen) -> list[Html]:
     if (file := seen.folder / "rows.png").exists():
         parts += [element("h2", "Data"), picture(file)]
     for file in sorted((seen.folder / "profile").glob("rank-*.json")):
-        parts += profile_of(read_json(file))
+        parts += profile_of(value_of(file))
     parts += attempts_of(seen)
     which = "Arguments that differ from their defaults" if "changed" in last else "Arguments"
     arguments = ((name, shown(value)) for name, value in last.get("changed", seen.args).items())
@@ -188,7 +210,7 @@ def facts_of(seen: Seen) -> dict[str, str]:
     peaks = [step["peak_memory_gib"] for step in steps if "peak_memory_gib" in step]
     memory = f"{max(peaks):.2f} GiB" if peaks else None
     if memory and (file := seen.folder / "plan.json").exists():  # `plan --json <output_dir>/plan.json` wrote it
-        plan = read_json(file)
+        plan = value_of(file)
         memory += f" measured, {plan['memory']['in_use'] / 2**30:.2f} GiB planned for {plan['gpu']}"
     effective = None
     if known := seen.effective:

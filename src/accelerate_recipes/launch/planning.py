@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from accelerate_recipes.disk import file_refusal
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.flags import group_flags
 from accelerate_recipes.gpus import GIB, GPUS
@@ -52,6 +54,7 @@ def plan(argv: Sequence[str], tell: Callable[[str], None] = lambda text: None) -
     asked, argv = split_flags(argv)
     request = read_request(argv, "plan")
     raise_problems("This run cannot start", request.config_problems)
+    raise_problems("The plan could not be written", output_problems(asked))
     job = job_of(request, request.gpu or "h100")
     raise_problems("This run cannot start", environment_problems(job.env, int(job.env["LOCAL_WORLD_SIZE"])))
     began, lines = time.perf_counter(), []
@@ -61,7 +64,9 @@ def plan(argv: Sequence[str], tell: Callable[[str], None] = lambda text: None) -
         tell(text)
 
     with Simulator() as simulator:
+        simulator.tell = tell
         found = simulated(simulator, job)
+        simulator.tell = lambda text: None  # the search tells each trial
         say(found.report())
         facts = found.facts()
         if not asked.no_search:
@@ -70,6 +75,7 @@ def plan(argv: Sequence[str], tell: Callable[[str], None] = lambda text: None) -
             facts |= proposals
         if asked.plot:
             (whole,) = simulator([replace(job, keeps_events=True)])
+            asked.plot.parent.mkdir(parents=True, exist_ok=True)
             draw(known(whole).events, asked.plot)
             say(f"Memory over a step, by kind: {asked.plot}")
         say(f"{simulator.number} simulation{'s' * (simulator.number != 1)} in {time.perf_counter() - began:.0f} s")
@@ -77,6 +83,23 @@ def plan(argv: Sequence[str], tell: Callable[[str], None] = lambda text: None) -
         asked.json.parent.mkdir(parents=True, exist_ok=True)  # for the report, it lies in the output directory
         asked.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return "\n".join(lines)
+
+
+def output_problems(asked: argparse.Namespace) -> list[str]:
+    """List why the files that the flags name cannot be written, one sentence each: a simulation takes minutes."""
+    found = [
+        f"--{name} {path}: {why}"
+        for name, path in (("json", asked.json), ("plot", asked.plot))
+        if path and (why := file_refusal(path))
+    ]
+    if asked.plot and find_spec("matplotlib") is None:
+        return [*found, "--plot: matplotlib is not installed; run: pip install matplotlib"]
+    if asked.plot and asked.plot.suffix:
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        if (kind := asked.plot.suffix[1:].lower()) not in (known := FigureCanvasBase.get_supported_filetypes()):
+            found.append(f"--plot {asked.plot}: matplotlib writes no {kind}; it writes {', '.join(known)}")
+    return found
 
 
 def changed_words(request: Request, changes: Sequence[Change] = ()) -> tuple[list[str], list[str]]:

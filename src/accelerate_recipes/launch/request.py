@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from accelerate_recipes import shipped
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.errors import ConfigError, that_apply
 from accelerate_recipes.gpus import check_gpu, known_as
 from accelerate_recipes.launcher import ignored_flags, launch_environment, launch_flags, parse_flags, yaml_problems
 from accelerate_recipes.strategy import num_accelerators
@@ -67,7 +67,9 @@ def read_request(argv: Sequence[str], name: str = "preflight") -> Request:
         # These are 1 by default, and would hide the sizes in the YAML.
         given = parse_flags(launch, own, parallelism_config_cp_size=None, parallelism_config_dp_replicate_size=None)
         size, replicas = given.parallelism_config_cp_size, given.parallelism_config_dp_replicate_size
-        launch[2:2] = launch_flags(config, asked.nodes or 1, processes_per_node, size, replicas)
+        sizes = launch_flags(config, asked.nodes or 1, processes_per_node, size, replicas)
+        problems = job_size_problems(given, parse_flags([*sizes, given.training_script]), asked)
+        launch[2:2] = sizes
     parsed = parse_flags(launch, own)
     if parsed.config_file != str(config):
         raise ConfigError(f"--config_file {parsed.config_file}: the accelerate YAML is given once, first: {config}")
@@ -86,6 +88,19 @@ def read_request(argv: Sequence[str], name: str = "preflight") -> Request:
         asked.gpu or ("" if is_elsewhere else gpu_here()),
         not asked.no_plan,
     )
+
+
+def job_size_problems(given: argparse.Namespace, wanted: argparse.Namespace, asked: argparse.Namespace) -> list[str]:
+    """List the launcher's flags that contradict the size of the job. On CPUs, fewer processes leave each more of them."""
+    gpus, nodes = asked.gpus_per_node or 0, asked.nodes or 1
+    machines, processes = given.num_machines, given.num_processes
+    size = f"--nodes {nodes} with --gpus-per-node {gpus}" if gpus else f"--nodes {nodes}"
+    problems = {
+        f"--num_machines {machines} contradicts {size}; leave it out: it follows": machines not in (None, nodes),
+        f"--num_processes {processes} contradicts {size}, which makes {wanted.num_processes}; leave it out: it follows": gpus
+        and processes not in (None, wanted.num_processes),
+    }
+    return that_apply(problems)
 
 
 def gpu_here() -> str:

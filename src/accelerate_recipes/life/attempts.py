@@ -72,7 +72,11 @@ def update_attempt(output_dir: Path, changes: dict[str, Any]) -> None:
 
 
 def of_this_run(attempts: list[dict]) -> list[dict]:
-    """Return the attempts since the run was begun anew: from step 0, although the attempt before had saved a checkpoint."""
-    pairs = enumerate(pairwise(attempts), 1)
-    anew = [i for i, (before, entry) in pairs if before["step"] and entry.get("from") == 0]
+    """Return the attempts since the run was begun anew, from step 0.
+
+    That is so if the attempt before had saved a checkpoint, or had failed: then something was put right in between. Without
+    a checkpoint, any other attempt is repeated by the next.
+    """
+    is_new = [entry.get("from") == 0 and (b["step"] or b.get("state") == "failed") for b, entry in pairwise(attempts)]
+    anew = [i for i, new in enumerate(is_new, start=1) if new]
     return attempts[anew[-1] :] if anew else attempts

@@ -12,6 +12,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -374,12 +375,12 @@ def fork(job: Job) -> tuple[int, Any]:
 
 
 class Simulator:
-    """Child process that simulates; a context manager. `number` counts simulations."""
+    """Child process that simulates; a context manager. `number` counts simulations, `tell` gets a line after each."""
 
     def __enter__(self):
         env = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))}
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self.number = 0
+        self.number, self.tell = 0, lambda text: None
         self.child = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import serve; serve()"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env,
@@ -400,12 +401,17 @@ class Simulator:
         with contextlib.suppress(BrokenPipeError):
             pickle.dump(jobs, self.child.stdin)
             self.child.stdin.flush()
-        for _ in jobs:
+        began = time.perf_counter()
+        for done in range(1, len(jobs) + 1):
             self.number += 1
             try:
-                yield pickle.load(self.child.stdout)
+                found = pickle.load(self.child.stdout)
             except (EOFError, pickle.UnpicklingError):
                 raise ConfigError(
                     f"the simulation ended with exit code {self.child.wait()}, perhaps for want of memory: plan where there "
                     "is more, or leave it out (preflight --no_plan)"
                 ) from None
+            left = len(jobs) - done
+            seconds = (time.perf_counter() - began) / done * left
+            self.tell(f"Simulated {done} of {len(jobs)}{f'; about {seconds:.0f} s left' if left else ''}")
+            yield found
