@@ -403,23 +403,18 @@ def long_table(plans: dict[str, Any]) -> list[str]:
 
 
 def preset_table(plans: dict[str, Any]) -> list[str]:
-    """Write the table of docs/sft.md: each preset for GPUs, with the config and flags of its first line, by its size."""
-    rows = []
-    for name, gpu in presets().items():
-        task, _, file = name.partition("/")
-        if task == "sft":
-            text, facts = (PRESETS / name).read_text(encoding="utf-8"), plans[of_preset(name)]
-            launch = text.partition("accelerate_configs/")[2].partition(" recipes/")[0]
-            number = re.search(r"Hardware: (\d+) GPUs? of (\d+) GB", text)
-            needs = f"{facts['needed'] / GIB:.1f} of {GPUS[gpu].memory / GIB:.1f}"
-            chosen = yaml.safe_load(text)
-            trained = "adapters" if chosen.get("use_peft") else "all"
-            cells = [chosen["model_name_or_path"], f"`{file.removesuffix('.yaml')}`", trained, f"`{launch}`"]
-            rows.append(
-                (chosen.get("use_peft", False), facts["parameters"], [*cells, f"{number[1]} of {number[2]} GB", needs])
-            )
-    heads = ["model", "preset", "trained", "config and flags", "GPUs", "each needs, GiB"]
-    return table(heads, [cells for *_, cells in sorted(rows)])
+    """Write the table of docs/sft.md: for each model, by its size, the presets that train all of it, and adapters."""
+    rows: dict[str, dict[bool, list[str]]] = {}
+    for name in sorted(presets(), key=lambda name: plans[of_preset(name)]["parameters"]):
+        text = (PRESETS / name).read_text(encoding="utf-8")
+        chosen, machine = yaml.safe_load(text), re.search(r"# Hardware: (\d+) GPUs? of (\d+) GB", text)
+        if name.startswith("sft/") and machine:
+            needs = f"{machine[1]} of {machine[2]} GB: {plans[of_preset(name)]['needed'] / GIB:.1f} GiB"
+            kinds = rows.setdefault(chosen["model_name_or_path"], {})
+            kinds[chosen.get("use_peft", False)] = [f"`{Path(name).stem}`", needs]
+    heads = ["model", "all weights", "GPUs, and what each needs", "adapters", "GPUs, and what each needs"]
+    cells = [[model, *kinds[False], *kinds.get(True, ["", ""])] for model, kinds in rows.items()]
+    return table(heads, cells)
 
 
 TABLES = {
