@@ -5,7 +5,6 @@ Also of those benchmarks that compare simulations with real steps.
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +15,9 @@ import pytest
 import yaml
 from helpers import ROOT, environment
 
-from accelerate_recipes.args import resolve
-from accelerate_recipes.launcher import launch_environment
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.ledger import COPIED_BY_GLOO
 from accelerate_recipes.plan.simulate import Simulator
-from accelerate_recipes.recipe import load
 
 PLANS = json.loads(plans.RESULT.read_text())["plans"]
 CHEAP = "c4/llama3_2_1b.yaml"
@@ -50,20 +46,6 @@ def test_presets_for_gpus():
         if not yaml.safe_load(text).get("use_peft"):  # then the model has adapters besides
             parameters = f"{PLANS[plans.of_preset(name)]['parameters']:,}"
             assert {number.strip(",") for pair in named for number in pair if number} <= {parameters}, name
-
-
-@pytest.mark.parametrize("name", plans.presets())
-def test_first_lines_are_commands(name, monkeypatch):
-    """The launcher and the recipe take the first line of a preset for GPUs, which names the preset itself."""
-    text = (plans.PRESETS / name).read_text()
-    words = shlex.split(text.partition("\n")[0].removeprefix("# "))
-    assert words[:2] == ["accelerate", "launch"] and words[words.index("--config") + 1] == f"recipes/configs/{name}"
-    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
-    (ROOT / plans.ROWS).touch()
-    world_size = int(launch_environment(words[2:])["WORLD_SIZE"])
-    _, problems = resolve(load(words[script]).Args, words[script + 1 :], world_size)
-    assert problems == []
-    assert world_size == int(re.search(r"# Hardware: (\d+) GPU", text)[1])
 
 
 def test_presets_of_sft():
