@@ -3,8 +3,8 @@
     make plans
 
 simulates each command that benchmarks/results/plans.json does not have yet, and writes that file, the memory comments of
-recipes/configs, and the tables of docs/plan.md, docs/levers.md and docs/long-context.md. `make plans ARGS=--again` simulates
-all of them anew: a change of `plan/`, of the engine or of a recipe's trial asks for it. ARGS=--check does so too, and
+recipes/configs, and tables of docs/plan.md, docs/levers.md, docs/long-context.md and docs/sft.md. `make plans ARGS=--again`
+simulates all of them anew: a change of `plan/`, of the engine or of a recipe's trial asks for it. ARGS=--check does so, and
 compares them with what is written; ARGS=--pages simulates none. Models of the Hub are made from sizes that are published;
 nothing is downloaded.
 """
@@ -37,12 +37,19 @@ from accelerate_recipes.plan.simulate import Job, Outcome, Simulator, load_trial
 RESULT = ROOT / "benchmarks/results/plans.json"
 PRESETS = ROOT / "recipes/configs"
 GPUS_PER_NODE = 8
+ROWS = "my_rows.jsonl"  # of the reader, in first lines of presets
 
 # The fields of published config.json files that decide sizes. The others are in the presets of c4.py.
 T5 = {"model_type": "t5", "vocab_size": 32128, "decoder_start_token_id": 0}
 FLAN = T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 CODE_LLAMA = {"model_type": "llama", "max_position_embeddings": 16384, "rope_theta": 1e6, "rms_norm_eps": 1e-5}
 VIT = {"model_type": "vit", "image_size": 224, "patch_size": 16}
+SMOLLM2 = {"model_type": "llama", "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+QWEN2 = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6}
+QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 151936, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6,
+}  # fmt: skip
 PUBLISHED = {
     "codellama/CodeLlama-7b-hf": CODE_LLAMA | {
         "vocab_size": 32016, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -55,6 +62,30 @@ PUBLISHED = {
     "codellama/CodeLlama-34b-hf": CODE_LLAMA | {
         "vocab_size": 32000, "hidden_size": 8192, "intermediate_size": 22016, "num_hidden_layers": 48,
         "num_attention_heads": 64, "num_key_value_heads": 8,
+    },
+    "HuggingFaceTB/SmolLM2-135M-Instruct": SMOLLM2 | {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "rope_theta": 1e5,
+    },
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": SMOLLM2 | {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "rope_theta": 1.3e5,
+    },
+    "Qwen/Qwen2.5-0.5B-Instruct": QWEN2 | {
+        "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen2.5-7B-Instruct": QWEN2 | {
+        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4,
+    },
+    "Qwen/Qwen3-4B": QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
+    "Qwen/Qwen3-8B": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288},
+    "google/gemma-3-4b-it": {
+        "model_type": "gemma3", "vision_config": {"model_type": "siglip_vision_model"}, "text_config": {
+            "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+            "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        },
     },
     "google-t5/t5-base": T5 | {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
     "google/flan-t5-base": FLAN | {"d_model": 768, "d_kv": 64, "d_ff": 2048, "num_layers": 12, "num_heads": 12},
@@ -213,8 +244,11 @@ def of_long_rows(model: str, length: str, way: str) -> str:
 
 
 def words_of(command: str, folder: Path) -> list[str]:
-    """Split a command; a model of the Hub becomes a folder with its config.json."""
+    """Split a command; a model of the Hub becomes a folder with its config.json, the reader's rows an empty file."""
     argv = shlex.split(command)
+    if ROWS in argv:
+        (folder / ROWS).touch()
+        argv[argv.index(ROWS)] = str(folder / ROWS)
     named = yaml.safe_load((ROOT / argv[argv.index("--config") + 1]).read_text(encoding="utf-8")).get(
         "model_name_or_path"
     )
@@ -230,14 +264,14 @@ def job_for(command: str, folder: Path) -> Job:
 
 
 def published(name: str, folder: Path) -> Path:
-    """Write the config.json of a published model: one of ours, or of the preset of c4.py that has its tokenizer."""
+    """Write the config.json of a published model: one of ours, or of the preset of c4.py that has its base's tokenizer."""
     path = folder / name
     if not path.exists():
         path.mkdir(parents=True)
         if name in PUBLISHED:
             (path / "config.json").write_text(json.dumps(PUBLISHED[name]), encoding="utf-8")
         else:
-            line = f"\ntokenizer_name: {name}\n"
+            line = f"\ntokenizer_name: {name.replace('-Instruct', '')}\n"
             alike = (p for p in sorted(PRESETS.glob("c4/*.yaml")) if line in p.read_text(encoding="utf-8"))
             command = ["recipes/c4.py", "--config", str(next(alike).relative_to(ROOT))]
             load_trial(Job({"WORLD_SIZE": "1"}, command))[1].config.save_pretrained(path)
@@ -368,7 +402,23 @@ def long_table(plans: dict[str, Any]) -> list[str]:
     return table(["", "", *WAYS], rows)
 
 
+def preset_table(plans: dict[str, Any]) -> list[str]:
+    """Write the table of docs/sft.md: for each model, by its size, the presets that train all of it, and adapters."""
+    rows: dict[str, dict[bool, list[str]]] = {}
+    for name in sorted(presets(), key=lambda name: plans[of_preset(name)]["parameters"]):
+        text = (PRESETS / name).read_text(encoding="utf-8")
+        chosen, machine = yaml.safe_load(text), re.search(r"# Hardware: (\d+) GPUs? of (\d+) GB", text)
+        if name.startswith("sft/") and machine:
+            needs = f"{machine[1]} of {machine[2]} GB: {plans[of_preset(name)]['needed'] / GIB:.1f} GiB"
+            kinds = rows.setdefault(chosen["model_name_or_path"], {})
+            kinds[chosen.get("use_peft", False)] = [f"`{Path(name).stem}`", needs]
+    heads = ["model", "all weights", "GPUs, and what each needs", "adapters", "GPUs, and what each needs"]
+    cells = [[model, *kinds[False], *kinds.get(True, ["", ""])] for model, kinds in rows.items()]
+    return table(heads, cells)
+
+
 TABLES = {
+    "docs/sft.md": ("presets", preset_table),
     "docs/plan.md": ("fits", fit_table),
     "docs/levers.md": ("levers", lever_table),
     "docs/long-context.md": ("long rows", long_table),

@@ -2,9 +2,9 @@
 document.addEventListener("DOMContentLoaded", () => {
   // "rate" is not in accelerate_recipes.
   const find = Search.performObjectSearch
-  const words = name => name.toLowerCase().replace("accelerate_recipes", "").split(/[._]/)
-  Search.performObjectSearch = (term, terms) => find(term, terms).filter(([, name]) =>
-    words(name).includes(term) || name.toLowerCase().endsWith(`.${term}`))
+  const words = name => `.${name.toLowerCase().replace("accelerate_recipes.", "").replaceAll("_", ".")}.`
+  Search.performObjectSearch = (term, terms) =>
+    find(term, terms).filter(([, name]) => words(name).includes(words(term)))
   // A word that stands on pages is searched in no longer words of titles.
   const findPages = Search.performTermsSearch
   Search.performTermsSearch = (terms, excluded) => {

@@ -4,6 +4,7 @@ import ast
 import graphlib
 import math
 import re
+import shlex
 import shutil
 import subprocess
 import tokenize
@@ -301,16 +302,27 @@ def test_texts_are_utf_8_in_any_locale():
     assert not found, "\n".join(found)
 
 
-def test_presets_are_valid():
-    """Every preset parses, and its first line is its command."""
-    from accelerate_recipes.args import parse
+def test_presets_are_valid(monkeypatch):
+    """The first line of each preset is its command, which launcher and recipe take, on the GPUs that the preset names."""
+    from accelerate_recipes.args import resolve
+    from accelerate_recipes.launcher import launch_environment
 
-    for path in sorted((ROOT / "recipes/configs").glob("*/*.yaml")):
-        module = recipe.load(ROOT / "recipes" / f"{path.parent.name}.py")
-        first = path.read_text().splitlines()[0]
-        # Two processes, which share each row with fsdp_long.yaml.
-        parse(module.Args, ["--config", str(path)], world_size=1 if "fsdp_long" in first else 2)
-        assert first.startswith("# accelerate launch") and first.endswith(str(path.relative_to(ROOT)))
+    monkeypatch.chdir(ROOT)
+    (ROOT / "my_rows.jsonl").touch()
+    found = {}
+    for folder in sorted({path.parent for path in (ROOT / "recipes/configs").glob("*/*.yaml")}):
+        args_class = recipe.load(ROOT / f"recipes/{folder.name}.py").Args
+        for path in sorted(folder.glob("*.yaml")):
+            text, name = path.read_text(), str(path.relative_to(ROOT))
+            words = shlex.split(text.partition("\n")[0])
+            script = words.index(f"recipes/{folder.name}.py")
+            assert words[:3] == ["#", "accelerate", "launch"] and words[script + 1 : script + 3] == ["--config", name]
+            env = launch_environment(words[3:])
+            world_size, a_row = (int(env.get(key, 1)) for key in ("WORLD_SIZE", "PARALLELISM_CONFIG_CP_SIZE"))
+            _, found[name] = resolve(args_class, words[script + 1 :], world_size // a_row)
+            machine = re.search(r"# Hardware: (\d+) GPU", text)
+            assert not machine or int(machine[1]) == world_size, name
+    assert {name: problems for name, problems in found.items() if problems} == {}
 
 
 # A text that begins with one of these continues a name that the reader does not see in --help, in a hover, or in grep.

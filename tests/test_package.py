@@ -110,6 +110,9 @@ def test_wheel(wheel, tmp_path):
         assert here == {name.partition("/")[2] for name in names if name.startswith(f"shipped_files/{folder}/")}
     library = {str(path.relative_to(LIBRARY)) for path in LIBRARY.rglob("*.py")}
     assert library == {name for name in names if name.endswith(".py") and not name.startswith("shipped_files/")}
+    for page in ("README.md", "docs/start.md"):  # what they tell to install
+        text = " ".join((REPOSITORY / page).read_text().split())
+        assert f"`pip install {wheel.name}`" in text.replace("VERSION", PROJECT["version"]), page
     info = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" in name]
     assert {name.partition("licenses/")[2] for name in info if "licenses/" in name} == {*PROJECT["license-files"]}
 

@@ -48,6 +48,19 @@ def test_presets_for_gpus():
             assert {number.strip(",") for pair in named for number in pair if number} <= {parameters}, name
 
 
+def test_presets_of_sft():
+    """Ten models, each trained as a whole or with adapters; a run has a folder of its own, and what it needs fits easily."""
+    of_sft = {
+        name: yaml.safe_load((plans.PRESETS / name).read_text()) for name in plans.presets() if name.startswith("sft/")
+    }
+    assert len({chosen["model_name_or_path"] for chosen in of_sft.values()}) == 10
+    assert len({chosen["output_dir"] for chosen in of_sft.values()}) == len(of_sft)
+    for name, chosen in of_sft.items():
+        assert bool(chosen.get("use_peft")) == name.endswith("_lora.yaml") and "dataset_name" not in chosen
+        memory = plans.GPUS[plans.presets()[name]].memory
+        assert PLANS[plans.of_preset(name)]["needed"] < 0.93 * memory, f"{name}: only just"
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name == CHEAP else pytest.mark.long) for name in plans.presets()],

@@ -4,6 +4,7 @@
 """
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -282,7 +283,9 @@ def test_transformers_serves_a_whole_model(tmp_path, monkeypatch):
     """`transformers serve` finds an export by a relative path, and takes no adapters, as docs/serving.md says."""
     manager = pytest.importorskip("transformers.cli.serving.model_manager").ModelManager
     new_export(tmp_path / "out")
-    (tmp_path / "adapter").mkdir()
+    shutil.copytree(
+        tmp_path / "out/export", tmp_path / "adapter", ignore=shutil.ignore_patterns("config.json", "model*")
+    )
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "out/export"}))
     monkeypatch.chdir(tmp_path)
     model, tokenizer = manager(device="cpu", force_model="out/export").load_model_and_processor("out/export@main")

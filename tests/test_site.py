@@ -189,7 +189,7 @@ def test_site_in_a_browser(site, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word, name", [("rate", None), ("resume", "accelerate_recipes.tokenizers.make_or_resume")])
+@pytest.mark.parametrize("word, name", [("rate", None), ("or_resume", "accelerate_recipes.tokenizers.make_or_resume")])
 def test_search_of_a_folder(word, name, site, tmp_path):
     """Without a server, a search shows where the word stands; it is no part of another word, but one of a name."""
     address = f"{(site / 'search.html').as_uri()}?q={word}"
@@ -199,4 +199,5 @@ def test_search_of_a_folder(word, name, site, tmp_path):
     found = [html for kind, html in results if kind == "object"]
     assert [name in html for html in found] == ([True] if name else [])
     summaries = [re.sub("<.*?>", "", html.partition('"context">')[2]) for kind, html in results if kind == "text"]
-    assert len(summaries) > 5 and all(re.search(rf"(?<![a-z]){word[:4]}", text, re.IGNORECASE) for text in summaries)
+    assert len(summaries) > (0 if name else 5)
+    assert all(re.search(rf"(?<![a-z]){word[:4]}", text, re.IGNORECASE) for text in summaries)

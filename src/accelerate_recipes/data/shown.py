@@ -53,9 +53,15 @@ class ShownRow(NamedTuple):
         return sum(token.is_target for token in self.tokens)
 
     @property
+    def has_label(self) -> bool:
+        """Tell whether the target is no token, but a label in the title."""
+        return ", label" in self.title
+
+    @property
     def summary(self) -> str:
         num_documents = sum(token.begins_document for token in self.tokens)
-        parts = [f"{len(self.tokens):,} tokens", f"{self.num_targets:,} targets"]
+        parts = [f"{len(self.tokens):,} tokens"]
+        parts += [] if self.has_label else [f"{self.num_targets:,} targets"]
         parts += [f"{num_documents} documents"] if num_documents > 1 else []
         parts += [f"{self.num_padding:,} of padding left out"] if self.num_padding else []
         return f"{self.title}: {', '.join(parts)}"
@@ -223,7 +229,7 @@ def as_html(parts: Sequence[tuple[str, list[ShownRow]]], counted: str) -> list[H
     ]
     if "target" not in kinds:
         said = ["No token is a target of the loss: all are only read. "]
-        if any(", label" in row.title for row in every):
+        if any(row.has_label for row in every):
             said.append("The target of a row is the label in its heading. ")
     said += [element("span", "Framed", class_="special"), " tokens are special. "] if "special" in kinds else []
     if any(len(split_documents(row.tokens)) > 1 for row in every):
