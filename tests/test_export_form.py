@@ -28,7 +28,7 @@ from accelerate_recipes.adapters import add_adapters, merged
 from accelerate_recipes.base import check_export_form, described, form_differences, is_decoder, open_base
 from accelerate_recipes.checkpoint import files, weight_files
 from accelerate_recipes.checkpoint.export import export
-from accelerate_recipes.encoder_decoders import ENCODER_DECODER
+from accelerate_recipes.encoder_decoders import ENCODER_DECODER, load_encoder_decoder
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import CAUSAL, load_model
 from accelerate_recipes.pretrained import check_model, mapped_weights, model_checksum
@@ -241,6 +241,22 @@ def test_what_is_meant_is_no_difference(name, rows, tmp_path, compared):
     assert compared == [[]] and all(torch.equal(found[key], value) for key, value in model.state_dict().items())
 
 
+def test_more_rows_of_an_encoder_decoder(tmp_path, compared):
+    """BART has a bias of its vocabulary, (1, V), and embeddings under several names."""
+    start = save_base(AutoModelForSeq2SeqLM.from_config(ROWS["BART"]), tmp_path / "base")
+    rewrite(
+        start,
+        lambda w: (
+            w | {f"model.{part}.embed_tokens.weight": w["model.shared.weight"] for part in ("encoder", "decoder")}
+        ),
+    )
+    check_export_form(check_model(str(start), ENCODER_DECODER), str(start))
+    model = load_encoder_decoder(str(start), "eager", 0.0)
+    model.resize_token_embeddings(107)
+    export(saved_by(model, tmp_path / "run", start, mixed_precision="no"), tmp_path / "export")
+    assert compared == [[]]
+
+
 @pytest.mark.parametrize("text_only", [False, True])
 def test_a_composite(text_only, tmp_path, compared):
     start = save_base(tiny_composite("qwen3_5_moe"), tmp_path / "base")
@@ -326,3 +342,22 @@ def test_trained_weights_of_two_dtypes(optim, use_fsdp, said, monkeypatch, tmp_p
     _, problems = recipe.check_models(args, c4.requirements(args))
     problems = [problem for problem in problems if "tokenizer" not in problem]
     assert [said in problem for problem in problems] == [True] * bool(said), problems
+
+
+def test_merged_adapters_keep_it_too(tmp_path):
+    start = save_base(AutoModelForCausalLM.from_config(ROWS["GLM 4.5 MoE"]), tmp_path / "base")
+    in_bf16(start, "e_score_correction_bias")
+    model, checkpoint = load_model(str(start), "eager"), tmp_path / "checkpoint-1"
+    settings = {"use_peft": True, "lora_dropout": 0.0, "lora_target_modules": ["q_proj"], "merge_adapter": True}
+    config = add_adapters(model, toy.Args(model_name_or_path=str(start), **settings)).config
+    state = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    dcp.save(state, checkpoint_id=checkpoint / "state", no_dist=True)
+    model.config.architectures = [type(model).__name__]
+    for settings in (config, model.config):
+        settings.save_pretrained(checkpoint)
+    plain, _ = weight_files.model_on_meta(checkpoint)
+    weight_files.write_merged(checkpoint, tmp_path, torch.bfloat16, "5GB", open_base(plain, str(start), None), False)
+    found, wanted = mapped_weights(tmp_path), mapped_weights(start)
+    assert {name: tensor.dtype for name, tensor in found.items()} == {n: t.dtype for n, t in wanted.items()}
+    biases = [name for name in found if name.endswith("e_score_correction_bias")]
+    assert biases and all(torch.equal(found[name], wanted[name]) for name in biases)

@@ -1,6 +1,7 @@
 """Base: the model that a run begins with. Checkpoints and the export need its files, including the untrained weights."""
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
@@ -123,9 +124,12 @@ def form_differences(
         theirs, ours = of_base.get(weights, {}), of_export.get(weights, {})
         if (is_classifier and is_new(weights[0], model)) or (weights[0] in ties and not (theirs and ours)):
             continue
-        cut = int(any(tensor.shape[:1] == (rows,) for tensor in ours.values()))
-        shapes = [{name: tensor.shape[cut:] for name, tensor in side.items()} for side in (theirs, ours)]
-        sizes = [sum(shape.numel() for shape in side.values()) for side in shapes]
+        cut = {i for tensor in ours.values() for i, size in enumerate(tensor.shape) if size == rows}
+        shapes = [
+            {name: [size for i, size in enumerate(tensor.shape) if i not in cut] for name, tensor in side.items()}
+            for side in (theirs, ours)
+        ]
+        sizes = [sum(map(math.prod, side.values())) for side in shapes]
         kinds = [{tensor.is_floating_point() for tensor in side.values()} for side in (theirs, ours)]
         is_same = shapes[0] == shapes[1] if theirs.keys() == ours.keys() else theirs and ours and sizes[0] == sizes[1]
         if not is_same or kinds[0] != kinds[1]:
