@@ -152,6 +152,25 @@ def test_numbers_at_which_the_launcher_would_end_in_a_stack(flags, said, monkeyp
         launch(["--config_file", *flags, str(TOY)])
 
 
+def test_a_wrong_file_of_the_launcher_is_told_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(quiet, "launch_command", lambda args: pytest.fail("launched"))
+    (tmp_path / "mine.yaml").write_text(
+        "distributed_type: FSDP\nnum_processes: 2\nmain_process_port: abc\nmachine_rnk: 1\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'machine_rnk'(.|\n)*main_process_port is 'abc'; it must be a whole"
+    ):
+        launch(["--config_file", str(tmp_path / "mine.yaml"), str(TOY)])
+
+
+@pytest.mark.parametrize("config, processes", [("ddp", 1), ("single", 1), ("fsdp_hybrid", 4), ("fsdp1_full", 2)])
+def test_what_the_launcher_takes_is_not_refused(config, processes, monkeypatch):
+    started = []
+    monkeypatch.setattr(quiet, "launch_command", started.append)
+    launch(["--config_file", str(CONFIGS / f"{config}.yaml"), "--num_processes", str(processes), str(TOY)])
+    assert started[0].num_processes == processes
+
+
 def test_a_launch_without_a_config_counts_gpus(tmp_path, monkeypatch):
     """It starts one process where there are none: that nothing says how many is no mistake."""
     started = []

@@ -40,11 +40,12 @@ def recipes() -> list[str]:
 
 def other_presets(recipe: str, path: Path) -> str:
     """Return "; ..." with the presets of a shipped recipe, for one that is not there; "" for another recipe."""
-    folder = HOME / "recipes/configs" / Path(recipe).stem
+    place = Path("recipes/configs", Path(recipe).stem)
+    folder = place if place.is_dir() else HOME / place
     names = sorted(file.name for file in folder.glob("*.yaml"))
     if f"{path.stem}.yaml" in names:
-        return f"; did you mean {from_here(folder)}/{path.stem}.yaml?"
-    return f"; {from_here(folder)} holds {', '.join(names)}" if names else ""
+        return f"; did you mean {folder}/{path.stem}.yaml?"
+    return f"; {folder} holds {', '.join(names)}" if names else ""
 
 
 def named(name: str, place: str) -> str:
@@ -52,11 +53,6 @@ def named(name: str, place: str) -> str:
     path = HOME / place
     if os.path.isfile(name) or Path(name).name != name or not path.is_file():
         return name
-    return from_here(path)
-
-
-def from_here(path: Path) -> str:
-    """Return the path as it is typed in the working directory."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from accelerate_recipes import shipped
-from accelerate_recipes.errors import ConfigError, suggestion
+from accelerate_recipes.errors import ConfigError, raise_problems, suggestion
 from accelerate_recipes.launcher import completed, parse_flags, yaml_problems
 
 # It logs what the ranks have said already: that a process failed, and that the others get a signal.
@@ -41,6 +42,9 @@ def launch(argv: Sequence[str]) -> None:
         raise ConfigError(
             f"{args.training_script}: no such recipe{suggestion(args.training_script, shipped.recipes())}"
         )
+    config = Path(args.config_file or ("" if args.cpu else default_config_file))
+    if config.is_file():
+        raise_problems("This run cannot start", yaml_problems(config, args.num_processes))
     logging.getLogger(LAUNCHER).disabled = True  # `launch_command` completes the flags again, and says what it adds
     whole = completed(args)
     logging.getLogger(LAUNCHER).disabled = False
