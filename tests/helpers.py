@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
@@ -38,11 +38,30 @@ SMALL_CHESS = [
 SMALL_CHESS += ["--heldout_share", "0.005", "--num_positions", "20", "--eval_steps", "0"]
 
 
+# Lists that a test gives again, after those of a fixture. A recipe adds them up; a test means the last one alone.
+LISTS = {
+    f"--{name}"
+    for name in ("train_files", "eval_files", "rewards", "reward_weights", "loss_type", "lora_target_modules")
+}
+
+
+def with_last_lists(args: Iterable[object]) -> list[object]:
+    """Leave out the values of a list which is given again."""
+    groups: dict[object, list[object]] = {None: []}
+    name: object = None
+    for number, word in enumerate(args):
+        if str(word).startswith("--"):
+            name = word if word in LISTS else number
+            groups[name] = []
+        groups[name].append(word)
+    return [word for group in groups.values() for word in group]
+
+
 def launch_command(config: str, script: Path, *args: object, flags: tuple[str, ...] = ()) -> list[str]:
     """Build `accelerate launch` with a shipped config, in fp32 and on a free port; `flags` go before the script."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
     command += ["--mixed_precision", "no", "--main_process_port", "0", *flags]
-    return command + [str(part) for part in (script, *args)]
+    return command + [str(part) for part in (script, *with_last_lists(args))]
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
@@ -176,7 +195,7 @@ class ForkServer:
             launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         self._send(
             script,
-            ["--output_dir", out, *args],
+            ["--output_dir", out, *with_last_lists(args)],
             launched | env,
             out.with_suffix(".log"),
             int(launched["WORLD_SIZE"]),

@@ -460,16 +460,18 @@ def started(monkeypatch):
     return said
 
 
-@pytest.mark.parametrize("place", ["/proc/nowhere", "{file}", "{file}/below", "", "x" * 300])
+@pytest.mark.parametrize("place", ["/proc/nowhere", "{file}", "{file}/below", "", "x" * 300, "{link}", "{link}/below"])
 def test_a_run_that_cannot_write_says_so_at_once(place, tmp_path, monkeypatch, started):
     """A run that cannot write says at its start what preflight says."""
     (tmp_path / "file").write_text("a user's")
-    toy, place = recipe.load(CHILDREN / "toy.py"), place.format(file=tmp_path / "file")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    toy, place = recipe.load(CHILDREN / "toy.py"), place.format(file=tmp_path / "file", link=tmp_path / "link")
     monkeypatch.setattr("sys.argv", ["toy.py", "--output_dir", place])
     with pytest.raises(SystemExit, match="2"):
         recipe.run_recipe(lambda args: pytest.fail("it ran"), toy.Args, toy.requirements)
     (said,) = started
     assert f"--output_dir {place} cannot be written to: " in said or (not place and "--output_dir is empty" in said)
+    assert "link" not in place or f"{tmp_path}/link is a link to {tmp_path}/gone, which is not there" in said
     assert (tmp_path / "file").read_text() == "a user's"
 
 

@@ -17,7 +17,7 @@ from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
 from accelerate_recipes.checkpoint import check_export
 from accelerate_recipes.data import tables
-from accelerate_recipes.data.files import read_files, read_split
+from accelerate_recipes.data.files import check_texts_or_messages, read_files, read_split
 from accelerate_recipes.data.formats import DPO, PAIR, SFT, Form, in_usual_form
 from accelerate_recipes.data.rendering import Rendering, differences, without_nulls
 from accelerate_recipes.errors import ConfigError, DataError
@@ -301,6 +301,32 @@ def test_columns_by_other_names(base, tmp_path, capsys):
             prepare(base, [row], "--columns", given)
     with pytest.raises(ConfigError, match="a name or a column is there twice"):
         prepare(base, [row], "--columns", "prompt=q", "completion=q")
+
+
+def test_columns_that_are_nearly_right(tmp_path, capsys):
+    """The error, or the line of what is not used, names what may be meant; rows of another recipe name that recipe."""
+    for name, row, said in (
+        ("sft", {"mesages": [], "id": 1}, "did you mean --columns messages=mesages?"),
+        ("sft", {"prompt": "a", "Completions": "b"}, "did you mean --columns completion=Completions?"),
+        ("dpo", {"prompt": "a", "choosen": "b", "rejected": "c"}, "did you mean --columns chosen=choosen?"),
+        ("sft", {"prompt": "a", "chosen": "b", "rejected": "c"}, "dpo.py trains on pairs of answers"),
+        ("dpo", {"conversations": turns("a")}, "sft.py trains on conversations"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            made_of([row], tmp_path, name)
+        assert said in str(error.value).splitlines()[0]
+    made_of([{"question": "a", "answer": "b", "sytem": "c", "toolz": "[]", "x": 1}], tmp_path)
+    assert capsys.readouterr().out.endswith(
+        "not used: sytem, toolz, x; did you mean --columns system=sytem tools=toolz?\n"
+    )
+    with pytest.raises(ConfigError, match=r"no column 'promt', .*; did you mean 'prompt'"):
+        made_of([{"prompt": "a", "completion": "b"}], tmp_path, prompt="promt")
+    for row, said in (
+        ({"prompts": "a"}, "did you mean 'prompts'"),
+        ({"messages": []}, "sft.py trains on conversations"),
+    ):
+        with pytest.raises(DataError, match=f"no column 'prompt'; .*; {said}"):
+            check_texts_or_messages(datasets.Dataset.from_list([row]), ["prompt"], "x")
 
 
 def shared(*turns: tuple[str, object], **others: object) -> dict:

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "flags": {"errors", "shipped"},
     "adapter_args": {"flags"},
     "arguments": {"errors", "flags"},
-    "args": {"adapter_args", "arguments", "errors", "flags", "ranks"},
+    "args": {"adapter_args", "arguments", "disk", "errors", "flags", "ranks"},
     "attention": {"environment", "errors"},
     "hub": {"disk", "errors"},
     "metrics": {"attention", "disk", "gpus"},

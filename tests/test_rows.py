@@ -272,7 +272,7 @@ SFT = [
     (b'{"text": "a"}\n{"text": \n', ", line 2 is not JSON: "),
     (b'{"text": "a"}\n{"text": null}\n{"text": null}\n', ", row 2: 'text' is null, as in 2 of 3 rows"),
     (b'{"text": 5}\n{"text": 6}\n', ": 'text' holds int64, not texts or messages"),
-    (b'{"text": "a"}\n{"text": 5}\n', ", row 2: 'text' holds 5, not a text"),
+    (b'{"text": "a"}\n{"text": 5}\n', ", row 2: 'text' holds 5; give texts in all rows"),
     (b'{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', ", row 2: 'completion' is null, as in 1 of 2 rows"),
 ]
 

@@ -18,6 +18,7 @@ import yaml
 
 from accelerate_recipes.adapter_args import AdapterArgs
 from accelerate_recipes.arguments import help_text, recipe_parser
+from accelerate_recipes.disk import IS_POINTER, is_pointer
 from accelerate_recipes.errors import noting, raise_problems
 from accelerate_recipes.flags import Merge, Range, arg, declarations, flag_problem, group_flags, read_preset, words_of
 from accelerate_recipes.ranks import data_world_size, is_first, ranks_a_row, readers
@@ -266,6 +267,8 @@ class TrainArgs(AdapterArgs):
                 found.append(f"--{name} {file}: no such file")
             elif not file.name.endswith(tuple(suffixes)):
                 found.append(f"--{name} {file}: its name must end with one of {', '.join(suffixes)}")
+            elif is_pointer(file):
+                found.append(f"--{name} {file} {IS_POINTER}")
         return found
 
     def is_elsewhere(self, file: str | Path) -> bool:

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import xxhash
 
+POINTER = b"version https://git-lfs.github.com/spec/"
+IS_POINTER = "is a git-LFS pointer, and no file of data; `git lfs pull` gets the file"
 LOCAL_FILESYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 
 
@@ -29,6 +31,15 @@ def size_and_times(file: str | Path) -> list[int]:
     """Return what changes when a file is written: while it stays, the content need not be read again."""
     stat = os.stat(file)
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def is_pointer(path: Path) -> bool:
+    """Tell whether a file is only git's pointer to a large file, as in a clone without git-LFS."""
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(POINTER)) == POINTER
+    except OSError:  # a folder, or no access
+        return False
 
 
 def fsync(path: Path) -> None:
@@ -47,6 +58,9 @@ def existing(path: Path) -> Path:
 
 def refusal(directory: str | Path) -> str | None:
     """Return why a directory, or its nearest existing parent, cannot be written to; None if it can."""
+    path = Path(directory).absolute()
+    if link := next((place for place in (path, *path.parents) if os.path.islink(place) and not place.exists()), None):
+        return f"{link} is a link to {link.readlink()}, which is not there"
     try:
         with tempfile.TemporaryFile(dir=existing(Path(directory))):
             return None

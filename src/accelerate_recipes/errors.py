@@ -60,6 +60,13 @@ def suggestion(name: str, known: Collection[str], cutoff: float = 0.75) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def other_recipe(columns: Collection[str]) -> str:
+    """Return "; ..." with the recipe that trains on rows with these columns, or ""."""
+    if {"chosen", "rejected"} <= {*columns}:
+        return "; dpo.py trains on pairs of answers"
+    return "; sft.py trains on conversations" if {"messages", "conversations"} & {*columns} else ""
+
+
 def printable(text: str) -> str:
     """Escape control characters and marks of writing direction, so that data cannot control a terminal."""
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

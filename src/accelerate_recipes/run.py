@@ -38,6 +38,7 @@ from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.checkpoint.resume import agree_on_resume
 from accelerate_recipes.data import shown
 from accelerate_recipes.data.shown import HasRows
+from accelerate_recipes.disk import read_json
 from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.errors import printable
 from accelerate_recipes.hub import cache
@@ -133,9 +134,10 @@ class Run(Generic[Args]):
         it wrote before.
 
         Raises:
-            ConfigError: if no row has a target.
+            ConfigError: if no row has a target, and if a resumed run has other data than its checkpoint.
             DataReady: with --data_only, when the files are written.
         """
+        self.check_data(loaders)
         if self.resumed_from and on_first_rank((self.output_dir / "rows.txt").exists):
             return
         folder = self.output_dir if self.writes_rows else None
@@ -154,14 +156,21 @@ class Run(Generic[Args]):
         Call this where a recipe for texts calls `show_rows`.
 
         Raises:
+            ConfigError: if a resumed run has other data than its checkpoint.
             DataReady: with --data_only, when the file is written.
         """
+        self.check_data(loaders)
         file = self.output_dir / "rows.png"
         if self.writes_rows and not (self.resumed_from and on_first_rank(file.exists)):
             on_first_rank(lambda: shown.draw_first_images(file, loaders, names, processor))
         if self.args.data_only:
             self.print(f"The first images are in {file}")
             raise DataReady
+
+    def check_data(self, loaders: dict[str, HasRows]) -> None:
+        """Raise ConfigError, before a model is loaded, if a resumed run has other data than its checkpoint."""
+        if self.resumed_from and hasattr(training := loaders.get("Training"), "check"):
+            training.check(read_json(self.resumed_from / "data.json"))
 
     def shard(self, model: PreTrainedModel) -> None:
         """Add the adapters of --use_peft to a model, shard it as the strategy says, and make its optimizer."""

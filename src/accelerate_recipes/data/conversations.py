@@ -1,5 +1,6 @@
 """Conversations and texts to train on: selection of their columns, removal of nulls, and counts of their targets."""
 
+import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -7,10 +8,9 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.data.prepared import chunks_of
-from accelerate_recipes.data.rendering import SETTINGS, added_begin, parsed, with_objects
+from accelerate_recipes.data.rendering import SETTINGS, parsed, with_objects, without_tail
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.sequence import IGNORE_INDEX
 
@@ -115,13 +115,20 @@ def rewritten(row: dict, index: int, names: Sequence[str], source: str) -> dict:
     return found
 
 
-def without_begin(rows: datasets.Dataset, column: str, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset:
-    """Remove the begin token from the start of the texts of a column, if the tokenizer adds this token itself."""
-    begin = added_begin(tokenizer)
-    texts = rows.data.column(column)
-    if not (begin and rows.features[column] == TEXT and pc.any(pc.starts_with(texts, begin)).as_py()):
+def without_marks(rows: datasets.Dataset, column: str, begin: str, end: str) -> datasets.Dataset:
+    """Remove `begin` from the start of the texts of a column, and white space behind `end`; both may be "".
+
+    The tokenizer adds the begin token itself, and trl adds the end token to a text that does not end with it.
+    """
+    if rows.features[column] != TEXT:
         return rows
-    return rows.map(lambda row: {column: row[column].removeprefix(begin)}, desc=f"Removing a second {begin}")
+    texts = rows.data.column(column)
+    has_begin = begin and pc.any(pc.starts_with(texts, begin)).as_py()
+    has_tail = end and pc.any(pc.match_substring_regex(texts, rf"{re.escape(end)}\s+$")).as_py()
+    if not (has_begin or has_tail):
+        return rows
+    said = f"Removing a second {begin if has_begin else end}"
+    return rows.map(lambda row: {column: without_tail(row[column].removeprefix(begin), end)}, desc=said)
 
 
 def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str) -> bool:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from huggingface_hub import constants
 from huggingface_hub.utils import build_hf_headers
 
-from accelerate_recipes.errors import DataError, first_line
+from accelerate_recipes.errors import DataError, first_line, other_recipe, suggestion
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -48,7 +48,12 @@ def reading(source: object) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
-        raise DataError(f"{source} cannot be read: {reason}") from error
+        raise DataError(f"{source} cannot be read: {reason}{remedy_of(reason)}") from error
+
+
+def remedy_of(reason: str) -> str:
+    """Return what to do about an error of decoding, which Python and Arrow word in different ways; "" for other errors."""
+    return "; save it as UTF-8" if "codec can't decode" in reason or "UTF8" in reason else ""
 
 
 class Retry(NamedTuple):
@@ -129,8 +134,9 @@ def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Itera
     """Read documents of a Parquet file; row groups before `first` are not read at all."""
     with reading(shard):
         file = open_parquet(shard)
-    if text_column not in file.schema_arrow.names:
-        raise DataError(f"{shard} has the columns {file.schema_arrow.names}, but no {text_column!r}")
+    names = file.schema_arrow.names
+    if text_column not in names:
+        raise DataError(f"{shard} has the columns {names}, but no {text_column!r}{suggestion(text_column, names)}")
     start = 0
     for group in range(file.num_row_groups):
         end = start + file.metadata.row_group(group).num_rows
@@ -299,7 +305,7 @@ def whole_text(file: str, chunks: Iterable[bytes], first: int) -> Iterator[str]:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 at byte {error.start}") from None
+        raise DataError(f"{file} is not UTF-8 at byte {error.start}{remedy_of(str(error))}") from None
     if text.strip():
         yield text
 
@@ -316,7 +322,8 @@ def text_of(shard: str, index: int, document: bytes | str, text_column: str) -> 
         return None
     record = record_of(shard, index, document)
     if text_column not in record:
-        raise DataError(f"{shard}, line {index + 1} has no {text_column!r}, but the keys {list(record)}")
+        meant = suggestion(text_column, record) or other_recipe(record)
+        raise DataError(f"{shard}, line {index + 1} has no {text_column!r}, but the keys {list(record)}{meant}")
     text = record[text_column]
     if not isinstance(text, str):
         raise DataError(f"{shard}, line {index + 1}: {text_column!r} is no text, but {type(text).__name__}")
@@ -342,7 +349,8 @@ def record_of(file: str, index: int, line: bytes) -> dict:
     try:
         record = json.loads(line.removeprefix(BOM).decode())  # json.loads(bytes) would accept invalid UTF-8
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON: {first_line(error)}") from None
+        reason = first_line(error)
+        raise DataError(f"{where} is not JSON: {reason}{remedy_of(reason)}") from None
     if record is None:
         raise DataError(f"{where} is no JSON object, but null; remove it")
     if not isinstance(record, dict):

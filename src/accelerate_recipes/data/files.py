@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from accelerate_recipes.data.documents import reading
-from accelerate_recipes.disk import checksum, own_suffix
-from accelerate_recipes.errors import DataError
+from accelerate_recipes.disk import IS_POINTER, checksum, is_pointer, own_suffix
+from accelerate_recipes.errors import DataError, other_recipe, suggestion
 from accelerate_recipes.hub import cache
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> "da
 
     kind, sums = file_kind(files[0]), []
     for file in files:
+        if is_pointer(Path(file)):
+            raise DataError(f"{file} {IS_POINTER}")
         with reading(file):
             sums.append(checksum(Path(file)))
     name = xxhash.xxh3_128_hexdigest(json.dumps([VERSION, kind, sums]).encode())
@@ -120,13 +122,16 @@ def check_texts_or_messages(rows: "datasets.Dataset", columns: Collection[str], 
     holds = {}
     for column in columns:
         if column not in rows.column_names:
-            raise DataError(f"{source} has no column {column!r}; there are {', '.join(rows.column_names)}")
+            meant = suggestion(column, rows.column_names) or other_recipe(rows.column_names)
+            raise DataError(f"{source} has no column {column!r}; there are {', '.join(rows.column_names)}{meant}")
         values = rows.data.column(column)
         kind = values.type
         if isinstance(kind, pa.JsonType):  # several types
             found = ((row, value) for row, value in enumerate(rows[column], 1) if not isinstance(value, str))
             row, value = next(found, (1, rows[0][column]))
-            raise DataError(f"{source}, row {row}: {column!r} holds {value!r:.60}, not a text")
+            raise DataError(
+                f"{source}, row {row}: {column!r} holds {value!r:.60}; give texts in all rows, or lists in all"
+            )
         is_messages = pa.types.is_list(kind) and isinstance(kind.value_type, pa.StructType | pa.JsonType)
         holds[column] = "messages" if is_messages else "texts"
         if not (is_messages or pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):

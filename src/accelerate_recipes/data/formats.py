@@ -7,6 +7,7 @@ docs/rows.md shows a row of each form, and the result of its conversion.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import reduce
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ from accelerate_recipes.data.messages import (
     without_answer,
 )
 from accelerate_recipes.data.rendering import SETTINGS, parsed
-from accelerate_recipes.errors import ConfigError, DataError, printable
+from accelerate_recipes.errors import ConfigError, DataError, other_recipe, printable, suggestion
 from accelerate_recipes.ranks import is_first
 
 PAIR, SCORES, JUDGED = ("chosen", "rejected"), ("score_chosen", "score_rejected"), ("prompt", "completion", "score")
@@ -156,6 +157,9 @@ def in_usual_form(
         how = "texts as they stand" if is_kept else "conversations" if as_messages else "texts, without a chat template"
         columns = ", ".join(mapping.get(name, name) for name in read)
         others = f"; columns that are not used: {', '.join(unread)}" if unread else ""
+        meant = {name: get_close_matches(name, unread, 1, 0.75) for name in (*takes, *SETTINGS) if name not in read}
+        renamed = [f"{name}={column}" for name, columns in meant.items() for column in columns]
+        others += f"; did you mean --columns {' '.join(renamed)}?" if renamed else ""
         print(printable(f"{source}: {form.name} ({columns}), read as {how}{others}"), flush=True)
     if are_texts and form.needs != PAIR:
         rows = without_repeated_question(rows, form, source)
@@ -189,7 +193,10 @@ def recognised(
     """
     names = rows.column_names
     if lost := [column for column in mapping.values() if column not in names]:
-        raise ConfigError(f"{source} has no column {lost[0]!r}, which --columns names; there are {', '.join(names)}")
+        meant = suggestion(lost[0], names)
+        raise ConfigError(
+            f"{source} has no column {lost[0]!r}, which --columns names; there are {', '.join(names)}{meant}"
+        )
     rows = rows.remove_columns([name for name in mapping if name in names and name not in mapping.values()])
     rows = rows.rename_columns({column: name for name, column in mapping.items() if name != column})
     there = {name for name in rows.column_names if not pa.types.is_null(rows.data.column(name).type)}
@@ -199,10 +206,11 @@ def recognised(
     fitting = chosen or [form for form in fitting if not any({*form.needs} < {*other.needs} for other in fitting)]
     if not fitting:
         known = "".join(f"\n- {form.name}: {', '.join(form.needs)}" for form in forms)
+        meant = similar_form(names, forms) or other_recipe(names)
         shown = next((form for form in forms if len(form.needs) == 2), forms[-1])
         raise ConfigError(
             f"{source} has the columns {', '.join(names)}; it needs those of one of these forms, or --columns, such as "
-            f"{' '.join(f'{need}=COLUMN' for need in shown.needs)}, which says what they are called:{known}"
+            f"{' '.join(f'{need}=COLUMN' for need in shown.needs)}, which says what they are called{meant}:{known}"
         )
     ways = [(form.name, dict(zip(form.needs, form.needs, strict=True))) for form in fitting]
     form = fitting[0]
@@ -215,6 +223,16 @@ def recognised(
     if len(ways) > 1:
         raise ConfigError(ambiguity(rows, ways, mapping, source))
     return form, rows
+
+
+def similar_form(names: Sequence[str], forms: Sequence[Form]) -> str:
+    """Return "; did you mean ...?" with the columns that are nearly those of a form, or ""."""
+    for form in forms:
+        found = {need: get_close_matches(need, names, 1, 0.75) for need in form.needs}
+        if all(found.values()):
+            renamed = [f"{need}={column}" for need, (column,) in found.items() if column != need]
+            return f"; did you mean --columns {' '.join(renamed)}?" if renamed else ""
+    return ""
 
 
 def ambiguity(

@@ -143,10 +143,22 @@ class RowsArgs:
 def in_folders(files: list[str]) -> list[str]:
     """List files; replace a folder by the files in it and its subfolders, in the order of their names.
 
+    Of a folder that `save_to_disk` of `datasets` wrote, these are the files of its one split.
+
     Raises:
-        ConfigError: for a folder without files that can be read, or with several kinds.
+        ConfigError: for a folder without files that can be read, or with several kinds or splits.
     """
-    return [file for name in files for file in (files_of_folder(name, SUFFIXES) if Path(name).is_dir() else [name])]
+    found = []
+    for name in files:
+        splits = cache.saved_splits(name)
+        if len(splits) > 1:
+            raise ConfigError(
+                f"the folder {name} holds the splits {', '.join(splits)}; name that of one, {name}/{min(splits)}"
+            )
+        found += next(iter(splits.values()), None) or (
+            files_of_folder(name, SUFFIXES) if Path(name).is_dir() else [name]
+        )
+    return found
 
 
 def beginning(row: dict, asked: str) -> str:

@@ -34,7 +34,7 @@ from accelerate_recipes.data.shards import (
 )
 from accelerate_recipes.data.streams import StreamArgs
 from accelerate_recipes.data.tars import TAR, Member, images_and_labels, text_of_label, with_labels
-from accelerate_recipes.errors import ConfigError, DataError, first_line
+from accelerate_recipes.errors import ConfigError, DataError, first_line, suggestion
 from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.sequence import IGNORE_INDEX
@@ -217,6 +217,7 @@ def check_columns(table: "datasets.Dataset", args: ImageArgs, source: str) -> No
         if (column := getattr(args, flag)) not in table.column_names:
             raise DataError(
                 f"{source} has no column {column!r}; there are {', '.join(table.column_names)}; set --{flag}"
+                + suggestion(column, table.column_names)
             )
     if not isinstance(table.features[args.image_column], datasets.Image):
         raise DataError(f"{source}: {args.image_column!r} holds {table.features[args.image_column]}, not images")

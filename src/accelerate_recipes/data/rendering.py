@@ -76,6 +76,12 @@ def added_begin(tokenizer: PreTrainedTokenizerBase) -> str:
     return begin if ids[:2] == [tokenizer.bos_token_id] * 2 else ""
 
 
+def without_tail(text: str, end: str) -> str:
+    """Return a text without the white space behind its end token; another end token would follow that."""
+    bare = text.rstrip()
+    return bare if end and bare.endswith(end) else text
+
+
 def altered(value: Any) -> Any:
     """Return a message with another text wherever it has one, in a form that templates still accept."""
     if isinstance(value, dict):
@@ -176,7 +182,7 @@ def render(
                 mask[token] = 0
     else:
         prompt, mask = row.get("prompt", ""), None
-        text = row["completion"] if "completion" in row else row[text_field]
+        text = without_tail(row["completion"] if "completion" in row else row[text_field], tokenizer.eos_token)
         end = "" if text.endswith(tokenizer.eos_token) else tokenizer.eos_token
         ids = tokenizer((prompt + text + end).removeprefix(added_begin(tokenizer)))["input_ids"]
     targets = [bool(bit) for bit in mask] if mask else [True] * len(ids)

@@ -174,8 +174,12 @@ class StepLoader(RowLoader):
         Raises:
             ConfigError: if the states belong to other rows.
         """
-        check_content(self.content, states)
+        self.check(states)
         self.batch_sampler.start_step = step
+
+    def check(self, states: list[dict]) -> None:
+        """Raise ConfigError if the states belong to other rows."""
+        check_content(self.content, states)
 
     def state(self) -> dict:
         """Return what a checkpoint needs besides the step: the checksum of the rows."""

@@ -19,6 +19,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.utils import EntryNotFoundError
 
 from accelerate_recipes.data.documents import TXT, is_remote
+from accelerate_recipes.disk import IS_POINTER, is_pointer
 from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.hub.download import tree
@@ -138,6 +139,8 @@ def check_suffixes(shards: Sequence[str], suffixes: Sequence[str] = SUFFIXES) ->
     for shard in shards:
         if not shard.endswith(tuple(suffixes)):
             raise ConfigError(f"{shard}: its name must end with one of {', '.join(suffixes)}")
+        if not is_remote(shard) and is_pointer(Path(shard)):
+            raise ConfigError(f"{shard} {IS_POINTER}")
         if is_remote(shard) and shard.endswith(".parquet"):
             raise ConfigError(f"{shard}: Parquet is read from a disk only; download it first, see docs/offline.md")
     if twice := {shard for shard in shards if shards.count(shard) > 1}:

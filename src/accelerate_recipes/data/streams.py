@@ -347,6 +347,12 @@ class StreamLoader:
         self.step = step
         if not states:
             return
+        self.check(states)
+        streams = {stream: state for part in states for stream, state in part["streams"].items()}
+        self.consumed = {stream: StreamState(*streams[str(stream)]) for stream in self.consumed}
+
+    def check(self, states: list[dict]) -> None:
+        """Raise ConfigError if the states belong to other data, or to another order."""
         then, now = states[0], self.state()
         for name, value in now["order"].items():
             if then["order"][name] != value:
@@ -363,8 +369,6 @@ class StreamLoader:
                     f"the data changed since the checkpoint: {kind} {version} now, {then['version'][kind]} then; put them "
                     "back as they were (of a dataset on the Hub: --dataset_revision), or start anew in another --output_dir"
                 )
-        streams = {stream: state for part in states for stream, state in part["streams"].items()}
-        self.consumed = {stream: StreamState(*streams[str(stream)]) for stream in self.consumed}
 
     def counts(self) -> dict[str, int]:
         """Count what this rank's streams have read since the start of the run. The caller sums the counts over the ranks.

@@ -14,7 +14,7 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.data.files import falls_under, file_kind, read_split
 from accelerate_recipes.data.heldout import RowsArgs, in_folders
 from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, lengths_of, num_proc
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.errors import ConfigError, other_recipe, suggestion
 from accelerate_recipes.hub import cache
 from accelerate_recipes.sequence import IGNORE_INDEX
 
@@ -199,7 +199,8 @@ def text_columns(rows: "datasets.Dataset", columns: tuple[str, str], source: str
     types = {field.name: field.type for field in rows.data.schema}
     for column in columns:
         if column not in types:
-            raise ConfigError(f"{source} has no column {column!r}; it has {', '.join(types) or 'none'}")
+            meant = suggestion(column, types) or other_recipe(types)
+            raise ConfigError(f"{source} has no column {column!r}; it has {', '.join(types) or 'none'}{meant}")
         kind = types[column]
         if column == columns[1] and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
             kind = kind.value_type

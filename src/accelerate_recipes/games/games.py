@@ -14,7 +14,7 @@ from accelerate_recipes.data.documents import reading
 from accelerate_recipes.data.files import falls_under, read_files
 from accelerate_recipes.data.packing import pack_documents
 from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, num_proc
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.errors import ConfigError, suggestion
 from accelerate_recipes.games import rules
 from accelerate_recipes.hub import cache
 
@@ -228,7 +228,10 @@ def load_games(file: str, cache_dir: Path, letters: str = rules.LETTERS) -> "dat
             )
     rows = read_files([file], cache_dir)
     if "Moves" not in rows.column_names:
-        raise ConfigError(f"{file} has the columns {rows.column_names}; chess needs `Moves`, a list of UCI moves")
+        raise ConfigError(
+            f"{file} has the columns {rows.column_names}; chess needs `Moves`, a list of UCI moves"
+            + suggestion("Moves", rows.column_names)
+        )
 
     def check(batch: list) -> dict[str, list]:
         defects = [rules.defect_of_moves(moves) for moves in batch]

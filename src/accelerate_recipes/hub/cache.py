@@ -23,7 +23,7 @@ from fsspec.utils import glob_translate
 from huggingface_hub import constants
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from accelerate_recipes.disk import checksum, read_json, size_and_times
+from accelerate_recipes.disk import checksum, is_pointer, read_json, size_and_times
 from accelerate_recipes.errors import ConfigError
 
 MANIFEST = "accelerate_recipes.json"
@@ -33,7 +33,6 @@ WEIGHTS = (
 )  # fmt: skip
 # Builders with which `datasets` reads files, by the suffixes of the files.
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
-POINTER = b"version https://git-lfs.github.com/spec/"
 POINTED_AT = (".jpg", ".jpeg", ".png", ".webp", ".tar")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 
@@ -261,15 +260,6 @@ def lacking_of_model(place: Path, weights: bool) -> list[str]:
         return ["a whole model, as it holds adapters: `python -m accelerate_recipes export --merge_adapter` makes one"]
     names = ["config.json"] if any("index.json" in name for name in pointers) else ["config.json", *weight_files(place)]
     return found + [name for name in names if not (place / name).is_file()]
-
-
-def is_pointer(path: Path) -> bool:
-    """Tell whether a file is only git's pointer to a large file, as in a clone without git-LFS."""
-    try:
-        with path.open("rb") as stream:
-            return stream.read(len(POINTER)) == POINTER
-    except OSError:  # a folder, or no access
-        return False
 
 
 def weight_files(place: Path) -> list[str]:

@@ -44,9 +44,9 @@ from accelerate_recipes.checkpoint.check_export import (
     ends_of_adapters,
     stops_of,
 )
-from accelerate_recipes.data.conversations import TEXT, without_begin
-from accelerate_recipes.data.prepared import checksum_of_rows
-from accelerate_recipes.data.rendering import Rendering, first_refused
+from accelerate_recipes.data.conversations import TEXT, without_marks
+from accelerate_recipes.data.prepared import check_content, checksum_of_rows
+from accelerate_recipes.data.rendering import Rendering, added_begin, first_refused
 from accelerate_recipes.data.rows import Rows, StepLoader, StepOrder, make_train_loader, rows_of_step
 from accelerate_recipes.data.shown import NUM_ROWS, HasRows
 from accelerate_recipes.engine import DrawFn, train
@@ -153,6 +153,10 @@ class FirstRows(NamedTuple):
     trainer: "Objective"
     rows: datasets.Dataset
 
+    def check(self, states: list[dict]) -> None:
+        """Raise ConfigError if the states of a checkpoint belong to other rows."""
+        check_content(self.trainer.content(), states)
+
     def first_batch(self) -> dict[str, torch.Tensor]:
         return self.trainer.batch_of([self.rows[i] for i in range(min(NUM_ROWS, len(self.rows)))])
 
@@ -208,6 +212,7 @@ class Objective:
     """
 
     left_out: ClassVar[set[str]] = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"}
+    ended: ClassVar[tuple[str, ...]] = ()  # columns of answers, to which trl adds an end token if they are texts
     order_class: ClassVar[type[StepOrder]] = WholeSteps
     lengths: np.ndarray | None = None  # lengths of the rows, if micro-batches are padded
     flops_fn: Callable[[PreTrainedModel], Flops] | None = None
@@ -241,10 +246,13 @@ class Objective:
         self.base_stops = stops_of(model.generation_config)
         num_embeddings, num_tokens = model.get_input_embeddings().num_embeddings, len(tokenizer)
         adapter = [(p, p.data) for p in model.parameters() if p.requires_grad] if run.adapter else []
+        begin, end = added_begin(tokenizer), getattr(config, "eos_token", None) or tokenizer.eos_token or ""
+        text_field = getattr(config, "dataset_text_field", None)
         for name in ("train_dataset", "eval_dataset"):
-            for column in ("prompt", getattr(config, "dataset_text_field", None)):
+            for column in ("prompt", text_field, *self.ended):
                 if column in getattr(settings.get(name), "column_names", ()):
-                    once = partial(without_begin, settings[name], column, tokenizer)
+                    marks = "" if column in self.ended else begin, "" if column == "prompt" else end
+                    once = partial(without_marks, settings[name], column, *marks)
                     settings[name] = on_first_of_machine_before_others(once)
         if settings["train_dataset"].features.get("prompt") == TEXT and tokenizer.chat_template:
             run.print(
@@ -392,20 +400,26 @@ class Objective:
 
     def make_loader(self) -> StepLoader:
         """Make the loader of this rank's micro-batches, in the order of the steps."""
-        run, rows = self.run, self.train_dataset
-        # Leave the reference's values out of the checksum: their last bits depend on the number of processes and on the
-        # micro-batch.
-        own = [name for name in rows.column_names if name not in REFERENCE]
+        run = self.run
         return make_train_loader(
-            Rows(rows, numbered_row),
+            Rows(self.train_dataset, numbered_row),
             run.args,
             run.data_rank,
             run.data_world_size,
             lengths=self.lengths,
             collate_fn=Numbered(self.data_collator),
-            content=on_first_rank(lambda: checksum_of_rows(rows, own)),
+            content=self.content(),
             order_class=self.order_class,
         )
+
+    def content(self) -> str:
+        """Compute the checksum of the rows, the same before and after `complete_rows`."""
+        rows = self.train_dataset
+        # Leave the reference's values out: their last bits depend on the number of processes and on the micro-batch.
+        own = [name for name in rows.column_names if name not in REFERENCE]
+        # Rows that were left out are gone from the table once values are added to it.
+        is_flat = rows._indices is None or not getattr(self.run.args, "precompute_ref_log_probs", False)
+        return on_first_rank(lambda: checksum_of_rows(rows if is_flat else rows.flatten_indices(), own))
 
     def balances(self, outputs: Outputs) -> list[torch.Tensor]:
         """Return the weighted loss that balances experts in a micro-batch, as a list; the list is empty without experts."""

@@ -198,6 +198,8 @@ class PairTrainer(Objective, DPOTrainer):
     computes them before its first step, without its adapters. This needs no more memory than the step.
     """
 
+    ended = PAIR
+
     def __init__(self, run: Run[DPOArgs], config: DPOConfig, model: PreTrainedModel, *args: Any, **settings: Any):
         model.state_dict = dict  # trl would hash all weights on each rank; see `complete_rows`
         # Otherwise trl would load a second model, whole on each rank; see `complete_rows`.

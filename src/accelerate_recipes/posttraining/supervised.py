@@ -123,6 +123,7 @@ class SupervisedTrainer(Objective, SFTTrainer):
     `source_rows` are the first training rows, as they were written.
     """
 
+    ended = ("completion",)
     order_class = StepOrder
 
     def __init__(self, *args: Any, source_rows: list[dict], **settings: Any):
