@@ -502,6 +502,9 @@ def test_bad_answers_are_not_trained(tmp_path):
                 made_of(rows, tmp_path)
             assert made_of(rows, tmp_path, **{name: name for name in answer}) == [answer] * 3
             assert made_of(rows[:2], tmp_path) == [answer] * 2
+    rows = [{"prompt": "a", "completion": text, "label": text == "b"} for text in "cb"]
+    judged = datasets.Dataset.from_list(made_of(rows, tmp_path, "dpo", score="label"))
+    assert to_pairs(judged, "x", 0).to_list() == [{"prompt": "a", "chosen": "b", "rejected": "c"}]
     assert made_of([{"text": "a", "label": 0}], tmp_path) == [{"text": "a"}]
     assert made_of([{"prompt": "a", "completion": "b", "label": "x"}], tmp_path) == [{"prompt": "a", "completion": "b"}]
 
