@@ -381,7 +381,7 @@ def conversation(row: dict, form: Form, *, is_hh: bool) -> dict[str, list[dict]]
     answers = [name for name in form.said if name in ANSWERS]
     before = said_before(row)
     said = {name: turns(row, name) if is_hh else messages_of(row, name, "assistant") for name in answers}
-    if form.needs != PAIR:
+    if form.needs != PAIR and (row[form.needs[0]] or not form.is_pair):
         asked = without_answer(question(row, form.needs[0]), said.values())
         ends = {name: end_of_question(name, side, asked) for name, side in said.items()}
         system = [message for message in asked[:1] if message["role"] == "system"]
