@@ -303,7 +303,8 @@ def without_repeated_question(rows: datasets.Dataset, form: Form, source: str) -
         return bool(question) and all(len(text or "") > len(question) and text.startswith(question) for text in texts)
 
     parts = rows.select_columns(form.said).iter(batch_size=1000) if answers else ()
-    texts_of_rows = (row for part in parts for row in zip(*(part[name] for name in form.said), strict=True))
+    columns = ([part[name] for name in form.said] for part in parts)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    texts_of_rows = (row for part in columns for row in zip(*part, strict=True))
     found = [number for number, row in enumerate(texts_of_rows, 1) if repeat(*row)]
     is_removed = len(found) == len(rows)
     if found and is_first():
