@@ -1174,6 +1174,21 @@ def test_texts_with_a_begin_token(tmp_path, capsys, name, rows):
         assert "<s>|Qu" in said and "<s>|<s>" not in said
 
 
+@pytest.mark.parametrize(
+    "name, rows",
+    [
+        ("sft", [{"text": f"Question {i}. Yes.</s>\n"} for i in range(30)]),
+        ("sft", [{"prompt": f"Question {i}.", "completion": " Yes.</s> \n"} for i in range(30)]),
+        ("dpo", [{"prompt": f"Question {i}.", "chosen": " Yes.</s>\n", "rejected": " No.</s>\n"} for i in range(30)]),
+    ],
+)
+def test_texts_with_an_end_and_a_line_break(tmp_path, capsys, name, rows):
+    """They get no second end; the export renders them as they are trained, without the line break."""
+    prepare(save_base(tmp_path, None), rows, name=name)
+    said = capsys.readouterr().out
+    assert said.count("</s>") == len(re.findall(r"\|</s>\n", said)) == len(re.findall(r"\n  target +\| .*", said)) > 3
+
+
 @pytest.mark.parametrize("name, rows", TEXTS[1:])
 def test_prompts_that_are_texts_beside_a_template(base, capsys, name, rows):
     flags = ("--eos_token", "</s>") if name == "sft" else ()

@@ -304,21 +304,21 @@ def test_columns_by_other_names(base, tmp_path, capsys):
 def test_columns_that_are_nearly_right(tmp_path, capsys):
     """The error, or the line of what is not used, names what may be meant; rows of another recipe name that recipe."""
     for name, row, said in (
-        ("sft", {"mesages": [], "id": 1}, "did you mean --columns messages=mesages?"),
+        ("sft", {"messages_": [], "id": 1}, "did you mean --columns messages=messages_?"),
         ("sft", {"prompt": "a", "Completions": "b"}, "did you mean --columns completion=Completions?"),
-        ("dpo", {"prompt": "a", "choosen": "b", "rejected": "c"}, "did you mean --columns chosen=choosen?"),
+        ("dpo", {"prompt": "a", "chosen_": "b", "rejected": "c"}, "did you mean --columns chosen=chosen_?"),
         ("sft", {"prompt": "a", "chosen": "b", "rejected": "c"}, "dpo.py trains on pairs of answers"),
         ("dpo", {"conversations": turns("a")}, "sft.py trains on conversations"),
     ):
         with pytest.raises(ConfigError) as error:
             made_of([row], tmp_path, name)
         assert said in str(error.value).splitlines()[0]
-    made_of([{"question": "a", "answer": "b", "sytem": "c", "toolz": "[]", "x": 1}], tmp_path)
+    made_of([{"question": "a", "answer": "b", "system_": "c", "toolz": "[]", "x": 1}], tmp_path)
     assert capsys.readouterr().out.endswith(
-        "not used: sytem, toolz, x; did you mean --columns system=sytem tools=toolz?\n"
+        "not used: system_, toolz, x; did you mean --columns system=system_ tools=toolz?\n"
     )
-    with pytest.raises(ConfigError, match=r"no column 'promt', .*; did you mean 'prompt'"):
-        made_of([{"prompt": "a", "completion": "b"}], tmp_path, prompt="promt")
+    with pytest.raises(ConfigError, match=r"no column 'prompt_', .*; did you mean 'prompt'"):
+        made_of([{"prompt": "a", "completion": "b"}], tmp_path, prompt="prompt_")
     for row, said in (
         ({"prompts": "a"}, "did you mean 'prompts'"),
         ({"messages": []}, "sft.py trains on conversations"),
@@ -375,6 +375,7 @@ ENDED = [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "3"}]
         ("dpo", {"prompt": [USER, TWO], "chosen": [TWO], "rejected": [THREE]}, PARTED),
         ("dpo", {"prompt": [BRIEF, USER], "chosen": [USER, TWO], "rejected": [USER, THREE]}, PARTED | {"prompt": [BRIEF, USER]}),
         ("dpo", {"prompt": [BRIEF], "chosen": [USER, TWO], "rejected": [USER, THREE]}, PARTED | {"prompt": [BRIEF, USER]}),
+        ("dpo", {"prompt": "", "chosen": [USER, TWO], "rejected": [USER, THREE]}, PARTED),
         ("dpo", {"prompt": "1+1?", "chosen": [THREE | {"role": "user"}, TWO, USER, TWO],
                  "rejected": [THREE | {"role": "user"}, TWO, USER, THREE]},
          PARTED | {"prompt": [THREE | {"role": "user"}, TWO, USER]}),
@@ -500,6 +501,9 @@ def test_bad_answers_are_not_trained(tmp_path):
                 made_of(rows, tmp_path)
             assert made_of(rows, tmp_path, **{name: name for name in answer}) == [answer] * 3
             assert made_of(rows[:2], tmp_path) == [answer] * 2
+    rows = [{"prompt": "a", "completion": text, "label": text == "b"} for text in "cb"]
+    judged = datasets.Dataset.from_list(made_of(rows, tmp_path, "dpo", score="label"))
+    assert to_pairs(judged, "x", 0).to_list() == [{"prompt": "a", "chosen": "b", "rejected": "c"}]
     assert made_of([{"text": "a", "label": 0}], tmp_path) == [{"text": "a"}]
     assert made_of([{"prompt": "a", "completion": "b", "label": "x"}], tmp_path) == [{"prompt": "a", "completion": "b"}]
 

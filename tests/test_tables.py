@@ -19,9 +19,10 @@ from accelerate_recipes.data import tables
 from accelerate_recipes.data.files import read_files, read_split
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.images import read_tars
+from accelerate_recipes.data.shards import named_shards
 from accelerate_recipes.data.text_pairs import PairArgs
 from accelerate_recipes.disk import read_json_lines
-from accelerate_recipes.errors import DataError
+from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.games.games import GamesArgs
 from accelerate_recipes.hub.cache import HubDataset
 
@@ -125,7 +126,7 @@ def test_texts_of_csv_stay_texts(tmp_path):
     assert rows["n"][:3] == ["00", "01", "02"]
     for content, message in {
         b"a,a\n1,2\n": "it has several columns called 'a'", b"a,b\n1\n": "Expected 2 columns, got 1",
-        "a\né\n".encode("latin-1"): "codec can't decode byte 0xe9", b"": "it has 0 rows", b"a,b\n": "it has 0 rows",
+        "a\né\n".encode("latin-1"): "codec can't decode byte 0xe9.*; save it as UTF-8", b"": "it has 0 rows", b"a,b\n": "it has 0 rows",
     }.items():  # fmt: skip
         (tmp_path / "b.csv").write_bytes(content)
         with pytest.raises(DataError, match=f"b.csv cannot be read: .*{message}"):
@@ -251,6 +252,25 @@ def test_a_folder_whose_path_is_a_pattern(tmp_path):
     assert said not in str(Rows(dataset_name=str(tmp_path / "s[1]")).problems(1))
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_a_pointer_of_git_is_no_data(suffix, tmp_path):
+    """It is told before anything is read, or where a folder's files are read, with the remedy."""
+    (tmp_path / "a").mkdir()
+    (file := tmp_path / f"a/train.{suffix}").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
+    )
+    chess = recipe.load(ROOT / "recipes/chess.py")
+    found = [Rows(train_files=[str(file)]).problems(1), Rows(eval_files=[str(tmp_path / "a")]).problems(1)]
+    found += [chess.Args(train_files=[str(file)]).problems(1)] if suffix != "csv" else []
+    for problems in map(str, found):
+        assert f"{file} is a git-LFS pointer" in problems and "git lfs pull" in problems
+    if suffix != "csv":
+        with pytest.raises(ConfigError, match="is a git-LFS pointer"):
+            named_shards([str(file)])
+    with pytest.raises(DataError, match="is a git-LFS pointer"):
+        read_split(HubDataset(str(tmp_path / "a")), "train")
+
+
 def test_a_folder_of_save_to_disk_is_read(tmp_path):
     parts = {name: datasets.Dataset.from_dict({"text": [name] * 9}) for name in ("train", "test")}
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "both [1]")
@@ -258,5 +278,10 @@ def test_a_folder_of_save_to_disk_is_read(tmp_path):
     assert read_split(HubDataset(str(tmp_path / "both [1]")), "test[:3]")["text"][:] == ["test"] * 3
     args = RowsArgs(dataset_name=str(tmp_path / "one"))
     assert args.read_rows()["train"]["text"][:] == ["train"] * 9
+    args = RowsArgs(train_files=[str(tmp_path / "one"), str(tmp_path / "both [1]/test")])
+    assert args.read_rows()["train"]["text"][:] == ["train"] * 9 + ["test"] * 9
+    assert f"both [1] holds the splits train, test; name that of one, {tmp_path}/both [1]/test" in str(
+        Rows(train_files=[str(tmp_path / "both [1]")]).problems(1)
+    )
     with pytest.raises(DataError, match="one, split test cannot be read: there is no split test; there are train"):
         read_split(HubDataset(str(tmp_path / "one")), "test")

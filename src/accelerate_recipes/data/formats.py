@@ -141,9 +141,9 @@ def in_usual_form(
     form, rows = recognised(rows, forms, mapping, source)
     check_judged(rows, form, mapping, source)
     check_one_by_one(rows, form, source)
-    if texts := [name for name in form.said if are_json_texts(rows, name)]:
-        features = datasets.Features(rows.features | dict.fromkeys(texts, TEXT))
-        rows = rows.map(lambda row: {name: row[name] for name in texts}, features=features)
+    if stored := [name for name in form.said if are_json_texts(rows, name)]:
+        features = datasets.Features(rows.features | dict.fromkeys(stored, TEXT))
+        rows = rows.map(lambda row: {name: row[name] for name in stored}, features=features)
     as_json = [name for name in form.said if is_json(rows, name)]
     are_texts = not as_json and all(rows.features[name] in TEXTS for name in form.said)
     is_hh = has_template and are_texts and form.needs == PAIR and bool(HH.match(rows[0][PAIR[0]] or ""))
@@ -299,11 +299,13 @@ def without_repeated_question(rows: datasets.Dataset, form: Form, source: str) -
     """Remove the question from the texts of answers if all of them repeat it; print in how many it stands."""
     asked, *answers = form.said
 
-    def repeats(row: dict) -> bool:
-        text = row[asked]
-        return bool(text) and all(len(row[name] or "") > len(text) and row[name].startswith(text) for name in answers)
+    def repeat(question: str, *texts: str) -> bool:
+        return bool(question) and all(len(text or "") > len(question) and text.startswith(question) for text in texts)
 
-    found = [number for number, row in enumerate(rows.select_columns(form.said), 1) if answers and repeats(row)]
+    parts = rows.select_columns(form.said).iter(batch_size=1000) if answers else ()
+    columns = ([part[name] for name in form.said] for part in parts)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    texts_of_rows = (row for part in columns for row in zip(*part, strict=True))
+    found = [number for number, row in enumerate(texts_of_rows, 1) if repeat(*row)]
     is_removed = len(found) == len(rows)
     if found and is_first():
         done = "it is read once" if is_removed else f"it stays there; the first is row {found[0]}"
@@ -338,7 +340,7 @@ def is_usual(rows: datasets.Dataset, form: Form) -> bool:
 def roles_at(rows: datasets.Dataset, name: str, place: int | None = None) -> set[str | None]:
     """Return the roles of the first messages of a column (`place` 0), of the last ones (-1), or of all."""
     found = set()
-    for chunk in rows.data.column(name).chunks:
+    for chunk in filter(len, rows.data.column(name).chunks):
         starts, ends = (chunk.offsets.to_numpy()[part] for part in (slice(None, -1), slice(1, None)))
         places = np.arange(starts[0], ends[-1]) if place is None else (ends - 1 if place else starts)[ends > starts]
         found |= {*pc.unique(chunk.values.field("role").take(pa.array(places))).to_pylist()}
@@ -380,7 +382,7 @@ def conversation(row: dict, form: Form, *, is_hh: bool) -> dict[str, list[dict]]
     answers = [name for name in form.said if name in ANSWERS]
     before = said_before(row)
     said = {name: turns(row, name) if is_hh else messages_of(row, name, "assistant") for name in answers}
-    if form.needs != PAIR:
+    if form.needs != PAIR and (row[form.needs[0]] or not form.is_pair):
         asked = without_answer(question(row, form.needs[0]), said.values())
         ends = {name: end_of_question(name, side, asked) for name, side in said.items()}
         system = [message for message in asked[:1] if message["role"] == "system"]
