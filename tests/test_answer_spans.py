@@ -223,6 +223,11 @@ def test_a_prompt_that_opens_a_thought():
         assert opened == "<assistant><think>\n"
     ((*_, opened),) = rows_of({"messages": [user("Ask"), answer("<think>\nHm.</think>Yes")]}, tokenizer, ["</s>"])
     assert not opened
+    tokenizer = tokenizer_of(
+        TEMPLATES["nemotron_3_nano"], ["<|im_end|>"]
+    )  # writes <think></think> before such an answer
+    asked = {"messages": [user("Ask"), answer("Yes")]}
+    assert targets_in(asked, tokenizer, ["<|im_end|>"]) == [["</think>Yes<|im_end|>"]]
 
 
 def test_answers_to_nothing():

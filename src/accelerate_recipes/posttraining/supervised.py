@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, global_then_local_main_first
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.architecture import new_config
@@ -42,7 +42,7 @@ from accelerate_recipes.metrics import Flops, flops_per_token
 from accelerate_recipes.posttraining.objective import Objective, Outputs, bare
 from accelerate_recipes.posttraining.settings import pad_multiple, with_fused_head
 from accelerate_recipes.pretrained import load_config
-from accelerate_recipes.ranks import is_first, on_first_rank
+from accelerate_recipes.ranks import is_first, on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.run import Run
 from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.trial import Trial, config_of, refuse
@@ -191,7 +191,7 @@ class SupervisedTrainer(Objective, SFTTrainer):
         self, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, config: SFTConfig, packing: bool, _, name: str
     ) -> datasets.Dataset:
         """Tokenise conversations ourselves, and texts by trl. Then cut or pack by trl; in between, keep the first rows."""
-        whole_rows = copy.copy(config)
+        whole_rows = copy.copy(config)  # for texts
         whole_rows.max_length, whole_rows.shuffle_dataset = None, False
         settings = {
             "text_field": config.dataset_text_field,
@@ -199,27 +199,29 @@ class SupervisedTrainer(Objective, SFTTrainer):
             "assistant_only": of_answers(self.run.args, rows.features),
             "stops": sorted(self.base_stops | stops_of(tokenizer)),
         }
-        sources = np.arange(len(rows))  # of each row to train on, the number of the row that it is made of
-        with self.naming_rows(tokenizer, **settings):
-            if has_chats(rows.features):
-                # `datasets` finds its result again by the name of our function, and would not see that its code has changed.
-                code = "".join(map(inspect.getsource, (rendering, answer_spans)))
-                given = {"tokenizer": tokenizer, "settings": settings, "code": code}
-                with global_then_local_main_first():
-                    whole = rows.map(
-                        rendered,
-                        with_indices=True,
-                        batched=True,
-                        fn_kwargs=given,
-                        features=datasets.Features(dict(rows.features) | RENDERED),
-                        num_proc=config.dataset_num_proc,
-                        desc=f"Tokenizing {name} dataset",
-                    )
-                sources, opened = np.array(whole["source"][:], int), whole["opened"][:]
-                whole = whole.remove_columns(["source", "opened"])
-            else:
-                whole: Any = super()._prepare_dataset(rows, tokenizer, whole_rows, False, None, name)
-                opened = []
+        sources, opened = (
+            np.arange(len(rows)),
+            [],
+        )  # of each row to train on, the row that it is made of, and its prompt
+        if has_chats(rows.features):
+            # `datasets` finds its result again by the name of our function, and would not see that its code has changed.
+            code = "".join(map(inspect.getsource, (rendering, answer_spans)))
+            render_all = partial(
+                rows.map,
+                rendered,
+                with_indices=True,
+                batched=True,
+                fn_kwargs={"tokenizer": tokenizer, "settings": settings, "code": code},
+                features=datasets.Features(dict(rows.features) | RENDERED),
+                num_proc=config.dataset_num_proc,
+                desc=f"Tokenizing {name} dataset",
+            )
+            with self.naming_rows(tokenizer, **settings):
+                whole: Any = on_first_of_machine_before_others(render_all)
+            sources, opened = np.array(whole["source"][:], int), whole["opened"][:]
+            whole = whole.remove_columns(["source", "opened"])
+        else:
+            whole = super()._prepare_dataset(rows, tokenizer, whole_rows, False, None, name)
         if not len(whole):
             raise ConfigError(
                 f"none of {len(rows):,} rows to {'train' if name == 'train' else 'evaluate'} on has an answer that is a "
@@ -229,7 +231,7 @@ class SupervisedTrainer(Objective, SFTTrainer):
         check_no_placeholders(whole, tokenizer, self.run.args.base_model)
         if name == "train":
             self.whole, self.settings = whole, settings
-            self.tell_of_parts(sources, [end for end in opened if end])
+            self.tell_of_parts(sources, [prompt for prompt in opened if prompt])
             first = whole.select(range(int((sources < NUM_COMPARED).sum())))
             self.first = [
                 Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]) for row in first
