@@ -118,9 +118,9 @@ def has_chats(features: datasets.Features) -> bool:
 
 
 def of_answers(args: Any, features: datasets.Features) -> bool:
-    """Tell whether answers alone are targets: by default in conversations, unless --completion_only_loss is false."""
+    """Tell whether answers alone are targets: by default in conversations, unless prompts are trained too."""
     if args.assistant_only_loss == "auto":
-        return has_chats(features) and args.completion_only_loss is not False
+        return has_chats(features) and ("messages" in features or args.completion_only_loss is not False)
     return args.assistant_only_loss == "true"
 
 
@@ -284,7 +284,7 @@ class SupervisedTrainer(Objective, SFTTrainer):
         if num_targets.any() and not num_ended:
             stops = shown_ends(self.processing_class, sorted(exported.stops))
             kept = (ids[self.kept] for ids, targets, _ in self.first if any(targets[self.kept]))
-            last = next(kept, self.first[0].ids)[-2:]
+            last = next(kept, self.whole[0]["input_ids"])[-2:]
             raise ConfigError(
                 f"no row ends with a target at which the model would stop: generation stops at {stops}, the first row ends "
                 f"with {self.processing_class.decode(last)!r}; name the token that ends an answer by --eos_token (and by "
