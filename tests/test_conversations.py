@@ -1102,6 +1102,14 @@ def test_messages_of_weight_0(name, tmp_path):
     rows = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in rows]
     prepare(folder, rows)
     assert "WRONG" not in targets_of(folder) and "It is" in targets_of(folder)
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [[(names[m["role"]], m["content"]) for m in weighted(i)] for i in range(30)]
+    for field, value in (("train", False), ("loss", 0)):
+        marks = {"WRONG": {field: value}}
+        prepare(
+            folder, [{"conversations": [{"from": a, "value": b} | marks.get(b, {}) for a, b in row]} for row in turns]
+        )
+        assert "WRONG" not in targets_of(folder) and "It is" in targets_of(folder)
 
 
 @pytest.mark.slow
