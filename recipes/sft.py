@@ -6,7 +6,8 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no recipes/sft.py \\
         --model_name_or_path outputs/demo-c4/export --train_files my_texts.jsonl --max_length 256
 
-A row has `messages` (for the model's chat template), `prompt` and `completion` (the loss is on the completion), or `text`.
+A row has `messages` (for the model's chat template; the loss is on the answers), `prompt` and `completion` (the loss is on
+the completion), or `text`.
 Rows of other forms, such as ShareGPT and Alpaca, are converted to one of these (docs/rows.md).
 Every argument of trl's SFTConfig about data and loss is also an argument here: --packing, --assistant_only_loss, ...
 """

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from accelerate_recipes.data.answer_spans import is_trained, parts_of
@@ -223,6 +223,11 @@ def test_a_prompt_that_opens_a_thought():
         assert opened == "<assistant><think>\n"
     ((*_, opened),) = rows_of({"messages": [user("Ask"), answer("<think>\nHm.</think>Yes")]}, tokenizer, ["</s>"])
     assert not opened
+    tokenizer = tokenizer_of(
+        TEMPLATES["nemotron_3_nano"], ["<|im_end|>"]
+    )  # writes <think></think> before such an answer
+    asked = {"messages": [user("Ask"), answer("Yes")]}
+    assert targets_in(asked, tokenizer, ["<|im_end|>"]) == [["</think>Yes<|im_end|>"]]
 
 
 def test_answers_to_nothing():
@@ -241,6 +246,16 @@ def test_answers_to_nothing():
     twice = {"messages": [user("Ask"), user("Ask"), answer("Yes, 1.")]}
     with pytest.raises(TemplateError, match=r"No\."):
         targets_in(twice, tokenizer, ["</s>"])
+
+
+def test_a_tokenizer_that_tells_no_places():
+    """One that is written in Python says nothing about its tokens' places; the message names the way out."""
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = OWN["own_strict"]
+    row = {"messages": [user("Ask"), answer("Yes")]}
+    with pytest.raises(ValueError, match=r"ByT5Tokenizer does not say .* --assistant_only_loss false"):
+        rows_of(row, tokenizer, ["</s>"])
+    assert all(rows_of(row, tokenizer, ["</s>"], assistant_only=False)[0].targets)
 
 
 @pytest.mark.parametrize("field", [{"weight": 0}, {"train": False}, {"loss": False}, {"loss": 0}, {"train": 0}])

@@ -99,7 +99,7 @@ DAMAGES = {
     "tokenizer's settings": (lambda out: (out / "tokenizer_config.json").write_text("[]"), "cannot be loaded: "),
     "rows": (
         lambda out: (out.parent / "rows.json").write_text(
-            json.dumps({"rows": 1, "trained": [3], "settings": {}, "ends": [], "arguments": [], "accepted": []})
+            json.dumps({"rows": 1, "trained": [3], "settings": {}, "ends": [], "arguments": []})
         ),
         "rows.json cannot be read: ",
     ),

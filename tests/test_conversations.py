@@ -480,6 +480,14 @@ def test_only_the_answers(base, tmp_path, capsys):
     )
     with pytest.raises(ConfigError, match=r"rows.jsonl, row 0, .*marks none of its answers"):
         prepare(save_base(tmp_path / "none", nothing), rows)
+    halves = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in rows]
+    for given, flags, is_trained in (
+        (halves, (), False),
+        (halves, ("--completion_only_loss", "false"), True),
+        (rows, ("--completion_only_loss", "false"), False),
+    ):
+        prepare(base, given, *flags)
+        assert ("Question" in targets_of(base)) == is_trained and "No," in targets_of(base)
     texts = [{"text": f"Question {i}"} for i in range(30)]
     prepare(save_base(tmp_path / "texts", None), texts)
     assert "Question" in targets_of(tmp_path / "texts")
@@ -1090,6 +1098,14 @@ def test_messages_of_weight_0(name, tmp_path):
     rows = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in rows]
     prepare(folder, rows)
     assert "WRONG" not in targets_of(folder) and "It is" in targets_of(folder)
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [[(names[m["role"]], m["content"]) for m in weighted(i)] for i in range(30)]
+    for field, value in (("train", False), ("loss", 0)):
+        marks = {"WRONG": {field: value}}
+        prepare(
+            folder, [{"conversations": [{"from": a, "value": b} | marks.get(b, {}) for a, b in row]} for row in turns]
+        )
+        assert "WRONG" not in targets_of(folder) and "It is" in targets_of(folder)
 
 
 @pytest.mark.slow

@@ -227,14 +227,14 @@ def test_sizes(path):
 
 
 # Fields that a resumed run may change, besides those of TrainArgs and of trl: they decide neither model nor order of data.
-# Data may move: they are compared by content. Of images it is their sizes, so their files stay where they are.
+# Data may move: they are compared by content. Of --assistant_only_loss, what it means for the rows is compared. Of images it is their sizes, so their files stay where they are.
 MAY_CHANGE = {
     "attn_implementation", "data_cache_dir", "dropout_rate", "whole_logits", "pretokenize",
     "dataset_name", "dataset_revision", "dataset_files", "train_files", "eval_files", "eval_dataset_name",
     "validation_dataset_files", "validation_files", "num_validation_rows", "num_positions", "num_eval_pairs",
     "eval_source_column", "eval_target_column", "metrics", "generation_max_length", "generation_num_beams",
     "generation_length_penalty", "precompute_ref_log_probs", "reward_weights", "stockfish", "stockfish_nodes",
-    "rewards", "num_eval_prompts", "num_samples", "label_smoothing",
+    "rewards", "num_eval_prompts", "num_samples", "label_smoothing", "assistant_only_loss",
 }  # fmt: skip
 MAY_CHANGE_IN_C4_ONLY = {"dataset_revision", "dataset_files"}
 FIXED = {"vit": {"train_files", "eval_files"}}

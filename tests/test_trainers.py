@@ -97,7 +97,7 @@ def arguments(chats) -> tuple:
     return (
         "--train_files", chats / "chats.jsonl", "--max_length", 64, "--max_steps", STEPS, "--save_steps", 3,
         "--logging_steps", 1, "--total_batch_size", 8, "--learning_rate", 1e-2, "--async_save", "false",
-        "--heldout_share", 0.1, "--per_device_eval_batch_size", 5,
+        "--heldout_share", 0.1, "--per_device_eval_batch_size", 5, "--assistant_only_loss", "false",
     )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ BESIDE_TRL = {
         "padded": (),
         "packed": PACKED,
         "completion-only": ("--train_files", ARITHMETIC / "sft.jsonl", "--completion_only_loss", "true"),
-        "assistant-only": ("--assistant_only_loss", "true"),
+        "answers": ("--assistant_only_loss", "auto"),
         "dft": ("--loss_type", "dft"),
         # The loss that balances experts depends on the micro-batch, so that is the step.
         "experts": ("--model_name_or_path", EXPERTS, "--per_device_train_batch_size", 8, "--router_aux_loss_coef", 0.5),

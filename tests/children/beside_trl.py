@@ -68,7 +68,11 @@ class Compared(getattr(module, OURS)):
             "max_steps": args.max_steps,
             "output_dir": str(self.run.output_dir / "trl"),
         }
-        more = {"sft": {}, "dpo": {}, "grpo": {"shuffle_dataset": False, "steps_per_generation": 1}}[NAME]
+        more = {
+            "sft": {"assistant_only_loss": False},
+            "dpo": {},
+            "grpo": {"shuffle_dataset": False, "steps_per_generation": 1},
+        }[NAME]
         config = trl_config(self.run, CONFIG, **decided | more)
         model = make_model(args)
         first = vector(model)

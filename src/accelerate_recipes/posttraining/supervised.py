@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, global_then_local_main_first
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.architecture import new_config
@@ -43,7 +43,7 @@ from accelerate_recipes.metrics import Flops, flops_per_token
 from accelerate_recipes.posttraining.objective import Objective, Outputs, bare
 from accelerate_recipes.posttraining.settings import pad_multiple, with_fused_head
 from accelerate_recipes.pretrained import load_config
-from accelerate_recipes.ranks import is_first, on_first_rank
+from accelerate_recipes.ranks import is_first, on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.run import Run
 from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.trial import Trial, config_of, refuse
@@ -120,9 +120,9 @@ def has_chats(features: datasets.Features) -> bool:
 
 
 def of_answers(args: Any, features: datasets.Features) -> bool:
-    """Tell whether answers alone are targets: by default in conversations, unless --completion_only_loss is false."""
+    """Tell whether answers alone are targets: by default in conversations, unless prompts are trained too."""
     if args.assistant_only_loss == "auto":
-        return has_chats(features) and args.completion_only_loss is not False
+        return has_chats(features) and ("messages" in features or args.completion_only_loss is not False)
     return args.assistant_only_loss == "true"
 
 
@@ -194,7 +194,7 @@ class SupervisedTrainer(Objective, SFTTrainer):
         self, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, config: SFTConfig, packing: bool, _, name: str
     ) -> datasets.Dataset:
         """Tokenise conversations ourselves, and texts by trl. Then cut or pack by trl; in between, keep the first rows."""
-        whole_rows = copy.copy(config)
+        whole_rows = copy.copy(config)  # for texts
         whole_rows.max_length, whole_rows.shuffle_dataset = None, False
         settings = {
             "text_field": config.dataset_text_field,
@@ -202,29 +202,29 @@ class SupervisedTrainer(Objective, SFTTrainer):
             "assistant_only": of_answers(self.run.args, rows.features),
             "stops": sorted(self.base_stops | stops_of(tokenizer)),
         }
-        sources = np.arange(len(rows))  # of each row to train on, the number of the row that it is made of
+        # Of each row to train on: the number of the row that it is made of, and the prompt that its answer lacks a part of.
+        sources, opened = np.arange(len(rows)), []
         date = self.run.args.template_date
         rows = with_date_as_key(rows, date)
-        with frozen_date(date), self.naming_rows(tokenizer, **settings):
-            if has_chats(rows.features):
-                # `datasets` finds its result again by the name of our function, and would not see that its code has changed.
-                code = "".join(map(inspect.getsource, (rendering, answer_spans)))
-                given = {"tokenizer": tokenizer, "settings": settings, "code": code}
-                with global_then_local_main_first():
-                    whole = rows.map(
-                        rendered,
-                        with_indices=True,
-                        batched=True,
-                        fn_kwargs=given,
-                        features=datasets.Features(dict(rows.features) | RENDERED),
-                        num_proc=config.dataset_num_proc,
-                        desc=f"Tokenizing {name} dataset",
-                    )
-                sources, opened = np.array(whole["source"][:], int), whole["opened"][:]
-                whole = whole.remove_columns(["source", "opened"])
-            else:
-                whole: Any = super()._prepare_dataset(rows, tokenizer, whole_rows, False, None, name)
-                opened = []
+        if has_chats(rows.features):
+            # `datasets` finds its result again by the name of our function, and would not see that its code has changed.
+            code = "".join(map(inspect.getsource, (rendering, answer_spans)))
+            render_all = partial(
+                rows.map,
+                rendered,
+                with_indices=True,
+                batched=True,
+                fn_kwargs={"tokenizer": tokenizer, "settings": settings, "code": code},
+                features=datasets.Features(dict(rows.features) | RENDERED),
+                num_proc=config.dataset_num_proc,
+                desc=f"Tokenizing {name} dataset",
+            )
+            with frozen_date(date), self.naming_rows(tokenizer, **settings):
+                whole: Any = on_first_of_machine_before_others(render_all)
+            sources, opened = np.array(whole["source"][:], int), whole["opened"][:]
+            whole = whole.remove_columns(["source", "opened"])
+        else:
+            whole = super()._prepare_dataset(rows, tokenizer, whole_rows, False, None, name)
         if not len(whole):
             raise ConfigError(
                 f"none of {len(rows):,} rows to {'train' if name == 'train' else 'evaluate'} on has an answer that is a "
@@ -234,7 +234,7 @@ class SupervisedTrainer(Objective, SFTTrainer):
         check_no_placeholders(whole, tokenizer, self.run.args.base_model)
         if name == "train":
             self.whole, self.settings = whole, settings
-            self.tell_of_parts(sources, [end for end in opened if end])
+            self.tell_of_parts(sources, [prompt for prompt in opened if prompt])
             first = whole.select(range(int((sources < NUM_COMPARED).sum())))
             self.first = [
                 Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]) for row in first
@@ -287,7 +287,7 @@ class SupervisedTrainer(Objective, SFTTrainer):
         if num_targets.any() and not num_ended:
             stops = shown_ends(self.processing_class, sorted(exported.stops))
             kept = (ids[self.kept] for ids, targets, _ in self.first if any(targets[self.kept]))
-            last = next(kept, self.first[0].ids)[-2:]
+            last = next(kept, self.whole[0]["input_ids"])[-2:]
             raise ConfigError(
                 f"no row ends with a target at which the model would stop: generation stops at {stops}, the first row ends "
                 f"with {self.processing_class.decode(last)!r}; name the token that ends an answer by --eos_token (and by "
