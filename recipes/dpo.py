@@ -61,6 +61,7 @@ def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str
     """
     rows = args.without_controls(args.read_rows_for(tokenizer), ("prompt", "completion", *PAIR), tokenizer)
     pairs = {name: to_pairs(side, args.sources[name], args.min_score_margin) for name, side in rows.items()}
+    args.check_written(pairs, ("prompt", *PAIR), tokenizer, "pair")
     return args.sides(pairs, "prompt"), sum(map(len, rows.values()))
 
 

@@ -86,6 +86,7 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets
         check_texts_or_messages(side, {"prompt"}, args.sources[name])
         side = select(side, side.column_names, args.sources[name]).select_columns(side.column_names)
         check_column_names(side, args.sources[name])
+        args.check_written({name: side}, ["prompt"], tokenizer)
         check_settings(side, args.template_settings, args.sources[name])
         tokens = tokenize_prompts(tokenizer, side["prompt"][:], args, args.sources[name])
         lengths += (found := [len(ids) for ids in tokens])
