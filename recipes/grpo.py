@@ -81,9 +81,10 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets
         DataError: for rows that cannot be read, or have no prompt.
         ConfigError: if nothing is left, or if a row has a rendering of its own.
     """
-    rows, lengths = args.without_controls(args.read_rows(), {"prompt"}, tokenizer), []
+    rows, lengths = args.read_rows(), []
     for name, side in rows.items():
         check_texts_or_messages(side, {"prompt"}, args.sources[name])
+        side = args.without_controls({name: side}, {"prompt"}, tokenizer)[name]
         side = select(side, side.column_names, args.sources[name]).select_columns(side.column_names)
         check_column_names(side, args.sources[name])
         args.check_written({name: side}, ["prompt"], tokenizer)

@@ -64,6 +64,14 @@ def test_other_columns_of_messages(plain, capsys):
     assert "writes nothing" not in capsys.readouterr().out
 
 
+def test_roles_that_a_template_does_not_know(qwen3, capsys):
+    """Templates pass over messages of other roles in silence."""
+    for role, number in (("developer", 30), ("tool", 0)):
+        prepare(qwen3, [with_field(row, 0, role=role) for row in CHATS])
+        said = f"row 0: the chat template writes nothing of `content of the role {role}`, which 30 of 30 have"
+        assert capsys.readouterr().out.count(said) == (number > 0)
+
+
 def test_tools_that_a_template_does_not_write(plain, qwen3, tmp_path):
     """Without them the model would learn to call nothing, from answers to nothing."""
     called = [{"messages": row["messages"]} for row in ROWS_WITH_TOOLS]

@@ -6,6 +6,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.data.conversations import NUM_COMPARED, UNWRITTEN
@@ -15,21 +16,30 @@ from accelerate_recipes.ranks import is_first
 
 PLAIN = UNWRITTEN | {"content"}
 TOOLS = "tools"
+USUAL = {"system", "user", "assistant"}  # roles that every template knows, or refuses
+OF_ROLE = "content of the role "
 REMEDY = "give a chat template that writes it, put it into `content`, or remove it"
 
 
 def fields_of(row: dict[str, Any], columns: Sequence[str]) -> set[str]:
-    """Return the fields of a row's messages that hold something to write besides `content`; `tools` is one of the row."""
-    found = {name for column in columns for message in row[column] for name, value in message.items() if value}
-    return (found | ({TOOLS} if row.get(TOOLS) else set())) - PLAIN
+    """Return the fields of a row's messages that hold something to write, and `tools`; of content, that of unusual roles."""
+    messages = [message for column in columns for message in row[column]]
+    found = {name for message in messages for name, value in message.items() if value}
+    roles = {f"{OF_ROLE}{message['role']}" for message in messages if message["role"] not in USUAL}
+    return (found | roles | ({TOOLS} if row.get(TOOLS) else set())) - PLAIN
 
 
 def without_field(row: dict[str, Any], columns: Sequence[str], field: str) -> dict[str, Any]:
-    """Return a row whose messages lack a field; without `tools`, a row that has none."""
+    """Return a row whose messages lack a field, or the content of a role; without `tools`, a row that has none."""
     if field == TOOLS:
         return row | {TOOLS: None}
-    messages = {column: [{k: v for k, v in m.items() if k != field} for m in row[column]] for column in columns}
-    return row | messages
+
+    def lacking(message: dict[str, Any]) -> dict[str, Any]:
+        if field == f"{OF_ROLE}{message['role']}":
+            return message | {"content": ""}
+        return {name: value for name, value in message.items() if name != field}
+
+    return row | {column: [*map(lacking, row[column])] for column in columns}
 
 
 def renderings(
@@ -42,6 +52,12 @@ def renderings(
     for messages in [[*prompt, *answer] for answer in answers] or [prompt]:
         said = [{name: value for name, value in message.items() if value is not None} for message in messages]
         yield tokenizer.apply_chat_template(said, tokenize=False, **settings)
+
+
+def roles_of(rows: datasets.Dataset, column: str) -> set[str]:
+    """Return the roles in a column of messages with fields of fixed types."""
+    roles = (pc.unique(chunk.flatten().field("role")) for chunk in rows.data.column(column).chunks)
+    return {role for found in roles for role in found.to_pylist()}
 
 
 def is_written(
@@ -70,7 +86,8 @@ def check_written(
     if not all(isinstance(feature, dict | datasets.Json) for feature in features.values()):
         return  # texts
     if TOOLS not in rows.column_names and all(
-        isinstance(feature, dict) and feature.keys() <= PLAIN for feature in features.values()
+        isinstance(feature, dict) and feature.keys() <= PLAIN and roles_of(rows, column) <= USUAL
+        for column, feature in features.items()
     ):
         return
     having: dict[str, list[int]] = defaultdict(list)
