@@ -96,8 +96,7 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets
             raise ConfigError(
                 f"no prompt is left: all {len(side):,} have more than {room} tokens, see --max_prompt_length"
             )
-    counts = {"left out": sum(length > room for length in lengths), "longest": max(lengths)}
-    return args.sides(rows, "prompt"), counts
+    return args.sides(rows, "prompt"), {"left out": sum(length > room for length in lengths), "longest": max(lengths)}
 
 
 class Trainer(RewardTrainer):
