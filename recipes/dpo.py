@@ -63,6 +63,7 @@ def load_pairs(
     """
     rows = args.without_controls(args.read_rows_for(tokenizer), ("prompt", "completion", *PAIR), tokenizer)
     pairs = {name: to_pairs(side, args.sources[name], args.min_score_margin) for name, side in rows.items()}
+    args.check_written(pairs, ("prompt", *PAIR), tokenizer, "pair")
     is_judged = "completion" in rows["train"].column_names  # then several rows make a pair
     counts = {"left out": 0 if is_judged else len(rows["train"]) - len(pairs["train"])}
     return args.sides(pairs, "prompt"), sum(map(len, rows.values())), counts

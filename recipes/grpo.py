@@ -82,11 +82,13 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets
         DataError: for rows that cannot be read, or have no prompt.
         ConfigError: if nothing is left, or if a row has a rendering of its own.
     """
-    rows, lengths = args.without_controls(args.read_rows(), {"prompt"}, tokenizer), []
+    rows, lengths = args.read_rows(), []
     for name, side in rows.items():
         check_texts_or_messages(side, {"prompt"}, args.sources[name])
+        side = args.without_controls({name: side}, {"prompt"}, tokenizer)[name]
         side = select(side, side.column_names, args.sources[name]).select_columns(side.column_names)
         check_column_names(side, args.sources[name])
+        args.check_written({name: side}, ["prompt"], tokenizer)
         check_settings(side, args.template_settings, args.sources[name])
         tokens = tokenize_prompts(tokenizer, side["prompt"][:], args, args.sources[name])
         lengths += (found := [len(ids) for ids in tokens])
@@ -95,8 +97,7 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets
             raise ConfigError(
                 f"no prompt is left: all {len(side):,} have more than {room} tokens, see --max_prompt_length"
             )
-    counts = {"left out": sum(length > room for length in lengths), "longest": max(lengths)}
-    return args.sides(rows, "prompt"), counts
+    return args.sides(rows, "prompt"), {"left out": sum(length > room for length in lengths), "longest": max(lengths)}
 
 
 class Trainer(RewardTrainer):

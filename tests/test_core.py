@@ -19,7 +19,7 @@ OPTIONAL = {"chess", "datasets", "evaluate", "matplotlib", "pandas", "peft", "py
 ABOUT = {
     "data/conversations.py", "data/formats.py", "data/tables.py", "games/rules.py", "posttraining/answers.py",
     "posttraining/objective.py", "posttraining/preferences.py", "posttraining/rewards.py", "posttraining/settings.py",
-    "posttraining/supervised.py",
+    "posttraining/supervised.py", "data/unwritten.py",
 }  # fmt: skip
 # As on a machine where these are not installed; read by each Python process at its start.
 HIDE = f"""

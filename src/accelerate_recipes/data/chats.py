@@ -1,6 +1,6 @@
 """Arguments of the recipes that render conversations by a chat template."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.dates import ASKS, first_prepared, is_day
+from accelerate_recipes.data.dates import ASKS, first_prepared, frozen_date, is_day
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
@@ -31,7 +31,7 @@ class ChatArgs(RowsArgs):
     )
     control_tokens: str = arg(
         "refuse",
-        "What to do with messages whose texts hold control tokens: refuse, keep, or drop_rows, which leaves the rows out.",
+        "Messages whose texts hold control tokens: refuse them, keep them, or drop_rows, which leaves their rows out.",
         choices=["refuse", "keep", "drop_rows"],
     )
 
@@ -45,13 +45,13 @@ class ChatArgs(RowsArgs):
         self.template_date = self.template_date or saved.get("template_date") or ""
         return super().settle(saved)
 
-    def template_of(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Return the chat template that renders the rows; "" if there is none."""
-        template: Any = tokenizer.chat_template
-        if path := getattr(self, "chat_template_path", None):
-            name = getattr(self, "template_model", "")
-            template = read_tokenizer(name).chat_template if name else Path(path).read_text(encoding="utf-8")
-        return str(template or "")  # some tokenizers have several templates, by name
+    @property
+    def given_template(self) -> Any:
+        """Chat template of --chat_template_path; None if the tokenizer's own is used."""
+        path, name = (getattr(self, field, None) for field in ("chat_template_path", "template_model"))
+        if name:
+            return read_tokenizer(name).chat_template
+        return Path(path).read_text(encoding="utf-8") if path else None
 
     def stop_tokens(self, tokenizer: PreTrainedTokenizerBase) -> set[int]:
         """Return the tokens at which generation stops, by the arguments or the tokenizer, and by the base's settings."""
@@ -86,13 +86,31 @@ class ChatArgs(RowsArgs):
             for side, part in rows.items()
         }
 
+    def check_written(
+        self,
+        rows: "dict[str, datasets.Dataset]",
+        columns: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        unit: str = "row",
+    ) -> None:
+        """Look for what messages hold and the chat template does not write. `unit` names what a row is.
+
+        Raises:
+            ConfigError: for calls of tools, and for tools.
+        """
+        from accelerate_recipes.data.unwritten import check_written
+
+        with frozen_date(self.template_date):
+            for side, part in rows.items():
+                check_written(part, columns, tokenizer, self.given_template, f"{self.sources[side]}, {unit}")
+
     def settle_date(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Settle --template_date, alike on all ranks, if the chat template writes the date of the day.
 
         Raises:
             ConfigError: for a date that the template does not write.
         """
-        template = self.template_of(tokenizer)
+        template = str(self.given_template or tokenizer.chat_template)  # some tokenizers have several, by name
         if ASKS in template:
             self.template_date = self.template_date or on_first_rank(
                 lambda: first_prepared(self.read_rows()["train"], template)

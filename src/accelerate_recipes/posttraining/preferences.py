@@ -30,7 +30,8 @@ from accelerate_recipes.data.dates import frozen_date, with_date_as_key
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.formats import JUDGED, PAIR, SCORES
 from accelerate_recipes.data.prepared import lengths_of
-from accelerate_recipes.data.rendering import SETTINGS, Rendering, render, shown_ends
+from accelerate_recipes.data.rendering import SETTINGS, Rendering, render, shown_ends, without_nulls
+from accelerate_recipes.data.unwritten import same_answers
 from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.flags import Range
@@ -284,7 +285,26 @@ class PreferenceTrainer(PairTrainer):
         date = self.run.args.template_date
         rows = with_date_as_key(rows, date)
         with frozen_date(date), self.naming_rows(tokenizer):
-            return super()._prepare_dataset(rows, tokenizer, SimpleNamespace(**needed), name)  # pyright: ignore
+            pairs: Any = super()._prepare_dataset(rows, tokenizer, SimpleNamespace(**needed), name)  # pyright: ignore
+        return self.without_same(pairs, config, name)
+
+    def without_same(self, pairs: datasets.Dataset, config: DPOConfig, name: str) -> datasets.Dataset:
+        """Leave out the pairs whose answers are the same tokens, and say how many there are.
+
+        Raises:
+            ConfigError: if no pair is left.
+        """
+        longest = config.max_length if config.truncation_mode == "keep_start" else None
+        numbers = same_answers(pairs, longest)
+        if not len(numbers):
+            return pairs
+        said = f"In {len(numbers):,} of {len(pairs):,} pairs to {'train' if name == 'train' else 'evaluate'} on"
+        first = json.dumps(without_nulls({side: pairs[int(numbers[0])][side] for side in PAIR}), ensure_ascii=False)
+        said += f", both answers are the same tokens, within --max_length {config.max_length}; the first: {first:.300}"
+        if len(numbers) == len(pairs):
+            raise ConfigError(f"{said}. No pair is left: give a chat template that writes in what they differ")
+        self.run.print(f"{said}. They are left out")
+        return pairs.select(np.setdiff1d(np.arange(len(pairs)), numbers))
 
     def examine(self) -> tuple[np.ndarray, dict[str, int]]:
         exported = as_exported(self.model, self.processing_class)

@@ -98,6 +98,7 @@ def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
         check_texts_or_messages(side, columns, args.sources[name])
     rows = args.without_controls(rows, columns, tokenizer)
     read = {name: select(side, columns, args.sources[name]) for name, side in rows.items()}
+    args.check_written(read, columns, tokenizer)
     asked, trained = columns[0], columns if args.completion_only_loss is False else columns[-1:]
     unweighted = [name for name, side in read.items() if has_unweighted(side, trained, args.sources[name])]
     if unweighted and not of_answers(args, features):

@@ -1,0 +1,134 @@
+"""Tests of fields that a chat template does not write: lines, errors for tools, and pairs that differ in nothing else."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from test_conversations import PAIRS, ROWS_WITH_TOOLS, TOOL, conversation, prepare, save_base, template_of
+
+from accelerate_recipes.data.unwritten import same_answers
+from accelerate_recipes.errors import ConfigError
+
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATS = [conversation(i, tools=False, system=True) for i in range(30)]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    return save_base(tmp_path_factory.mktemp("plain"), PLAIN, "<|im_end|>")
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory) -> Path:
+    return save_base(tmp_path_factory.mktemp("qwen3"), template_of("qwen3"), "<|im_end|>")
+
+
+def with_field(row: dict, place: int = -1, **fields) -> dict:
+    messages = [dict(message) for message in row["messages"]]
+    messages[place] |= fields
+    return {"messages": messages}
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking", "mood"])
+def test_fields_that_a_template_does_not_write(plain, qwen3, capsys, field):
+    """A line names field, first row and count. A template that writes thoughts of the last answer alone writes them."""
+    rows = [*CHATS[:3], *(with_field(row, **{field: "Well."}) for row in CHATS[3:8]), *CHATS[8:]]
+    prepare(plain, rows)
+    said = f"rows.jsonl, row 3: the chat template writes nothing of `{field}`, which 5 of 30 have"
+    assert capsys.readouterr().out.count(said) == 1
+    early = [with_field(row, 2, **{field: "Well."}) for row in CHATS[:15]]
+    rows = [*early[:3], *(with_field(row, **{field: "Well."}) for row in CHATS[15:])]
+    prepare(qwen3, rows)
+    is_lost = "writes nothing of" in capsys.readouterr().out
+    assert is_lost == (field == "mood")
+
+
+def test_other_columns_of_messages(plain, capsys):
+    """Completions, answers of pairs and prompts are looked at too; what has no text to train on is not told."""
+    asked, answer = CHATS[0]["messages"][:2], {"role": "assistant", "content": "Yes.", "thinking": "Well."}
+    prompts = [[asked[0], asked[1] | {"content": f"{i}?"}] for i in range(30)]
+    for name, rows, unit in (
+        ("sft", [{"prompt": prompt, "completion": [answer]} for prompt in prompts], "row"),
+        ("dpo", [{"prompt": prompt, "chosen": [answer], "rejected": [answer | {"content": "No."}]} for prompt in prompts], "pair"),
+        ("grpo", [{"prompt": [*asked, answer, *prompt[1:]]} for prompt in prompts], "row"),
+    ):  # fmt: skip
+        prepare(plain, rows, name=name)
+        assert f"{unit} 0: the chat template writes nothing of `thinking`, which 30 of 30" in capsys.readouterr().out
+    named = [with_field(row, name="Ada", weight=1, refusal=None, reasoning_content="") for row in CHATS]
+    prepare(plain, [*named[:20], *CHATS[20:]])
+    assert "writes nothing" not in capsys.readouterr().out
+
+
+def test_roles_that_a_template_does_not_know(qwen3, capsys):
+    """Templates pass over messages of other roles in silence."""
+    for role, number in (("developer", 30), ("tool", 0)):
+        prepare(qwen3, [with_field(row, 0, role=role) for row in CHATS])
+        said = f"row 0: the chat template writes nothing of `content of the role {role}`, which 30 of 30 have"
+        assert capsys.readouterr().out.count(said) == (number > 0)
+
+
+def test_tools_that_a_template_does_not_write(plain, qwen3, tmp_path):
+    """Without them the model would learn to call nothing, from answers to nothing."""
+    called = [{"messages": row["messages"]} for row in ROWS_WITH_TOOLS]
+    tools = [row | {"tools": json.dumps([TOOL])} for row in CHATS]
+    said = r"rows\.jsonl, row 1: the chat template writes nothing of `{}`, which {} of 31 have; give"
+    with pytest.raises(ConfigError, match=said.format("tool_calls", 30)):
+        prepare(plain, [CHATS[0], *called])
+    with pytest.raises(ConfigError, match=said.format("tools", 30)):
+        prepare(plain, [CHATS[0] | {"tools": "[]"}, *tools])
+    both = [CHATS[0] | {"tools": None}, *ROWS_WITH_TOOLS]
+    with pytest.raises(ConfigError, match=f"{said.format('tool_calls', 30)}(.|\n)*{said.format('tools', 30)}"):
+        prepare(plain, both)
+    pairs = [PAIRS[0] | {"prompt": row["messages"][:2], "tools": row["tools"]} for row in tools]
+    with pytest.raises(ConfigError, match=r"pair 0: the chat template writes nothing of `tools`, which 30 of 30"):
+        prepare(plain, pairs, name="dpo")
+    prepare(qwen3, both)
+    prepare(
+        plain, both, "--chat_template_path", str(qwen3 / "chat_template.jinja"), "--new_tokens", "<think>", "</think>"
+    )
+
+
+def test_pairs_that_differ_in_nothing_that_is_written(plain, qwen3, capsys):
+    def pair(number: int, **answers: dict) -> dict:
+        return {"prompt": [{"role": "user", "content": f"{number}?"}]} | {
+            side: [{"role": "assistant", "content": "2", "reasoning_content": "Well."} | answers.get(side, {})]
+            for side in ("chosen", "rejected")
+        }
+
+    thoughts = [pair(i, rejected={"reasoning_content": "A guess."}) for i in range(30)]
+    texts = [pair(i, rejected={"content": "3"}) for i in range(30, 60)]
+    with pytest.raises(
+        ConfigError, match=r"both answers are the same tokens.*A guess.*No pair is left: give a chat template"
+    ):
+        prepare(plain, thoughts, name="dpo")
+    capsys.readouterr()
+    prepare(plain, [*thoughts, *texts], name="dpo")
+    printed = capsys.readouterr().out
+    (train, of), (held, others) = (
+        re.search(rf"In (\d+) of (\d+) pairs to {use} on, both answers are the same tokens", printed).groups()
+        for use in ("train", "evaluate")
+    )
+    assert int(train) + int(held) == 30 and int(of) + int(others) == 60
+    assert f"left out {train};" in printed
+    prepare(qwen3, thoughts, name="dpo")
+    assert "the same tokens" not in capsys.readouterr().out
+
+
+def test_same_answers():
+    """Answers are compared as far as they are trained."""
+    pairs = {
+        "prompt_ids": [[1], [1, 2], [1], [], [1, 2, 3, 4]],
+        "chosen_ids": [[5, 6], [5, 6, 7], [5], [5, 6, 7, 8], [5]],
+        "rejected_ids": [[5, 6], [5, 6, 8], [5, 6], [5, 6, 7, 9], [6, 7]],
+    }
+    rows = Dataset.from_dict(pairs)
+    assert same_answers(rows, None).tolist() == [0]
+    assert same_answers(rows, 4).tolist() == [0, 1, 4]
+    assert same_answers(rows.select([4, 0, 2, 0]), 9).tolist() == [1, 3]
+    many = Dataset.from_dict({name: column * 1000 for name, column in pairs.items()})
+    assert same_answers(many, 5).tolist() == [*range(0, 5000, 5)]
