@@ -6,6 +6,7 @@ random number of its own. So a run draws the same answers on any number of proce
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -296,6 +297,23 @@ class AnswerTrainer(Objective, GRPOTrainer):
         mask = batch["completion_mask"]
         one = torch.ones((), dtype=torch.int64, device=mask.device)
         return torch.stack([len(mask) * one, *[one] * self.aux_loss_enabled, mask.sum()])
+
+    def weights(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        by_token = self.importance_sampling_level == "token"  # else each answer has one value
+        names = ("kl", "entropy", *(("clip_ratio/*_mean", "cispo_clip_ratio") if by_token else ()))
+        return dict.fromkeys(names, counts[-1])
+
+    def weigh(self) -> None:
+        super().weigh()
+        gathered = self._metrics["train"]
+        for name in gathered.keys() & {"clip_ratio/low_min", "clip_ratio/high_max"}:
+            gathered[name] = [extreme_of(name, gathered[name])]
+
+
+def extreme_of(name: str, values: list[float]) -> float:
+    """Return the smallest value of a minimum, and the largest of a maximum; NaN only if all are."""
+    numbers = [value for value in values if not math.isnan(value)] or values
+    return min(numbers) if name.endswith("min") else max(numbers)
 
 
 def with_positions(model: Callable, **inputs: Any) -> Any:

@@ -42,7 +42,7 @@ def with_reference(trainer: Any, rows: datasets.Dataset, batch_size: int) -> dat
         found = [values]
         if dist.is_initialized():
             dist.broadcast_object_list(found, src=is_here.index(True))
-        (known,) = found
+        known: Any = found[0]
     else:
         known = compute(trainer, rows, batch_size)
     if file and values is None and is_first_of_machine():
