@@ -113,11 +113,18 @@ def weight_of_balance(config: PreTrainedConfig, given: float | None) -> float:
 
     trl 1.16 reads the number of experts as `num_experts`. The Granites and PhiMoE call it `num_local_experts`; this gives
     their class the other name too, as classes of transformers do.
+
+    Raises:
+        ConfigError: if a weight is given for a model that computes no such loss.
     """
-    text, weight = config.get_text_config(), balance_weight(config)
+    text, weight = config.get_text_config(), balance_weight(config, given)
+    if given and not weight:
+        raise ConfigError(
+            f"--router_aux_loss_coef {given}: this {text.model_type} computes no loss that balances experts; remove it"
+        )
     if weight and not hasattr(text, "num_experts"):
         type(text).attribute_map = type(text).attribute_map | {"num_experts": "num_local_experts"}
-    return given if weight and given is not None else weight
+    return weight
 
 
 class FirstRows(NamedTuple):
