@@ -177,6 +177,9 @@ def test_weights_are_those_of_trl(forks, arguments, pairs, chats, tmp_path, name
     )
     found = json.loads((tmp_path / "out/beside.json").read_text())
     assert found["moved"] > 1e-3 and found["apart"] < 1e-5 and found["norms"] < 1e-3, found
+    if EXPERTS in flags:  # trl would let the exported model compute router logits
+        config = json.loads((tmp_path / "out/export/config.json").read_text())
+        assert (config["output_router_logits"], config["router_aux_loss_coef"]) == (False, 0.001)
 
 
 def test_whole_steps():
