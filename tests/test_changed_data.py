@@ -14,6 +14,7 @@ from huggingface_hub import constants
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.data import prepared
 from accelerate_recipes.data.prepared import checksum_of_rows
 from accelerate_recipes.data.rows import make_train_loader
 from accelerate_recipes.data.shards import shards_version
@@ -267,3 +268,18 @@ def test_the_watch_begins_anew_with_each_retry(run_watch):
     assert run_watch(lambda now: {}, progress=lambda now: now // 4) is None
     found, _ = run_watch(lambda now: {}, progress=lambda now: min(now, 40) // 4)
     assert 40 + late <= found <= 42 + late
+
+
+def test_machines_with_other_files_are_refused(monkeypatch, tmp_path):
+    """Ranks of one machine wait for its first; two machines train on one set of rows, and at one commit of a model."""
+    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
+    content = checksum_of_rows(rows, ["input_ids"])
+    others = [content, None]
+    monkeypatch.setattr(prepared, "on_all_ranks", lambda value: [value, *others])
+    assert prepared.content_of(rows, ["input_ids"]) == content
+    others[1] = "another"
+    said = f"the checksum of the rows is {content} on the machine of rank 0, and another on that of rank 2; give all"
+    with pytest.raises(ConfigError, match=said):
+        prepared.content_of(rows, ["input_ids"])
+    with pytest.raises(ConfigError, match=r"the key of the prepared data is .* on the machine of rank 0"):
+        prepared.cached(tmp_path, {"a": 1}, lambda *_: pytest.fail("nothing is prepared"))

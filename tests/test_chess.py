@@ -19,7 +19,7 @@ from accelerate_recipes.checkpoint.files import complete_checkpoints
 CHESS = SCRIPT = ROOT / "recipes" / "chess.py"
 STEPS = 30
 LOG_LINE = re.compile(
-    r"Step \d+/\d+ Loss: \d+\.\d{5}, Speed: \d+\.\d\d samples/sec, \d+ tokens/sec, lr: \d\.\d{6}, grad norm: \d+\.\d\d, "
+    r"Step \d+/\d+ Loss: \d+\.\d{5}, Speed: \d+\.\d\d samples/sec, \d+ tokens/sec, lr: \d\.\d+(e-\d\d)?, grad norm: \d+\.\d\d, "
     r"peak memory: \d+\.\d GiB, data wait: \d+\.\d%, done: \d+\.\d%(, left: [\d:]+)?"
 )
 

@@ -139,7 +139,8 @@ def test_grpo(killed_and_resumed, forks, arguments, base, rewards_file, tmp_path
     assert forks.run(single, *arguments, "--max_steps", 1, "--save_steps", 0, config="single") == 0, log_of(single)[
         -3000:
     ]
-    assert read_metrics(single)[0]["eval_reward"] == pytest.approx(before["eval_reward"], rel=1e-5)
+    for name in ("eval_reward", "eval_sampled_reward"):  # drawn answers too are those of the prompt, not of the rank
+        assert read_metrics(single)[0][name] == pytest.approx(before[name], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -516,7 +517,7 @@ def test_problems_of_the_arguments(rewards_file):
             module.Args,
             ["--rewards", f"{rewards_file}:ones", "--reward_weights", "1", "2", "--total_batch_size", "36",
              "--chat_template_kwargs", "{no", "--generation_kwargs",
-             '{"max_new_tokens": 9, "num_beams": 2, "min_new_tokens": 1, "temprature": 1, "top_p": 0.5}', "--steps_per_generation", "2", "--eval_files", "no.jsonl"],
+             '{"max_new_tokens": 9, "num_beams": 2, "min_new_tokens": 1, "heat": 1, "top_p": 0.5}', "--steps_per_generation", "2", "--eval_files", "no.jsonl"],
             world_size=1,
         )  # fmt: skip
     said = str(caught.value)
@@ -525,7 +526,7 @@ def test_problems_of_the_arguments(rewards_file):
         "--steps_per_generation (on the command line) is not an argument", "no.jsonl: no such file",
         "--chat_template_kwargs is '{no'; it must be a JSON object",
         "--generation_kwargs has max_new_tokens, which is --max_completion_length", "has num_beams, which does not draw",
-        "--generation_kwargs has temprature, which is no setting of `generate`", "has top_p, which is --top_p",
+        "--generation_kwargs has heat, which is no setting of `generate`", "has top_p, which is --top_p",
         "give one of --dataset_name and --train_files", "--model_name_or_path is missing",
     ):  # fmt: skip
         assert problem in said, said

@@ -93,8 +93,10 @@ def test_log_line_and_record(tmp_path, capsys, monkeypatch):
         "MFU: 0.008 (counting full rows: 0.016), peak memory: 23.4 GiB, data wait: 4.0%, retries: 2, "
         "done: 12.0%"
     )
+    log.log_step(121, window, grad_norm=0.81, lr=1.234e-7, gib=23.4, counts={})
+    assert ", lr: 1.23e-07, grad norm" in capsys.readouterr().out, "a rate of GRPO"
     assert re.match(r".*Loss:.*", line)  # HyperPod's hang detection
-    (record,) = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    record, _ = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert record.pop("time") > 0
     assert record == {
         "step": 120,

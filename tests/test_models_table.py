@@ -53,6 +53,7 @@ from accelerate_recipes.launch.preflight import check
 from accelerate_recipes.losses import next_token_loss
 from accelerate_recipes.models import made
 from accelerate_recipes.positions import check_length
+from accelerate_recipes.posttraining.objective import weight_of_balance
 
 RESULT = json.loads(models_table.RESULT.read_text())
 
@@ -206,6 +207,19 @@ def test_experts_are_balanced_in_pretraining(name):
     batch = collate([PackedRows(toy.make_rows(1), toy.LENGTH, 0, document_mask=True)[0]])
     losses = [next_token_loss(model.train(mode), batch).item() for mode in (True, False)]
     assert (losses[0] > losses[1]) == (name not in NOT_BALANCED)
+
+
+def test_a_weight_that_is_given():
+    """It takes the place of the model's, also of 0; where nothing can be balanced, it is refused."""
+    mixture, given = tiny_config("mixtral", router_aux_loss_coef=0.0), 0.5
+    assert weight_of_balance(mixture, given) == 0.5 and weight_of_balance(mixture, None) == 0
+    assert weight_of_balance(tiny_config("mixtral"), 0.0) == 0
+    for config in (LlamaConfig(), FURTHER["Granite 4, dense"], text_part(ROWS["Llama 4"])):
+        with pytest.raises(
+            ConfigError, match=rf"--router_aux_loss_coef 0.5: this {config.model_type} computes no loss"
+        ):
+            weight_of_balance(config, given)
+        assert weight_of_balance(config, None) == weight_of_balance(config, 0.0) == 0
 
 
 def test_upstream_still_has_other_names():

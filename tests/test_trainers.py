@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+from collections import defaultdict
 from dataclasses import fields
 from itertools import islice, pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ from safetensors.torch import load_file
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
 from trl import DPOConfig, GRPOConfig, SFTConfig
+from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs, parse, resolve
@@ -37,9 +39,9 @@ from accelerate_recipes.games import rules
 from accelerate_recipes.games.preferences import is_worse
 from accelerate_recipes.games.rewards import REWARDS, stockfish_reward
 from accelerate_recipes.launch.preflight import preflight
-from accelerate_recipes.posttraining.objective import WholeSteps, num_whole_steps
 from accelerate_recipes.posttraining.settings import trl_config
 from accelerate_recipes.posttraining.supervised import check_same_targets, load_sides
+from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.run import Run
 from accelerate_recipes.tokenizers import new_bpe_tokenizer, new_word_tokenizer
 
@@ -177,6 +179,9 @@ def test_weights_are_those_of_trl(forks, arguments, pairs, chats, tmp_path, name
     )
     found = json.loads((tmp_path / "out/beside.json").read_text())
     assert found["moved"] > 1e-3 and found["apart"] < 1e-5 and found["norms"] < 1e-5, found
+    if EXPERTS in flags:  # trl would let the exported model compute router logits
+        config = json.loads((tmp_path / "out/export/config.json").read_text())
+        assert (config["output_router_logits"], config["router_aux_loss_coef"]) == (False, 0.001)
 
 
 def test_whole_steps():
@@ -199,6 +204,53 @@ def test_whole_steps():
     assert steps == [rows for rows in wanted for _ in range(3)] and num_whole_steps(answers, 7) == 15
     with pytest.raises(ConfigError, match=r"--num_train_epochs 0\.1 of 20 rows are 2, which do not fill a step of 4"):
         num_whole_steps(SimpleNamespace(**args | {"num_train_epochs": 0.1}), 20)
+
+
+def rows_of(name: str, batch: dict[str, torch.Tensor], rows: list[int]) -> dict[str, torch.Tensor]:
+    """Return some rows of a batch; of DPO, the chosen answers come first, then the rejected ones."""
+    wanted = torch.tensor(rows + [row + 4 for row in rows])
+    return {key: value[wanted] if name == "dpo" and len(value) == 8 else value[rows] for key, value in batch.items()}
+
+
+@pytest.mark.parametrize(
+    "name, given", [("sft", {}), ("dpo", {}), ("grpo", {}), ("grpo", {"importance_sampling_level": "sequence"})]
+)
+def test_logged_values_do_not_depend_on_micro_batches(chats, name, given):
+    """A mean over tokens or pairs is that of the whole step, however it is divided: rows have 2 to 5 targets."""
+    module = recipe.load(ROOT / f"recipes/{name}.py")
+    sizes = {"max_prompt_length": 5, "max_completion_length": 6, "beta": 0.1} if name == "grpo" else {"max_length": 11}
+    args = module.Args(model_name_or_path=str(chats / "base"), per_device_train_batch_size=4, **sizes, **given)
+    trial = module.trial(args)
+    trainer, generator = trial.loss_fn.__self__, torch.Generator().manual_seed(0)
+    batch = {
+        key: torch.randint(5, 90, value.shape, generator=generator) if key.endswith("_ids") else value
+        for key, value in trial.batch.items()
+    }
+    kept = torch.arange(6) < torch.arange(2, 6)[:, None]
+    if name == "sft":
+        batch["labels"][:, 5:] = batch["input_ids"][:, 5:].masked_fill(~kept, -100)
+        batch["labels"][:, :5] = -100
+    elif name == "dpo":
+        batch["completion_mask"][:, :5] = 0
+        batch["completion_mask"][:, 5:] = torch.cat([kept, kept.flip(0)])
+    else:
+        batch |= {"completion_mask": kept.long(), "advantages": torch.tensor([1.0, -1, 2, -2])}
+        shape = batch["completion_ids"].shape
+        batch |= {f"{of}_per_token_logps": -5 - torch.rand(shape, generator=generator) for of in ("old", "ref")}
+    model = AutoModelForCausalLM.from_pretrained(chats / "base")
+    model.lm_head.weight.data *= 10  # else tokens are equally probable everywhere
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
+    found = []
+    for division in ([[0, 1, 2, 3]], [[0, 1], [2, 3]], [[2], [0], [3], [1]]):
+        trainer.counted, trainer._metrics = [], {"train": defaultdict(list)}
+        for rows in division:
+            trainer.sum_and_count(model, rows_of(name, batch, rows))
+        trainer.weigh()
+        gathered = {key: sum(values) / len(values) for key, values in trainer._metrics["train"].items()}
+        found.append({key: value for key, value in gathered.items() if key != "num_tokens"})
+    assert len(found[0]) > 1 and found[0]["entropy"] > 0.1, found
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("name, config", [("sft", SFTConfig), ("dpo", DPOConfig), ("grpo", GRPOConfig)])

@@ -3,6 +3,7 @@
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
+from types import MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,17 +11,18 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from transformers import PreTrainedTokenizerBase
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes.attention import with_padding
 from accelerate_recipes.life import stop
 from accelerate_recipes.positions import max_positions
 from accelerate_recipes.ranks import on_all_ranks
 from accelerate_recipes.sequence import whole_rows
+from accelerate_recipes.weights import seed_of
 
 
 class Sampling(NamedTuple):
-    """Settings for drawing texts at random. The same seed gives the same texts on the same number of ranks."""
+    """Settings for drawing texts at random. A text follows from the seed and the place of its prompt among all."""
 
     temperature: float
     seed: int
@@ -77,13 +79,14 @@ def generate_texts(
         how = {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0}
     model.eval()
     # `generate` calls an encoder directly. Accelerate's autocast is in the forward of the whole model, so it is set here.
+    # Even where a number decides, `generate` draws, which must not change what training draws.
     with (
         whole_rows(),
         with_padding(generator),
         uncompiled(generator),
         whole_root(model),
         accelerator.autocast(),
-        own_draws(accelerator.device, None if sampling is None else sampling.seed + rank),
+        own_draws(accelerator.device, sampling and sampling.seed),
     ):
         for start in range(0, len(mine), batch_size):
             stop.raise_if_requested(accelerator)
@@ -93,18 +96,23 @@ def generate_texts(
                 padding_side="right" if generator.config.is_encoder_decoder else "left",  # BART counts positions
                 return_tensors="pt",
             ).to(accelerator.device)
-            tokens = generator.generate(
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
-                max_new_tokens=max_new_tokens,
-                num_beams=num_beams,
-                length_penalty=length_penalty,
-                repetition_penalty=1.0,  # chat models set another value
-                eos_token_id=ends,
-                pad_token_id=tokenizer.pad_token_id,
-                synced_gpus=world_size > 1,
-                **how,
-            )
+            drawing = contextlib.nullcontext()
+            if sampling:  # by the place of a prompt, on any number of ranks
+                numbers = numbers_of(seed_of("texts", sampling.seed), 0, indices, max_new_tokens)
+                drawing = drawn_by(generator, numbers.to(accelerator.device))
+            with drawing:
+                tokens = generator.generate(
+                    input_ids=batch["input_ids"],
+                    attention_mask=batch["attention_mask"],
+                    max_new_tokens=max_new_tokens,
+                    num_beams=num_beams,
+                    length_penalty=length_penalty,
+                    repetition_penalty=1.0,  # chat models set another value
+                    eos_token_id=ends,
+                    pad_token_id=tokenizer.pad_token_id,
+                    synced_gpus=world_size > 1,
+                    **how,
+                )
             new = tokens if generator.config.is_encoder_decoder else tokens[:, batch["input_ids"].shape[1] :]
             texts = tokenizer.batch_decode(new, skip_special_tokens=True)
             for i, text, ids in zip(indices, texts, new.tolist(), strict=True):
@@ -115,6 +123,51 @@ def generate_texts(
     found = {i: answer for part in on_all_ranks(answers) for i, answer in part.items()}
     in_order = [found[i] for i in range(len(prompts))]
     return Generated([text for text, _ in in_order], [ids for _, ids in in_order])
+
+
+class ByOwnNumbers(LogitsProcessor):
+    """Logits processor that draws a token for each row, with given random numbers. It leaves this token with probability 1.
+
+    `numbers` (rows, tokens) lie in [0, 1). This is sampling by the inverse of the cumulative distribution: the drawn
+    token is the first at which the sum of probabilities exceeds the row's number.
+    """
+
+    def __init__(self, numbers: torch.Tensor):
+        self.numbers, self.place = numbers, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        # Sum in float64: in fp32, rounding over a large vocabulary would move the boundaries between tokens.
+        sums = scores.float().softmax(-1).double().cumsum(-1)
+        passed = self.numbers[:, self.place, None] * sums[:, -1:]  # rounding may leave a total that is not 1
+        drawn = torch.searchsorted(sums, passed, right=True).clamp(max=scores.shape[-1] - 1)
+        self.place += 1
+        return torch.full_like(scores, -torch.inf).scatter(-1, drawn, 0.0)
+
+
+@contextlib.contextmanager
+def drawn_by(model: nn.Module, numbers: torch.Tensor) -> Iterator[None]:
+    """Make `generate` draw with these numbers, after all that changes probabilities, such as temperature and top_p.
+
+    A processor that is passed to `generate` of transformers 5.23 would be applied before these.
+    """
+    inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+    def processors(self: Any, *args: Any, **settings: Any) -> list:
+        found = type(self)._get_logits_processor(self, *args, **settings)
+        found.append(ByOwnNumbers(numbers))
+        return found
+
+    inner._get_logits_processor = MethodType(processors, inner)
+    try:
+        yield
+    finally:
+        del inner._get_logits_processor
+
+
+def numbers_of(seed: int, step: int, places: Sequence[int], length: int) -> torch.Tensor:
+    """Return a random number in [0, 1) for each token of the answers at these places of a step, (places, length)."""
+    drawn = [np.random.default_rng([seed, step, place]).random(length) for place in places]
+    return torch.from_numpy(np.stack(drawn))
 
 
 @contextlib.contextmanager

@@ -218,7 +218,7 @@ class MetricsLog:
         line = (
             f"Step {step}/{self.total_steps} Loss: {loss}, "
             f"Speed: {record['samples_per_second']:.2f} samples/sec, {record['tokens_per_second']:.0f} tokens/sec, "
-            f"lr: {lr:.6f}, grad norm: {grad_norm:.2f}"
+            f"lr: {lr:#.3g}, grad norm: {grad_norm:.2f}"
         )
         if self.peak_flops is not None:
             tokens_per_peak = record["tokens_per_second"] / self.accelerator.num_processes / self.peak_flops

@@ -37,6 +37,7 @@ from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.checkpoint.resume import agree_on_resume
 from accelerate_recipes.data import shown
+from accelerate_recipes.data.prepared import same_on_machines
 from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.distributed import make_accelerator, prepare
@@ -278,6 +279,8 @@ def start(args: Args) -> Run[Args]:
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # its mesh needs several processes
         return Run(args, Accelerator(cpu=True, mixed_precision="no"))  # fp8 would ask for packages
     accelerator = make_accelerator(args)
+    if (name := args.base_model) and not os.path.isdir(name):
+        same_on_machines(cache.revision("model", name), f"the commit of {name}")
     run = Run(args, accelerator, agree_on_resume(accelerator, args))
     if run.is_first:
         device = device_name(accelerator.device).removeprefix("this ")

@@ -160,15 +160,17 @@ def exchange(tensor: torch.Tensor, group: dist.ProcessGroup, split: int, join: i
     return torch.cat(received.unbind(), join)
 
 
-def balance_weight(config: PreTrainedConfig) -> float:
-    """Return the weight of the loss that balances experts; 0 for a model without experts, or that computes no such loss.
+def balance_weight(config: PreTrainedConfig, given: float | None = None) -> float:
+    """Return the weight of the loss that balances experts, the `given` one or the model's; 0 without such a loss.
 
     Classes for mixtures are also those of dense models, such as some Granite 4, whose configuration has a weight too.
     """
     text = config.get_text_config()
     number = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
     is_dense = number < 2 or not getattr(text, "is_moe", True) or not hasattr(text, "output_router_logits")
-    return 0.0 if is_dense or text.model_type in UNBALANCED else getattr(text, "router_aux_loss_coef", 0.0)
+    if is_dense or text.model_type in UNBALANCED:
+        return 0.0
+    return getattr(text, "router_aux_loss_coef", 0.0) if given is None else given
 
 
 def balance_of_rows(

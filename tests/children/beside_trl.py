@@ -19,9 +19,9 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 
 from accelerate_recipes import recipe
 from accelerate_recipes.agenda import EvaluateFn
+from accelerate_recipes.generation import drawn_by, numbers_of
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
 from accelerate_recipes.posttraining import settings
-from accelerate_recipes.posttraining.answers import drawn_by, numbers_of
 from accelerate_recipes.posttraining.settings import make_model, trl_config
 
 NAME = os.environ["RECIPE"]

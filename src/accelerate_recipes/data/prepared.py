@@ -58,14 +58,24 @@ def content_of(rows: "Dataset", columns: Sequence[str]) -> str:
     Raises:
         ConfigError: if the machines have different rows.
     """
-    sums = on_all_ranks(checksum_of_rows(rows, columns) if is_first_of_machine() else None)
-    for rank, found in enumerate(sums):
-        if found not in (None, sums[0]):
+    own = checksum_of_rows(rows, columns) if is_first_of_machine() else None
+    return same_on_machines(own, "the checksum of the rows")  # pyright: ignore[reportReturnType]  rank 0 has one
+
+
+def same_on_machines(value: str | None, what: str) -> str | None:
+    """Return rank 0's value, which all ranks have alike, or have as None.
+
+    Raises:
+        ConfigError: if a rank has another one, since its machine has other files. Else ranks would train on different data.
+    """
+    first, *others = on_all_ranks(value)
+    for rank, other in enumerate(others, 1):
+        if other not in (None, first):
             raise ConfigError(
-                f"the machine of rank {rank} has other rows than that of rank 0: their checksums are {found} and {sums[0]}; "
-                "give all machines the same files, and the same commit of a dataset"
+                f"{what} is {first} on the machine of rank 0, and {other} on that of rank {rank}; give all machines the "
+                "same files, and the same commit of a model or dataset"
             )
-    return sums[0]
+    return first
 
 
 def leaf_arrays(name: str, array: "pa.Array") -> Iterator[tuple[str, bytes | np.ndarray]]:
@@ -133,8 +143,12 @@ def cached(root: Path, key: dict, build: Callable[[Path, Path], dict]) -> Path:
     without a collective, which could time out; if the builder fails, the launcher ends them. The folder gets its name
     only when it is complete. On a shared filesystem two nodes may build at once; the second then uses the folder of the
     first.
+
+    Raises:
+        ConfigError: if the machines have different keys.
     """
     final = root / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    same_on_machines(final.name, "the key of the prepared data")
     if not is_first_of_machine():
         while not final.exists():
             time.sleep(0.2)

@@ -6,18 +6,17 @@ random number of its own. So a run draws the same answers on any number of proce
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
 from jinja2 import TemplateError
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from trl import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
@@ -37,7 +36,7 @@ from accelerate_recipes.data.rendering import (
 )
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.flags import Range
-from accelerate_recipes.generation import own_draws
+from accelerate_recipes.generation import drawn_by, numbers_of, own_draws
 from accelerate_recipes.positions import max_positions
 from accelerate_recipes.posttraining.objective import Objective, Outputs
 from accelerate_recipes.posttraining.samples import expected
@@ -228,45 +227,6 @@ def end_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict], 
     return "" if isinstance(prompt, str) else tokenizer.decode(prompt_alone(tokenizer, prompt, settings)[-20:])  # pyright: ignore
 
 
-class ByOwnNumbers(LogitsProcessor):
-    """Logits processor that draws a token for each row, with given random numbers. It leaves this token with probability 1.
-
-    `numbers` (rows, tokens) lie in [0, 1). This is sampling by the inverse of the cumulative distribution: the drawn
-    token is the first at which the sum of probabilities exceeds the row's number.
-    """
-
-    def __init__(self, numbers: torch.Tensor):
-        self.numbers, self.place = numbers, 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        # Sum in float64: in fp32, rounding over a large vocabulary would move the boundaries between tokens.
-        sums = scores.float().softmax(-1).double().cumsum(-1)
-        passed = self.numbers[:, self.place, None] * sums[:, -1:]  # rounding may leave a total that is not 1
-        drawn = torch.searchsorted(sums, passed, right=True).clamp(max=scores.shape[-1] - 1)
-        self.place += 1
-        return torch.full_like(scores, -torch.inf).scatter(-1, drawn, 0.0)
-
-
-@contextlib.contextmanager
-def drawn_by(model: nn.Module, numbers: torch.Tensor) -> Iterator[None]:
-    """Make `generate` draw with these numbers, after all that changes probabilities, such as temperature and top_p.
-
-    A processor that is passed to `generate` of transformers 5.23 would be applied before these.
-    """
-    inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
-
-    def processors(self: Any, *args: Any, **settings: Any) -> list:
-        found = type(self)._get_logits_processor(self, *args, **settings)
-        found.append(ByOwnNumbers(numbers))
-        return found
-
-    inner._get_logits_processor = MethodType(processors, inner)
-    try:
-        yield
-    finally:
-        del inner._get_logits_processor
-
-
 class AnswerTrainer(Objective, GRPOTrainer):
     """trl's GRPOTrainer, which draws the answers of a step, scores them and computes their loss."""
 
@@ -340,6 +300,23 @@ class AnswerTrainer(Objective, GRPOTrainer):
         one = torch.ones((), dtype=torch.int64, device=mask.device)
         return torch.stack([len(mask) * one, *[one] * self.aux_loss_enabled, mask.sum()])
 
+    def weights(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        by_token = self.importance_sampling_level == "token"  # else each answer has one value
+        names = ("kl", "entropy", *(("clip_ratio/*_mean", "cispo_clip_ratio") if by_token else ()))
+        return dict.fromkeys(names, counts[-1])
+
+    def weigh(self) -> None:
+        super().weigh()
+        gathered = self._metrics["train"]
+        for name in gathered.keys() & {"clip_ratio/low_min", "clip_ratio/high_max"}:
+            gathered[name] = [extreme_of(name, gathered[name])]
+
+
+def extreme_of(name: str, values: list[float]) -> float:
+    """Return the smallest value of a minimum, and the largest of a maximum; NaN only if all are."""
+    numbers = [value for value in values if not math.isnan(value)] or values
+    return min(numbers) if name.endswith("min") else max(numbers)
+
 
 def with_positions(model: Callable, **inputs: Any) -> Any:
     """Call a model with the position of each token in its own row, as `generate` does.
@@ -353,12 +330,6 @@ def with_positions(model: Callable, **inputs: Any) -> Any:
 def as_rows(rows: list[dict]) -> dict[str, list[dict]]:
     """Make a batch of prompts, unchanged, with the columns that go to the rewards."""
     return {"rows": rows}
-
-
-def numbers_of(seed: int, step: int, places: Sequence[int], length: int) -> torch.Tensor:
-    """Return a random number in [0, 1) for each token of the answers at these places of a step, (places, length)."""
-    drawn = [np.random.default_rng([seed, step, place]).random(length) for place in places]
-    return torch.from_numpy(np.stack(drawn))
 
 
 class RewardTrainer(AnswerTrainer):

@@ -14,6 +14,7 @@ steps, and the sums and counts of each part of trl's loss.
 
 import contextlib
 import copy
+import fnmatch
 import os
 import sys
 import warnings
@@ -36,7 +37,6 @@ from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes.adapters import WithoutAdapters, add_adapters
 from accelerate_recipes.agenda import EvaluateFn
-from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint.check_export import (
     Exported,
     TrainedRows,
@@ -47,14 +47,15 @@ from accelerate_recipes.checkpoint.check_export import (
 from accelerate_recipes.data.conversations import TEXT, without_marks
 from accelerate_recipes.data.prepared import check_content, content_of
 from accelerate_recipes.data.rendering import Rendering, added_begin, first_refused
-from accelerate_recipes.data.rows import Rows, StepLoader, StepOrder, make_train_loader, rows_of_step
+from accelerate_recipes.data.rows import Rows, StepLoader, StepOrder, make_train_loader
 from accelerate_recipes.data.shown import NUM_ROWS, HasRows
 from accelerate_recipes.engine import DrawFn, train
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.metrics import Flops
 from accelerate_recipes.posttraining.references import REFERENCE
 from accelerate_recipes.posttraining.settings import TrainerArgs, check_trl_packing, make_model
-from accelerate_recipes.ranks import data_world_size, on_first_of_machine_before_others
+from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
+from accelerate_recipes.ranks import data_world_size, on_first_of_machine_before_others, sum_over_ranks
 from accelerate_recipes.run import Run
 from accelerate_recipes.sequence import IGNORE_INDEX, balance_weight
 
@@ -112,51 +113,18 @@ def weight_of_balance(config: PreTrainedConfig, given: float | None) -> float:
 
     trl 1.16 reads the number of experts as `num_experts`. The Granites and PhiMoE call it `num_local_experts`; this gives
     their class the other name too, as classes of transformers do.
-    """
-    text, weight = config.get_text_config(), balance_weight(config)
-    if weight and not hasattr(text, "num_experts"):
-        type(text).attribute_map = type(text).attribute_map | {"num_experts": "num_local_experts"}
-    return given if weight and given is not None else weight
-
-
-class WholeSteps(StepOrder):
-    """StepOrder without the last rows of the run if they do not fill a step. In GRPO, its rows are the answers to prompts.
-
-    A drawn answer is used for --num_iterations steps.
-    """
-
-    # trl's losses gather one value for each row of a micro-batch, so all micro-batches must have the same size.
-
-    def rows(self, step: int) -> list[int]:
-        # GRPO: the next prompts come after `iterations` steps, and a prompt stands in the list once for each answer to it.
-        args = self.args
-        answers, iterations = of_a_prompt(args)
-        prompts = args.total_batch_size // answers
-        rows = rows_of_step(step // iterations, prompts, self.num_rows, args.seed, self.end)
-        return [] if -1 in rows else [row for row in rows for _ in range(answers)]
-
-
-def of_a_prompt(args: TrainArgs) -> tuple[int, int]:
-    """Return how many answers a row stands for, and how many steps use them. Without GRPO, both are 1."""
-    return getattr(args, "num_generations", 1), getattr(args, "num_iterations", 1)
-
-
-def num_whole_steps(args: TrainArgs, num_rows: int) -> int:
-    """Return the number of optimizer steps of a run in the order of WholeSteps.
 
     Raises:
-        ConfigError: if it would be 0.
+        ConfigError: if a weight is given for a model that computes no such loss.
     """
-    if args.max_steps > 0:
-        return args.max_steps
-    answers, iterations = of_a_prompt(args)
-    rows_a_step, num_trained = args.total_batch_size // answers, round(args.num_train_epochs * num_rows)
-    if num_trained < rows_a_step:
+    text, weight = config.get_text_config(), balance_weight(config, given)
+    if given and not weight:
         raise ConfigError(
-            f"--num_train_epochs {args.num_train_epochs} of {num_rows:,} rows are {num_trained:,}, which do not fill a step "
-            f"of {rows_a_step}; raise it, give --max_steps, or lower --total_batch_size"
+            f"--router_aux_loss_coef {given}: this {text.model_type} computes no loss that balances experts; remove it"
         )
-    return num_trained // rows_a_step * iterations
+    if weight and not hasattr(text, "num_experts"):
+        type(text).attribute_map = type(text).attribute_map | {"num_experts": "num_local_experts"}
+    return weight
 
 
 class FirstRows(NamedTuple):
@@ -250,6 +218,7 @@ class Objective:
         than that on trl's `eval_dataset`. `counts` are numbers of the recipe for the printed line.
         """
         self.counts = {"left out": 0} | (counts or {})
+        self.counted: list[torch.Tensor] = []  # of the micro-batches since the last log line
         self.run = run
         self.accelerator = run.accelerator
         check_trl_packing(config, model)
@@ -398,7 +367,7 @@ class Objective:
         return train(
             run,
             self.make_loader(),
-            loss_fn=self.sum_parts,
+            loss_fn=self.sum_and_count,
             count_fn=self.count_parts,
             evaluate_fn=evaluate_fn,
             draw_fn=self.draw,
@@ -445,8 +414,31 @@ class Objective:
         """Return the weighted loss that balances experts in a micro-batch, as a list; the list is empty without experts."""
         return [self.balance * outputs.last.aux_loss] if self.aux_loss_enabled else []
 
+    def sum_and_count(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        """Sum the parts of the loss, and keep the counts of the micro-batch, by which its values are weighed."""
+        sums = self.sum_parts(model, batch)
+        self.counted.append(self.count_parts(batch))
+        return sums
+
+    def weights(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return for each value that is a mean of a micro-batch of how many it is; `counts` are those of `count_parts`.
+
+        A name may stand for several, as in `clip_ratio/*`. Other values have the same weight in each micro-batch.
+        """
+        return {}
+
+    def weigh(self) -> None:
+        """Take means over all micro-batches of what trl has gathered of each; trl takes means of the means."""
+        gathered = self._metrics["train"]
+        counts, self.counted = sum_over_ranks(torch.stack(self.counted)).T.double().cpu(), []
+        for pattern, weights in self.weights(counts).items():
+            for name in fnmatch.filter(gathered, pattern):
+                values = torch.tensor(gathered[name], dtype=torch.float64)
+                gathered[name] = [((values * weights).sum() / weights.sum().clamp(min=1)).item()]
+
     def values(self, step: int) -> dict[str, float]:
         """Return the means of the values that trl has gathered since the last log line, for the line after `step`."""
+        self.weigh()
         self.state.global_step = step
         values: dict[str, Any] = {}
         self.log(values)  # trl adds its values to the dict

@@ -235,6 +235,11 @@ class PairTrainer(Objective, DPOTrainer):
         number = len(mask) // 2
         return torch.stack([number * one, mask[:number].sum(), *[one] * self.aux_loss_enabled, mask.sum()])
 
+    def weights(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        chosen, tokens = counts[1], counts[-1]
+        of_chosen = dict.fromkeys(("logits/chosen", "mean_token_accuracy"), chosen)
+        return of_chosen | {"logits/rejected": tokens - chosen, "entropy": tokens}
+
     def _precompute_ref_logps(self, rows: datasets.Dataset, *others: Any) -> datasets.Dataset:
         """Do nothing yet: trl calls this when the trainer is made; see `complete_rows`."""
         return rows

@@ -36,13 +36,13 @@ def with_reference(trainer: Any, rows: datasets.Dataset, batch_size: int) -> dat
     key = on_first_rank(lambda: xxhash.xxh3_128_hexdigest(repr((content, what_decides(trainer))).encode()))
     folder = Path(rows.cache_files[0]["filename"]).parent if rows.cache_files else None  # none: rows in memory
     file = folder / f"reference-{key}.json" if folder else None
-    values = read(file, len(rows)) if file else None
+    values = kept_values(file, len(rows)) if file else None
     is_here = on_all_ranks(values is not None)
     if any(is_here):
         found = [values]
         if dist.is_initialized():
             dist.broadcast_object_list(found, src=is_here.index(True))
-        (known,) = found
+        known: Any = found[0]
     else:
         known = compute(trainer, rows, batch_size)
     if file and values is None and is_first_of_machine():
@@ -75,7 +75,7 @@ def what_decides(trainer: Any) -> list:
     ]
 
 
-def read(file: Path, number: int) -> list[list[float]] | None:
+def kept_values(file: Path, number: int) -> list[list[float]] | None:
     """Read the values of `number` pairs; None if the file is not here, or is not whole."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         values = read_json(file)

@@ -174,7 +174,7 @@ def check_trl_packing(config: TrainingArguments, model: PreTrainedModel) -> None
             f"rows that ranks share (parallelism_config_cp_size) need --attn_implementation {DOCUMENTS} in this recipe, and "
             f"it is {attention}; give that if the model can, or set parallelism_config_cp_size to 1"
         )
-    if ranks_a_row() > 1 and balance_weight(text) and config.router_aux_loss_coef != 0:
+    if ranks_a_row() > 1 and balance_weight(text, config.router_aux_loss_coef):
         raise ConfigError(
             f"{text.model_type} balances its experts over whole rows, of which a rank has a part; give "
             "--router_aux_loss_coef 0, or set parallelism_config_cp_size to 1"

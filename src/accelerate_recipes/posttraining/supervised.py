@@ -277,6 +277,9 @@ class SupervisedTrainer(Objective, SFTTrainer):
         num_targets = count_next_tokens(batch)
         return torch.stack([*[torch.ones_like(num_targets)] * self.aux_loss_enabled, num_targets])
 
+    def weights(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict.fromkeys(("entropy", "mean_token_accuracy"), counts[-1])
+
     def num_steps(self) -> int:
         return num_steps(self.run.args, len(self.train_dataset))
 
