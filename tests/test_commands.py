@@ -166,7 +166,7 @@ def test_an_interrupted_command_leaves_no_stack(monkeypatch, capfd):
 @pytest.mark.parametrize(
     "typed, meant",
     [
-        (["prefligth"], "preflight"), (["checkpoint", "verifi", "x"], "verify"), (["k8s", "pytorchjb"], "pytorchjob"),
+        (["prefligth"], "preflight"), (["checkpoint", "lisst", "x"], "list"), (["k8s", "pytorchjb"], "pytorchjob"),
         (["completion", "bsh"], "bash"), (["check-export", "--promt", "x", "y"], "--prompt"),
     ],
 )  # fmt: skip
