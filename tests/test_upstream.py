@@ -149,6 +149,7 @@ TOUCHED = [
     (GRPOTrainer, "_tokenize_prompts", "answers", "prompts are shown", "self prompts"),
     (DPOTrainer, "_precompute_ref_logps", "preferences", "nothing: the reference computes when the model is sharded", "self dataset name batch_size"),
     (DPOTrainer, "_metrics", "objective", "a loss, without a trainer, logs there", None),
+    (GRPOTrainer, "_metrics", "answers", "minima and maxima of micro-batches", None),
     (DPOTrainer, "_total_train_tokens", "objective", "the same", None),
     (DPOTrainer, "_tp_size", "objective", "the same", None),
     (DPOTrainer, "_prepare_dataset", "chess_dpo", "pairs are tokenized already", "self dataset processing_class args dataset_name"),
