@@ -136,8 +136,9 @@ def main(args: Args) -> None:
     room = room_for_prompts(args, model.config, args.max_completion_length)
     rows, counts = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer, room))
     columns = [name for name in rows["train"].column_names if name in rows["test"].column_names]
-    begin = end_of_prompt(tokenizer, rows["test"][0]["prompt"], args.template_settings)
-    rewards = load_rewards(args.rewards, columns, begin)
+    rewards = load_rewards(
+        args.rewards, columns, end_of_prompt(tokenizer, rows["test"][0]["prompt"], args.template_settings)
+    )
 
     # Trainer
     config = trl_config(run, GRPOConfig)

@@ -65,7 +65,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 def first_controls(
     rows: dict[str, list],
-    numbers: Sequence[int],
+    indices: Sequence[int],
     tokenizers: Sequence[PreTrainedTokenizerBase],
     stops: Collection[int],
     source: str,
@@ -77,9 +77,9 @@ def first_controls(
     controls = [Controls(tokenizer, stops) for tokenizer in tokenizers]
     begin, end = tokenizers[0].bos_token or "", tokenizers[0].eos_token or ""
     found = []
-    for number, *values in zip(numbers, *rows.values(), strict=True):
+    for index, *values in zip(indices, *rows.values(), strict=True):
         said = [
-            parsed(value, name, number, source)
+            parsed(value, name, index + 1, source)
             if name in SETTINGS
             else value.removeprefix(begin).removesuffix(end)
             if isinstance(value, str)
@@ -123,7 +123,7 @@ def without_controls(
     if not len(numbers):
         return rows
     first, shares = int(numbers[0]), f"{len(numbers):,} of {len(rows):,} rows"
-    said = f"{source}, row {first}: the text {found[first]!r} is read as a control token, as in {shares}"
+    said = f"{source}, row {first + 1}: the text {found[first]!r} is read as a control token, as in {shares}"
     if action == "drop_rows":
         if len(numbers) == len(rows):
             raise ConfigError(f"{said}; --control_tokens drop_rows leaves none")

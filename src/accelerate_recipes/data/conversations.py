@@ -152,7 +152,7 @@ def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str
     return found
 
 
-def without_answer(rows: datasets.Dataset, column: str, source: str) -> str:
+def missing_answers(rows: datasets.Dataset, column: str, source: str) -> str:
     """Describe the rows whose last message is no answer, or an empty one; return "" if there are none."""
     first, num_found, num_untrained = None, 0, 0
     for number, messages in enumerate(rows[column], 1):

@@ -9,12 +9,13 @@ import numpy as np
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.data.conversations import NUM_COMPARED, UNWRITTEN
+from accelerate_recipes.data.answer_spans import WEIGHTS
+from accelerate_recipes.data.conversations import NUM_COMPARED
 from accelerate_recipes.data.prepared import chunks_of
 from accelerate_recipes.errors import printable, raise_problems
 from accelerate_recipes.ranks import is_first
 
-PLAIN = UNWRITTEN | {"content"}
+PLAIN = {"role", "name", "content", "refusal", "tool_call_id", *WEIGHTS}  # fields that need not be written as such
 TOOLS = "tools"
 USUAL = {"system", "user", "assistant"}  # roles that every template knows, or refuses
 OF_ROLE = "content of the role "
@@ -99,7 +100,7 @@ def check_written(
         first = (rows[number] for number in numbers[:NUM_COMPARED])
         if not any(is_written(row, columns, field, tokenizer, template) for row in first):
             lost[field] = (
-                f"{where} {numbers[0]}: the chat template writes nothing of `{field}`, which {len(numbers):,} of "
+                f"{where} {numbers[0] + 1}: the chat template writes nothing of `{field}`, which {len(numbers):,} of "
             )
             lost[field] += f"{len(rows):,} have; {REMEDY}"
     raise_problems(

@@ -30,7 +30,7 @@ from accelerate_recipes.data.conversations import (
     cut_at,
     has_unweighted,
     select,
-    without_answer,
+    missing_answers,
 )
 from accelerate_recipes.data.dates import frozen_date, with_date_as_key
 from accelerate_recipes.data.files import check_texts_or_messages
@@ -108,7 +108,7 @@ def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
         )
     if of_answers(args, features) and is_first():
         for name, side in read.items():
-            if said := without_answer(side, columns[-1], args.sources[name]):
+            if said := missing_answers(side, columns[-1], args.sources[name]):
                 print(printable(said), flush=True)
     written = rows["train"].select_columns([name for name in features if name in {*columns, *SETTINGS}])
     first = islice((row for row in written if not args.is_heldout(row, asked)), NUM_COMPARED)
