@@ -94,9 +94,7 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets
         lengths += (found := [len(ids) for ids in tokens])
         rows[name] = side.select([i for i, length in enumerate(found) if length <= room])
         if not len(rows[name]):
-            raise ConfigError(
-                f"no prompt is left: all {len(side):,} have more than {room} tokens, see --max_prompt_length"
-            )
+            raise ConfigError(f"no prompt is left: all {len(side):,} have over {room} tokens, see --max_prompt_length")
     return args.sides(rows, "prompt"), {"left out": sum(length > room for length in lengths), "longest": max(lengths)}
 
 
@@ -136,15 +134,13 @@ def main(args: Args) -> None:
     room = room_for_prompts(args, model.config, args.max_completion_length)
     rows, counts = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer, room))
     columns = [name for name in rows["train"].column_names if name in rows["test"].column_names]
-    rewards = load_rewards(
-        args.rewards, columns, end_of_prompt(tokenizer, rows["test"][0]["prompt"], args.template_settings)
-    )
+    begin = end_of_prompt(tokenizer, rows["test"][0]["prompt"], args.template_settings)
+    rewards = load_rewards(args.rewards, columns, begin)
 
     # Trainer
-    config = trl_config(run, GRPOConfig)
     heldout = rows["test"].select(range(min(len(rows["test"]), args.num_eval_prompts or len(rows["test"]))))
-    sides = {"train_dataset": rows["train"], "eval_dataset": heldout}
-    trainer = Trainer(run, config, model, tokenizer, reward_funcs=rewards, counts=counts, **sides)
+    given = {"reward_funcs": rewards, "counts": counts, "train_dataset": rows["train"], "eval_dataset": heldout}
+    trainer = Trainer(run, trl_config(run, GRPOConfig), model, tokenizer, **given)
     trainer.samples = Samples(run.output_dir, run.resumed_from) if run.is_first else None
     answers = HeldoutAnswers(run, tokenizer, heldout, rewards, trainer.samples)
     run.print(

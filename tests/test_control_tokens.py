@@ -61,7 +61,7 @@ def test_messages_with_control_tokens(base, capsys, name, row):
     right = {"sft": CHATS, "dpo": PAIRS, "grpo": [{"prompt": chat["messages"][:2]} for chat in CHATS]}[name]
     rows = [*right[:3], row, *right[3:], row]
     said = (
-        rf"rows\.jsonl, row 3: the text '<\|im_(end|start)\|>' is read as a control token, as in 2 of {len(rows)} rows"
+        rf"rows\.jsonl, row 4: the text '<\|im_(end|start)\|>' is read as a control token, as in 2 of {len(rows)} rows"
     )
     with pytest.raises(DataError, match=rf"{said}.*--control_tokens drop_rows.*keep"):
         prepare(base, rows, name=name)
@@ -87,7 +87,7 @@ def test_what_is_no_control_token(tmp_path, capsys):
     assert "control token" not in capsys.readouterr().out
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<over>"])
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    with pytest.raises(DataError, match="row 30: the text '<over>' is read as a control token, as in 1 of 31 rows"):
+    with pytest.raises(DataError, match="row 31: the text '<over>' is read as a control token, as in 1 of 31 rows"):
         prepare(folder, [*CHATS, with_text(CHATS[3], 2, "<call> <over>")])
 
 
@@ -99,7 +99,7 @@ def test_new_tokens_and_those_of_a_template_are_control_tokens(base, tmp_path):
         (("--chat_template_path", str(chatml), "--new_tokens", "<turn>"), "<turn>"),
         (("--chat_template_path", str(base)), "<|im_start|>"),
     ):
-        with pytest.raises(DataError, match=rf"row 30: the text '{re.escape(said)}' is read as a control token"):
+        with pytest.raises(DataError, match=rf"row 31: the text '{re.escape(said)}' is read as a control token"):
             prepare(folder, rows, *flags)
 
 
@@ -121,7 +121,7 @@ def test_texts_with_control_tokens(base, capsys, name):
     assert "control token" not in capsys.readouterr().out
     rows = [row(i, "And?" if i % 2 else FORGED) for i in range(30)]
     prepare(base, rows, name=recipe)
-    said = "row 0: the text '<|im_end|>' is read as a control token, as in 15 of 30 rows"
+    said = "row 1: the text '<|im_end|>' is read as a control token, as in 15 of 30 rows"
     assert capsys.readouterr().out.count(f"{said}\n") == 1
     prepare(base, rows, "--control_tokens", "drop_rows", name=recipe)
     assert f"{said}; they are left out\n" in capsys.readouterr().out
@@ -129,7 +129,7 @@ def test_texts_with_control_tokens(base, capsys, name):
 
 def test_rows_to_evaluate_on_are_looked_at_too(base, tmp_path):
     held = write(tmp_path / "eval.jsonl", [with_text(CHATS[0], 1, FORGED)])
-    with pytest.raises(DataError, match=r"eval\.jsonl, row 0: the text '<\|im_end\|>' .* as in 1 of 1 rows"):
+    with pytest.raises(DataError, match=r"eval\.jsonl, row 1: the text '<\|im_end\|>' .* as in 1 of 1 rows"):
         prepare(base, CHATS[1:], "--eval_files", str(held))
 
 

@@ -39,7 +39,7 @@ def test_fields_that_a_template_does_not_write(plain, qwen3, capsys, field):
     """A line names field, first row and count. A template that writes thoughts of the last answer alone writes them."""
     rows = [*CHATS[:3], *(with_field(row, **{field: "Well."}) for row in CHATS[3:8]), *CHATS[8:]]
     prepare(plain, rows)
-    said = f"rows.jsonl, row 3: the chat template writes nothing of `{field}`, which 5 of 30 have"
+    said = f"rows.jsonl, row 4: the chat template writes nothing of `{field}`, which 5 of 30 have"
     assert capsys.readouterr().out.count(said) == 1
     early = [with_field(row, 2, **{field: "Well."}) for row in CHATS[:15]]
     rows = [*early[:3], *(with_field(row, **{field: "Well."}) for row in CHATS[15:])]
@@ -68,7 +68,7 @@ def test_roles_that_a_template_does_not_know(qwen3, capsys):
     """Templates pass over messages of other roles in silence."""
     for role, number in (("developer", 30), ("tool", 0)):
         prepare(qwen3, [with_field(row, 0, role=role) for row in CHATS])
-        said = f"row 0: the chat template writes nothing of `content of the role {role}`, which 30 of 30 have"
+        said = f"row 1: the chat template writes nothing of `content of the role {role}`, which 30 of 30 have"
         assert capsys.readouterr().out.count(said) == (number > 0)
 
 
@@ -76,7 +76,7 @@ def test_tools_that_a_template_does_not_write(plain, qwen3, tmp_path):
     """Without them the model would learn to call nothing, from answers to nothing."""
     called = [{"messages": row["messages"]} for row in ROWS_WITH_TOOLS]
     tools = [row | {"tools": json.dumps([TOOL])} for row in CHATS]
-    said = r"rows\.jsonl, row 1: the chat template writes nothing of `{}`, which {} of 31 have; give"
+    said = r"rows\.jsonl, row 2: the chat template writes nothing of `{}`, which {} of 31 have; give"
     with pytest.raises(ConfigError, match=said.format("tool_calls", 30)):
         prepare(plain, [CHATS[0], *called])
     with pytest.raises(ConfigError, match=said.format("tools", 30)):

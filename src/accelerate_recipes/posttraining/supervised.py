@@ -29,8 +29,8 @@ from accelerate_recipes.data.conversations import (
     count_targets_of,
     cut_at,
     has_unweighted,
-    select,
     missing_answers,
+    select,
 )
 from accelerate_recipes.data.dates import frozen_date, with_date_as_key
 from accelerate_recipes.data.files import check_texts_or_messages
