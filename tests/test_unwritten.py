@@ -85,7 +85,7 @@ def test_tools_that_a_template_does_not_write(plain, qwen3, tmp_path):
     with pytest.raises(ConfigError, match=f"{said.format('tool_calls', 30)}(.|\n)*{said.format('tools', 30)}"):
         prepare(plain, both)
     pairs = [PAIRS[0] | {"prompt": row["messages"][:2], "tools": row["tools"]} for row in tools]
-    with pytest.raises(ConfigError, match=r"pair 0: the chat template writes nothing of `tools`, which 30 of 30"):
+    with pytest.raises(ConfigError, match=r"pair 1: the chat template writes nothing of `tools`, which 30 of 30"):
         prepare(plain, pairs, name="dpo")
     prepare(qwen3, both)
     prepare(
