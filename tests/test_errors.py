@@ -126,30 +126,32 @@ def test_files_that_cannot_be_meant(argv, said, monkeypatch):
         launch(argv)
 
 
-SINGLE, FULL = (str(CONFIGS / f"{name}.yaml") for name in ("single", "fsdp_full"))
-
-
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ([FULL, "--num_processes", "0"], "0 processes .--num_processes. on 1 machines"),
-        ([FULL, "--num_processes", "-2"], "-2 processes .--num_processes. on 1 machines"),
-        ([FULL, "--num_processes", "2", "--num_machines", "3"], "2 processes .--num_processes. on 3 machines"),
-        ([FULL, "--num_processes", "two"], "--num_processes/--num-processes: invalid int value: 'two'"),
-        ([SINGLE, "--num_processes", "0"], "0 processes .--num_processes. on 1 machines"),
-        ([FULL, "--num_machines", "0"], "--num_machines is 0; it must be at least 1"),
-        ([FULL, "--num_machines", "2", "--machine_rank", "2"], "--machine_rank is 2; the 2 machines are 0 to 1"),
-        ([FULL, "--num_machines", "2"], "--num_machines is 2, .* --main_process_ip, and .* --machine_rank"),
-        ([FULL, "--main_process_port", "99999"], "--main_process_port is 99999; it must be 0, .* or at most 65535"),
-        ([FULL, "--main_process_port", "-5", "--num_processes", "0"], "0 processes .*; --main_process_port is -5; "),
+        (["fsdp_full", "--num_processes", "0"], "0 processes .--num_processes. on 1 machines"),
+        (["fsdp_full", "--num_processes", "-2"], "-2 processes .--num_processes. on 1 machines"),
+        (["fsdp_full", "--num_processes", "2", "--num_machines", "3"], "2 processes .--num_processes. on 3 machines"),
+        (["fsdp_full", "--num_processes", "two"], "--num_processes/--num-processes: invalid int value: 'two'"),
+        (["single", "--num_processes", "0"], "0 processes .--num_processes. on 1 machines"),
+        (["fsdp_full", "--num_machines", "0"], "--num_machines is 0; it must be at least 1"),
+        (["fsdp_full", "--num_machines", "2", "--machine_rank", "2"], "--machine_rank is 2; the 2 machines are 0 to 1"),
+        (["fsdp_full", "--num_machines", "2"], "--num_machines is 2, .* --main_process_ip, and .* --machine_rank"),
+        (
+            ["fsdp_full", "--main_process_port", "99999"],
+            "--main_process_port is 99999; it must be 0, .* or at most 65535",
+        ),
+        (
+            ["fsdp_full", "--main_process_port", "-5", "--num_processes", "0"],
+            "0 processes .*; --main_process_port is -5; ",
+        ),
     ],
-    ids=str,
 )
 def test_numbers_at_which_the_launcher_would_end_in_a_stack(flags, said, monkeypatch):
     """They are one message, before it starts anything; without the address of the first machine it would wait forever."""
     monkeypatch.setattr(quiet, "launch_command", lambda args: pytest.fail("launched"))
     with pytest.raises(ConfigError, match=said):
-        launch(["--config_file", *flags, str(TOY)])
+        launch(["--config_file", str(CONFIGS / f"{flags[0]}.yaml"), *flags[1:], str(TOY)])
 
 
 def test_a_wrong_file_of_the_launcher_is_told_before_anything_starts(tmp_path, monkeypatch):
@@ -183,7 +185,7 @@ def test_a_launch_without_a_config_counts_gpus(tmp_path, monkeypatch):
 
 def test_recipes_that_are_not_there(monkeypatch):
     with pytest.raises(ConfigError, match=r"^ches: no such recipe; did you mean 'chess'\?$"):
-        launch(["--config_file", SINGLE, "ches"])
+        launch(["--config_file", str(CONFIGS / "single.yaml"), "ches"])
 
 
 def quiet_launch(config: str, *args: object) -> list[str]:
