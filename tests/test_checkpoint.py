@@ -655,7 +655,7 @@ def test_what_a_run_may_continue(make_run, tmp_path, capsys):
     with pytest.raises(ConfigError, match="nothing: there is no such folder; give latest, none, or"):
         find_resume(args)
     args.resume_from_checkpoint = str(old.parent)
-    with pytest.raises(ConfigError, match=f"a run, whose newest checkpoint is {old}; give latest, none, or"):
+    with pytest.raises(ConfigError, match=f"a run, whose newest checkpoint is {new}; give latest, none, or"):
         find_resume(args)
     args.resume_from_checkpoint = str(shutil.copytree(old, tmp_path / "best"))
     with pytest.raises(ConfigError, match="best: its name must be checkpoint-STEP"):

@@ -506,7 +506,7 @@ def test_rows_that_do_not_end_with_an_answer(base, tmp_path, capsys):
     held = ("--eval_files", str(write(tmp_path / "eval.jsonl", [conversation(99, tools=False, system=False)])))
     prepare(save_base(tmp_path, template_of("qwen2_5"), "<|im_end|>"), rows, *held, "--num_train_epochs", "1")
     printed = capsys.readouterr().out
-    assert re.search(r"rows.jsonl: 4 of 30 rows do not end with an answer, the first is row 4, .*'And 5\?'", printed)
+    assert re.search(r"rows.jsonl: 4 of 30 rows do not end with an answer, the first is row 5, .*'And 5\?'", printed)
     assert "2 of them have none, and are left out" in printed and "eval.jsonl: " not in printed.replace(
         "eval.jsonl: messages", ""
     )
@@ -845,7 +845,7 @@ def test_a_run_is_compared_with_its_export(forks, base, tmp_path, monkeypatch, c
     for file in (out / "export").glob("away-*"):
         file.rename(file.with_name(file.name.removeprefix("away-")))
     with pytest.raises(ConfigError, match="is no export: it is the output directory of a run, whose export is"):
-        check_export(tmp_path, None, 3)
+        check_export(out, None, 3)
 
 
 def test_tokens_of_a_template_beside_adapters(tmp_path, capsys):

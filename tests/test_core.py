@@ -18,6 +18,7 @@ OPTIONAL = {"chess", "datasets", "evaluate", "matplotlib", "pandas", "peft", "py
 # Modules about these packages, which import them at once; all others do where they use them.
 ABOUT = {
     "data/conversations.py", "data/formats.py", "data/tables.py", "games/rules.py", "posttraining/answers.py",
+    "posttraining/evaluation.py", "posttraining/references.py",
     "posttraining/objective.py", "posttraining/preferences.py", "posttraining/rewards.py", "posttraining/settings.py",
     "posttraining/supervised.py", "data/unwritten.py",
 }  # fmt: skip

@@ -30,7 +30,14 @@ C4 = ["recipes/c4.py", "--max_steps", "5"]
 TOY = [str((CHILDREN / "toy.py").relative_to(ROOT)), "--per_device_train_batch_size", "2"]
 PRESETS = sorted((ROOT / "recipes/configs").glob("*/*.yaml"))
 # Further arguments that a preset needs on 32 processes.
+MODELS_OF_SFT = {path.stem for path in PRESETS if path.parent.name == "sft"} - {
+    "arithmetic"
+}  # their rows are the user's
 FLAGS = {
+    **dict.fromkeys(
+        MODELS_OF_SFT,
+        ["--dataset_name", "trl-lib/Capybara", "--per_device_train_batch_size", "2", "--total_batch_size", "64"],
+    ),
     **{f"deepvit_{layers}": ["--per_device_train_batch_size", "32"] for layers in (16, 24, 32)},
     "vit_large_imagenet": ["--per_device_train_batch_size", "16"],
     "arithmetic": ["--per_device_train_batch_size", "2"],

@@ -27,7 +27,7 @@ from accelerate_recipes.tokenizers import load_tokenizer, new_word_tokenizer
 
 SIZES = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
 DATA = {
-    "c4": ["--train_files", "texts.jsonl", "--validation_files", "texts.jsonl", "--max_length", "16"],
+    "c4": ["--train_files", "texts.jsonl", "--validation_files", "others.jsonl", "--max_length", "16"],
     "t5": ["--train_files", "pairs.jsonl", "--source_column", "a", "--target_column", "b"],
     "template": ["--train_files", "texts.jsonl"],
     "vit": ["--train_files", "images.parquet"],
@@ -51,7 +51,7 @@ def models(tmp_path_factory) -> Path:
         model.save_pretrained(place / name, max_shard_size="8kB" if name == "llama" else "1GB")
         new_word_tokenizer(["a", "b", "c", "d"]).save_pretrained(place / name)
     ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(place / "vit")
-    for name in ("texts.jsonl", "pairs.jsonl", "images.parquet"):
+    for name in ("texts.jsonl", "others.jsonl", "pairs.jsonl", "images.parquet"):
         (place / name).write_text(json.dumps({"text": "a", "label": "x", "a": "a", "b": "b"}) + "\n")
     return place
 
@@ -181,7 +181,7 @@ def test_where_only_one_process_reads_the_weights(models, forks, tmp_path):
     """Two ranks under FSDP2, of which one would read the weights, end with the same message, once, and no traceback."""
     folder, out = shutil.copytree(models / "tied", tmp_path / "model"), tmp_path / "out"
     rewrite(folder, without("0.mlp.up_proj.weight"))
-    args = ["--train_files", models / "texts.jsonl", "--validation_files", models / "texts.jsonl", "--max_length", 16]
+    args = ["--train_files", models / "texts.jsonl", "--validation_files", models / "others.jsonl", "--max_length", 16]
     args += ["--model_name_or_path", folder, "--max_steps", 1, "--total_batch_size", 2]
     assert forks.run(out, *args, script=ROOT / "recipes/c4.py") == 2
     assert log_of(out).count("random values: model.layers.0.mlp.up_proj.weight") == 1, log_of(out)

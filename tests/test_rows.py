@@ -331,6 +331,7 @@ def test_rows_to_fine_tune_on(content, message, tmp_path, monkeypatch):
     sft = recipe.load(ROOT / "recipes/sft.py")
     argv = ["--model_name_or_path", "none", "--train_files", str(file), "--heldout_share", "0.5"]
     args = parse(sft.Args, argv, world_size=1)
+    monkeypatch.setattr(sft.Args, "without_controls", lambda args, rows, *_: rows)  # it asks the model
     with pytest.raises(DataError) as error:
         sft.load_sides(args, SimpleNamespace(chat_template=None))
     assert str(error.value).startswith(f"{file}{message}")

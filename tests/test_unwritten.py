@@ -58,7 +58,7 @@ def test_other_columns_of_messages(plain, capsys):
         ("grpo", [{"prompt": [*asked, answer, *prompt[1:]]} for prompt in prompts], "row"),
     ):  # fmt: skip
         prepare(plain, rows, name=name)
-        assert f"{unit} 0: the chat template writes nothing of `thinking`, which 30 of 30" in capsys.readouterr().out
+        assert f"{unit} 1: the chat template writes nothing of `thinking`, which 30 of 30" in capsys.readouterr().out
     named = [with_field(row, name="Ada", weight=1, refusal=None, reasoning_content="") for row in CHATS]
     prepare(plain, [*named[:20], *CHATS[20:]])
     assert "writes nothing" not in capsys.readouterr().out

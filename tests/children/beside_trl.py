@@ -28,7 +28,10 @@ NAME = os.environ["RECIPE"]
 module = recipe.load(Path(__file__).resolve().parents[2] / f"recipes/{NAME}.py")
 Args, requirements, main = module.Args, module.requirements, module.main
 # In float64, since ten steps of Adam make of the rounding of fp32 what one processor rounds otherwise than the next.
-settings.load_settings = lambda args: {"dtype": torch.float64}
+settings.load_settings = lambda args: {
+    "dtype": torch.float64,
+    "experts_implementation": "eager",
+}  # torch has no grouped products of it
 OURS = {"sft": "SupervisedTrainer", "dpo": "PreferenceTrainer", "grpo": "Trainer"}[NAME]
 CONFIG, TRL = {"sft": (SFTConfig, SFTTrainer), "dpo": (DPOConfig, DPOTrainer), "grpo": (GRPOConfig, GRPOTrainer)}[NAME]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.data.rendering import SETTINGS, parsed
+from accelerate_recipes.data.rendering import SETTINGS, parsed, without_tail
 from accelerate_recipes.errors import ConfigError, DataError, printable
 from accelerate_recipes.ranks import is_first
 
@@ -81,7 +81,7 @@ def first_controls(
         said = [
             parsed(value, name, index + 1, source)
             if name in SETTINGS
-            else value.removeprefix(begin).removesuffix(end)
+            else without_tail(value.removeprefix(begin), end).removesuffix(end)
             if isinstance(value, str)
             else value
             for name, value in zip(rows, values, strict=True)
