@@ -456,7 +456,7 @@ def test_rows(tmp_path, base):
     assert len(sides["train"]) == 18 and counts == {"left out": 1, "longest": 31}
     with pytest.raises(ConfigError, match=r"2 of 2 rows of --eval_files begin as rows of"):
         load(rows, [{"prompt": "1+1="}] * 2)
-    with pytest.raises(ConfigError, match="no prompt is left: all 18 have more than 3 tokens"):
+    with pytest.raises(ConfigError, match="no prompt is left: all 18 have over 3 tokens, see --max_prompt_length"):
         load(rows, None, room=3)
     for more, said in (
         ({"completions": "x"}, "has the column completions, but trl passes something else to rewards by that name"),
@@ -476,6 +476,15 @@ def test_rows(tmp_path, base):
     ):
         with pytest.raises(DataError, match=said):
             load([{"prompt": [{"role": "user", "content": "1"}]}, {"prompt": [message]}], None)
+    # As a cell of a CSV file holds messages, with keys in any order; a JSON text about other things stays a text.
+    asked = [json.dumps([{"content": f"{i}+1=", "role": "user"}]) for i in range(9)]
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    sides = load([{"prompt": text, "other": i} for i, text in enumerate(asked)], None)
+    assert {"content": "1+1=", "role": "user"} in [message for side in sides.values() for (message,) in side["prompt"]]
+    with pytest.raises(DataError, match="row 2: 'prompt' is '1', not messages as JSON"):
+        load([{"prompt": asked[0]}, {"prompt": "1"}], None)
+    texts = [json.dumps({"value": i}) for i in range(9)]
+    assert {*load([{"prompt": text} for text in texts], None)["train"]["prompt"]} < {*texts}
     module, args = recipe.load(SCRIPT), SimpleNamespace(base_model="base", max_prompt_length=0)
     with pytest.raises(
         ConfigError, match=r"answers of 64 tokens leave no room .* among the 20 positions of base; lower"
