@@ -21,7 +21,7 @@ from trl.data_utils import extract_prompt
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.chats import ChatArgs
 from accelerate_recipes.data.conversations import TEXT, check_no_images
-from accelerate_recipes.data.json_texts import ANY, TEXTS, from_json, is_json, with_texts
+from accelerate_recipes.data.json_texts import ANY, LISTS, TEXTS, from_json, is_json, with_texts
 from accelerate_recipes.data.messages import (
     ASKING,
     FOREIGN,
@@ -345,7 +345,8 @@ def usual_row(
             tools = [{"type": "function", "function": tool} if "name" in tool else tool for tool in tools]
         kept["tools"] = json.dumps(tools)
     try:
-        row |= {name: from_json(row, name) for name in as_json}
+        in_cells = [name for name in LISTS if isinstance(row.get(name), str)]  # other rows may hold lists
+        row |= {name: from_json(row, name) for name in {*as_json, *in_cells}}
         return (conversation(row, form, is_hh=is_hh) if as_messages else texts(row, form)) | kept
     except ValueError as error:
         raise DataError(f"{source}, row {number}: {error}") from None

@@ -9,14 +9,19 @@ import datasets
 
 from accelerate_recipes.data.conversations import TEXT
 from accelerate_recipes.data.files import check_texts_or_messages
-from accelerate_recipes.data.messages import messages_of, text_in
+from accelerate_recipes.data.messages import ROLES, messages_of, text_in
 from accelerate_recipes.errors import DataError
 
 LISTS = ("messages", "conversations")  # columns that never hold a text
 TEXTS = (TEXT, datasets.Value("large_string"))
 ANY = datasets.List(datasets.Json())
-# How a text begins that holds messages, written by JSON or by Python.
-WRITTEN = re.compile(r"""\s*\[?\s*\{\s*(?=.*["'](role|from)["']\s*:)["'](role|from|content|value)["']\s*:""", re.DOTALL)
+EITHER = ("prompt", "completion", "chosen", "rejected")  # columns that hold texts or messages
+# How a text begins that holds messages, written by JSON or by Python: other JSON, such as an answer of a task, stays a text.
+WRITTEN = re.compile(
+    rf"""\s*\[?\s*\{{\s*(?=.*["'](role|from)["']\s*:\s*["']({"|".join(ROLES)}|developer)["'])"""
+    r"""(?=.*["'](content|value|tool_calls)["']\s*:)["']""",
+    re.DOTALL,
+)
 
 
 def read_prompts(rows: datasets.Dataset, source: str) -> datasets.Dataset:
@@ -53,7 +58,7 @@ def is_json(rows: datasets.Dataset, name: str) -> bool:
     """Tell whether a column of texts holds messages as JSON, as its first text shows; for lists of messages it must."""
     if rows.features[name] not in TEXTS:
         return False
-    return name in LISTS or bool(WRITTEN.match(next((text for text in rows[name] if text), "")))
+    return name in LISTS or (name in EITHER and bool(WRITTEN.match(next((text for text in rows[name] if text), ""))))
 
 
 def from_json(row: dict, name: str) -> Any:
