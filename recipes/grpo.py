@@ -21,7 +21,7 @@ from trl import GRPOConfig
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.chats import ChatArgs
 from accelerate_recipes.data.conversations import select
-from accelerate_recipes.data.files import check_texts_or_messages
+from accelerate_recipes.data.json_texts import read_prompts
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.generation import Sampling
 from accelerate_recipes.picture import Bars, Curves
@@ -84,7 +84,7 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets
     """
     rows, lengths = args.read_rows(), []
     for name, side in rows.items():
-        check_texts_or_messages(side, {"prompt"}, args.sources[name])
+        side = read_prompts(side, args.sources[name])
         side = args.without_controls({name: side}, {"prompt"}, tokenizer)[name]
         side = select(side, side.column_names, args.sources[name]).select_columns(side.column_names)
         check_column_names(side, args.sources[name])

@@ -584,6 +584,25 @@ def test_rows_to_evaluate_on(tmp_path, capsys):
         )
 
 
+def test_rows_to_evaluate_on_of_another_form(tmp_path, capsys):
+    """Texts beside conversations are evaluated as they stand; other columns are an error that says so."""
+    folder = save_base(tmp_path, template_of("qwen2_5"), "<|im_end|>")
+    (question, answer) = conversation(1, tools=False, system=False)["messages"][:2]
+    rows = [
+        {"prompt": [question | {"content": f"{i}?"}], "completion": [answer], "chat_template_kwargs": ""}
+        for i in range(3)
+    ]
+    prepare(
+        folder, rows, "--eval_files", str(write(tmp_path / "eval.jsonl", [{"prompt": "And?", "completion": " No."}]))
+    )
+    text = (folder / "out/rows.txt").read_text().replace("|", "")
+    assert re.search(r"Evaluation\n\n  row 1: .*\n  read +(<s>)?And\?\n  target +No\.<im_end>\n", text)
+    with pytest.raises(
+        ConfigError, match=r"eval.jsonl has no column 'prompt'; there are messages: .* prompt and completion"
+    ):
+        prepare(folder, rows, "--eval_files", str(write(tmp_path / "eval.jsonl", [{"messages": [question, answer]}])))
+
+
 def test_rows_that_are_cut(tmp_path, capsys):
     """They are counted where tokens are lost: trl's `bfd` cuts rows, `bfd_split` goes on with the rest."""
     folder = save_base(tmp_path, None)
@@ -1147,7 +1166,7 @@ def test_weights_that_say_nothing(tmp_path):
     )
     assert re.fullmatch(r"( *It is \d+\.</s>)+", targets_of(folder)), "an empty answer has an end"
     rows = [{"messages": weighted(i, weight=0.5 if i == 7 else 0)} for i in range(30)]
-    with pytest.raises(DataError, match=r"row 8: 'messages' has a message of weight 0.5; it must be 0 or 1"):
+    with pytest.raises(DataError, match=r"row 8: 'messages' has a message of weight 0.5; .* give 0 or 1"):
         prepare(folder, rows, "--assistant_only_loss", "true")
     rows = [{"messages": weighted(i)[:2]} for i in range(30)]
     with pytest.raises(ConfigError, match=r"none of \d+ rows to train on has .* see the weights of the messages"):

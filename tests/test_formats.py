@@ -472,6 +472,13 @@ def test_messages_as_json_texts(kind, tmp_path):
         for wrong, said in ((str([USER, TWO]), r"Python's str\(\) wrote it"), ("1+1", "not messages as JSON")):
             with pytest.raises(DataError, match=rf"row 2: 'messages' .*{said}"):
                 made_of([{"messages": json.dumps([USER, TWO])}, {"messages": wrong}], tmp_path)
+        for answer in ({"role": "admin", "content": 1}, {"role": "user", "id": 1}, {"value": 3}):  # JSON of a task
+            row = {"prompt": "a", "completion": json.dumps(answer)}
+            assert made_of([row], tmp_path) == [row]
+        output = json.dumps([USER, TWO])
+        assert made_of([{"instruction": "a", "output": output}], tmp_path)[0]["messages"][-1]["content"] == output
+        both = [{"messages": [USER, TWO]}, {"messages": json.dumps([USER, TWO])}]
+        assert made_of(both, tmp_path) == [both[0]] * 2, "some files may hold lists, others JSON texts"
     elif kind == "json in parquet":
         assert read([{"prompt": "a", "completion": "b"}], "sft") == [{"prompt": "a", "completion": "b"}]
 

@@ -476,6 +476,15 @@ def test_rows(tmp_path, base):
     ):
         with pytest.raises(DataError, match=said):
             load([{"prompt": [{"role": "user", "content": "1"}]}, {"prompt": [message]}], None)
+    # As a cell of a CSV file holds messages, with keys in any order; a JSON text about other things stays a text.
+    asked = [json.dumps([{"content": f"{i}+1=", "role": "user"}]) for i in range(9)]
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    sides = load([{"prompt": text, "other": i} for i, text in enumerate(asked)], None)
+    assert {"content": "1+1=", "role": "user"} in [message for side in sides.values() for (message,) in side["prompt"]]
+    with pytest.raises(DataError, match="row 2: 'prompt' is '1', not messages as JSON"):
+        load([{"prompt": asked[0]}, {"prompt": "1"}], None)
+    texts = [json.dumps({"value": i}) for i in range(9)]
+    assert {*load([{"prompt": text} for text in texts], None)["train"]["prompt"]} < {*texts}
     module, args = recipe.load(SCRIPT), SimpleNamespace(base_model="base", max_prompt_length=0)
     with pytest.raises(
         ConfigError, match=r"answers of 64 tokens leave no room .* among the 20 positions of base; lower"

@@ -34,10 +34,10 @@ MODELS_OF_SFT = {path.stem for path in PRESETS if path.parent.name == "sft"} - {
     "arithmetic"
 }  # their rows are the user's
 FLAGS = {
-    **dict.fromkeys(
-        MODELS_OF_SFT,
-        ["--dataset_name", "trl-lib/Capybara", "--per_device_train_batch_size", "2", "--total_batch_size", "64"],
-    ),
+    **{
+        name: ["--dataset_name", "trl-lib/Capybara", "--per_device_train_batch_size", "2", "--total_batch_size", "64"]
+        for name in MODELS_OF_SFT
+    },
     **{f"deepvit_{layers}": ["--per_device_train_batch_size", "32"] for layers in (16, 24, 32)},
     "vit_large_imagenet": ["--per_device_train_batch_size", "16"],
     "arithmetic": ["--per_device_train_batch_size", "2"],

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+import numpy as np
 from jinja2 import TemplateError
 
 WEIGHTS = ("weight", "train", "loss")  # fields of a message, of several formats: with 0 or false, it is no target
@@ -122,9 +123,10 @@ def altered(value: Any) -> Any:
 
 def tokens_in(places: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> list[bool]:
     """Tell for each token, of which `offsets` are the places in the text, whether it begins in one of `places`."""
-    found, end = [], 0
-    for first, last in offsets:
-        # Some tokenizers leave the space before a word out of its place; the token begins where the one before ends.
-        start, end = min(first, end), max(end, last)
-        found.append(any(a <= start < b for a, b in places))
-    return found
+    firsts, lasts = np.array(offsets, dtype=int).reshape(-1, 2).T
+    # Some tokenizers leave the space before a word out of its place; the token begins where the one before ends.
+    starts = np.minimum(firsts, np.maximum.accumulate([0, *lasts])[:-1])
+    found = np.zeros(len(starts), dtype=bool)
+    for first, last in places:
+        found |= (first <= starts) & (starts < last)
+    return found.tolist()

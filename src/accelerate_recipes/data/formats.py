@@ -21,13 +21,12 @@ from trl.data_utils import extract_prompt
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.chats import ChatArgs
 from accelerate_recipes.data.conversations import TEXT, check_no_images
+from accelerate_recipes.data.json_texts import ANY, LISTS, TEXTS, from_json, is_json, with_texts
 from accelerate_recipes.data.messages import (
     ASKING,
     FOREIGN,
     HH,
-    WRITTEN,
     end_of_question,
-    from_json,
     messages_of,
     text_in,
     turns,
@@ -40,10 +39,7 @@ from accelerate_recipes.ranks import is_first
 PAIR, SCORES, JUDGED = ("chosen", "rejected"), ("score_chosen", "score_rejected"), ("prompt", "completion", "score")
 ANSWERS = {"output", "completion", "response", "answer", *PAIR}
 BEFORE = ("system", "history")  # a system prompt as text; earlier questions with their answers
-LISTS = ("messages", "conversations")  # columns that never hold a text
-TEXTS = (TEXT, datasets.Value("large_string"))
 PLAIN = datasets.List({"role": TEXT, "content": TEXT})
-ANY = datasets.List(datasets.Json())
 
 
 class Form(NamedTuple):
@@ -141,9 +137,7 @@ def in_usual_form(
     form, rows = recognised(rows, forms, mapping, source)
     check_judged(rows, form, mapping, source)
     check_one_by_one(rows, form, source)
-    if stored := [name for name in form.said if are_json_texts(rows, name)]:
-        features = datasets.Features(rows.features | dict.fromkeys(stored, TEXT))
-        rows = rows.map(lambda row: {name: row[name] for name in stored}, features=features)
+    rows = with_texts(rows, form.said)
     as_json = [name for name in form.said if is_json(rows, name)]
     are_texts = not as_json and all(rows.features[name] in TEXTS for name in form.said)
     is_hh = has_template and are_texts and form.needs == PAIR and bool(HH.match(rows[0][PAIR[0]] or ""))
@@ -283,18 +277,6 @@ def check_one_by_one(rows: datasets.Dataset, form: Form, source: str) -> None:
             )
 
 
-def are_json_texts(rows: datasets.Dataset, name: str) -> bool:
-    """Tell whether a column of Arrow's type JSON holds nothing but texts."""
-    return rows.features[name] == datasets.Json() and all(isinstance(value, str) for value in rows[name])
-
-
-def is_json(rows: datasets.Dataset, name: str) -> bool:
-    """Tell whether a column of texts holds messages as JSON, as its first text shows; for lists of messages it must."""
-    if rows.features[name] not in TEXTS:
-        return False
-    return name in LISTS or bool(WRITTEN.match(next((text for text in rows[name] if text), "")))
-
-
 def without_repeated_question(rows: datasets.Dataset, form: Form, source: str) -> datasets.Dataset:
     """Remove the question from the texts of answers if all of them repeat it; print in how many it stands."""
     asked, *answers = form.said
@@ -363,7 +345,8 @@ def usual_row(
             tools = [{"type": "function", "function": tool} if "name" in tool else tool for tool in tools]
         kept["tools"] = json.dumps(tools)
     try:
-        row |= {name: from_json(row, name) for name in as_json}
+        in_cells = [name for name in LISTS if isinstance(row.get(name), str)]  # other rows may hold lists
+        row |= {name: from_json(row, name) for name in {*as_json, *in_cells}}
         return (conversation(row, form, is_hh=is_hh) if as_messages else texts(row, form)) | kept
     except ValueError as error:
         raise DataError(f"{source}, row {number}: {error}") from None

@@ -14,8 +14,6 @@ ROLES = {
 }  # fmt: skip
 FOREIGN = {"human", "gpt", "chatgpt", "bot", "observation", CALL}  # unknown to templates, which may have other names
 ASKING = {"user", "system"}  # roles of the messages with which a whole conversation begins
-# How a text begins that holds messages, written by JSON or by Python.
-WRITTEN = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value)["']\s*:""")
 HH = re.compile(r"\n\n(Human|Assistant):")  # stands before each turn in Anthropic's pairs
 
 
@@ -32,20 +30,6 @@ def turns(row: dict, name: str) -> list[dict]:
         raise ValueError(f"{name!r} does not begin with a line 'Human:', unlike the first row")
     roles = {"Human": "user", "Assistant": "assistant"}
     return [{"role": roles[a], "content": b.strip()} for a, b in zip(parts[::2], parts[1::2], strict=True)]
-
-
-def from_json(row: dict, name: str) -> Any:
-    """Read the messages of a column that holds them as JSON texts, as a cell of a CSV file must."""
-    if row[name] is None:
-        return None
-    try:
-        found = json.loads(text_in(row, name))
-    except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, list | dict):
-        by_python = "; Python's str() wrote it, write it by json.dumps()" if re.match(r"\W*'", row[name]) else ""
-        raise ValueError(f"{name!r} is {row[name]!r:.60}, not messages as JSON{by_python}")
-    return found
 
 
 def messages_of(row: dict, name: str, role: str) -> list[dict]:

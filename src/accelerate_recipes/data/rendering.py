@@ -24,10 +24,10 @@ NUM_SHOWN = 8  # tokens on each side of a difference
 def parsed(value: Any, name: str, number: int, source: str) -> Any:
     """Return the value of a JSON text, or another value without Arrow's nulls. No settings give {}, no tools give None.
 
-    `number` is that of the row, from 1.
+    An empty text is none, as an empty cell of a CSV file. `number` is that of the row, from 1.
     """
     try:
-        value = json.loads(value) if isinstance(value, str) else without_nulls(value)
+        value = json.loads(value or "null") if isinstance(value, str) else without_nulls(value)
     except json.JSONDecodeError as error:
         raise DataError(f"{source}, row {number}: {name!r} is no JSON: {error}") from None
     kind = {"tools": list, "chat_template_kwargs": dict}.get(name)

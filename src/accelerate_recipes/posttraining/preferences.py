@@ -307,7 +307,9 @@ class PreferenceTrainer(PairTrainer):
         first = json.dumps(without_nulls({side: pairs[int(numbers[0])][side] for side in PAIR}), ensure_ascii=False)
         said += f", both answers are the same tokens, within --max_length {config.max_length}; the first: {first:.300}"
         if len(numbers) == len(pairs):
-            raise ConfigError(f"{said}. No pair is left: give a chat template that writes in what they differ")
+            raise ConfigError(
+                f"{said}. No pair is left: raise --max_length, or give a chat template that writes in what they differ"
+            )
         self.run.print(f"{said}. They are left out")
         return pairs.select(np.setdiff1d(np.arange(len(pairs)), numbers))
 

@@ -95,6 +95,11 @@ def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
             f"texts into {args.dataset_text_field} (--dataset_text_field)"
         )
     for name, side in rows.items():
+        if lost := [column for column in columns if column not in side.column_names]:
+            raise ConfigError(
+                f"{args.sources[name]} has no column {lost[0]!r}; there are {', '.join(side.column_names)}: give rows to "
+                f"evaluate on in the form of those to train on, {' and '.join(columns)}"
+            )
         check_texts_or_messages(side, columns, args.sources[name])
     rows = args.without_controls(rows, columns, tokenizer)
     read = {name: select(side, columns, args.sources[name]) for name, side in rows.items()}
@@ -106,10 +111,10 @@ def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
             f"{args.sources[unweighted[0]]} has messages of weight 0, which are no targets, but everything is trained; "
             "remove --assistant_only_loss false and --completion_only_loss false"
         )
-    if of_answers(args, features) and is_first():
-        for name, side in read.items():
-            if said := missing_answers(side, columns[-1], args.sources[name]):
-                print(printable(said), flush=True)
+    for name, side in read.items() if is_first() else ():
+        has_answers = has_chats(side.features) and of_answers(args, side.features)
+        if has_answers and (said := missing_answers(side, columns[-1], args.sources[name])):
+            print(printable(said), flush=True)
     written = rows["train"].select_columns([name for name in features if name in {*columns, *SETTINGS}])
     first = islice((row for row in written if not args.is_heldout(row, asked)), NUM_COMPARED)
     return args.sides(read, asked), list(first)  # pyright: ignore[reportReturnType]
