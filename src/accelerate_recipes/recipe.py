@@ -353,8 +353,9 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 def fail(args: TrainArgs | None, reason: str) -> NoReturn:
     """End with an error that the user must correct. If another rank found it, the watch's thread on rank 0 calls this."""
-    say(f"error: {printable(reason)}")
-    parent.tell_launcher(printable(reason))
+    message = f"error: {printable(reason)}"
+    if not parent.tell_launcher(message):
+        say(message)
     if args is not None and attempt()["job"] and is_first():
         # status.json must tell the job script, also before training begins, that a restart would not help.
         with contextlib.suppress(ConfigError, OSError):
