@@ -72,7 +72,7 @@ def run(tmp_path, monkeypatch):
         ),
         (OSError(errno.EIO, "Input/output error"), 1, "crashed", "OSError: [Errno 5] Input/output error"),
         (ValueError("what nobody expected"), 1, "crashed", "ValueError: what nobody expected"),
-        (KeyboardInterrupt(), 1, "crashed", "KeyboardInterrupt: "),
+        (KeyboardInterrupt(), 130, "stopped", "Ctrl-C"),
     ],
 )
 def test_every_end_leaves_alike(run, capsys, error, code, state, reason):
