@@ -87,20 +87,21 @@ def test_torchs_launcher_ends_with_the_message(failed):
 
 
 def test_what_the_command_launch_adds(failed):
-    """Nothing, if one rank has printed its message; else it names the first rank that failed, and why."""
-    assert failure_in_words(ChildFailedError("", {0: failed(0, -15), 1: failed(1, 2, "no")})) == ""
+    """Nothing to the stack that a rank has printed; else the message of one rank, or the first that failed, and why."""
+    assert failure_in_words(ChildFailedError("", {0: failed(0, -15), 1: failed(1, 1, "KeyError: 7")})) == ""
+    assert failure_in_words(ChildFailedError("", {0: failed(0, -15), 1: failed(1, 2, "error: no")})) == "no"
     words = failure_in_words(ChildFailedError("", {0: failed(0, -15), 1: failed(1, -9)}))
     assert words == "rank 1: Signal 9 (SIGKILL) received by PID 101"
-    both = {0: failed(0, 1, "rank 1: gone"), 1: failed(1, 1, "ValueError: row 17")}
+    both = {0: failed(0, 1, "rank 1: gone"), 1: failed(1, 1, "error: row 17")}
     both[1].timestamp -= 1
-    assert failure_in_words(ChildFailedError("", both)) == "rank 1: ValueError: row 17"
+    assert failure_in_words(ChildFailedError("", both)) == "rank 1: row 17"
 
 
 def test_without_torchs_launcher_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    parent.tell_launcher("no")
+    assert not parent.tell_launcher("no")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone/error.json"))
-    parent.tell_launcher("a message is no reason for another error")
+    assert not parent.tell_launcher("a message is no reason for another error")
 
 
 @pytest.mark.parametrize(
@@ -203,6 +204,17 @@ def test_launch_ends_with_the_message_alone(config, tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr
     *_, title, problem = done.stderr.splitlines()
     assert title == "error: This run cannot start:" and problem.startswith("  - unknown argument 'lerning_rate' on the")
+
+
+@pytest.mark.slow
+def test_torchs_launcher_prints_the_message_once(tmp_path):
+    """It is the end of the screen, whatever the number of ranks; the stack of the launcher stands before it."""
+    command = launch_command("fsdp_full", TOY, "--lerning_rate", 1)
+    done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and done.stderr.count("lerning_rate") == 1, done.stderr
+    title, problem, frame = done.stderr.strip().splitlines()[-3:]
+    assert title.endswith("error: This run cannot start:") and "unknown argument 'lerning_rate'" in problem
+    assert set(frame) == {"="}
 
 
 def said_after_the_launcher_is_killed(folder: Path) -> str:

@@ -98,6 +98,34 @@ def test_without_a_launcher_the_environment_is_the_users(threads, monkeypatch):
     assert parent.threads_are_chosen() == bool(threads)
 
 
+# Gives its message to a launcher, which has the same stderr or another; prints whether the launcher will print it.
+TELLING = """
+import os, sys
+from accelerate_recipes.life import parent
+
+if sys.argv[1] == "redirected":
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+parent.follow_launcher()
+print(parent.tell_launcher("error: no"), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "stderr, restarts, printed",
+    [("shared", ("0", "0"), True), ("redirected", ("0", "0"), False), ("shared", ("0", "1"), False),
+     ("shared", ("1", "1"), True)],
+)  # fmt: skip
+def test_who_prints_the_message(tmp_path, stderr, restarts, printed):
+    """The launcher does, once, at its end: not into the log of a rank, and not if it starts the ranks again."""
+    (tmp_path / "recipe.py").write_text(TELLING)
+    command = [sys.executable, "-c", LAUNCHER, "torch", str(tmp_path / "recipe.py"), stderr]
+    names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+    env = os.environ | MARKS["torch"] | dict(zip(names, restarts, strict=True))
+    env |= {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    assert subprocess.check_output(command, env=env, text=True, timeout=60).strip() == str(printed)
+    assert "error: no" in (tmp_path / "error.json").read_text()
+
+
 @pytest.fixture
 def script(tmp_path):
     path = tmp_path / "recipe.py"

@@ -72,7 +72,7 @@ def run(tmp_path, monkeypatch):
         ),
         (OSError(errno.EIO, "Input/output error"), 1, "crashed", "OSError: [Errno 5] Input/output error"),
         (ValueError("what nobody expected"), 1, "crashed", "ValueError: what nobody expected"),
-        (KeyboardInterrupt(), 1, "crashed", "KeyboardInterrupt: "),
+        (KeyboardInterrupt(), 130, "stopped", "Ctrl-C"),
     ],
 )
 def test_every_end_leaves_alike(run, capsys, error, code, state, reason):
@@ -84,7 +84,7 @@ def test_every_end_leaves_alike(run, capsys, error, code, state, reason):
 @pytest.mark.parametrize(
     "error, exit_code, code, message",
     [
-        (DataError("row 17"), "", 2, "row 17"),
+        (DataError("row 17"), "", 2, "error: row 17"),
         (ValueError("what nobody expected"), "", 1, "ValueError: what nobody expected"),
         (Stopped("SIGTERM"), "75", 75, "Stopped by SIGTERM before the first checkpoint; the same command begins again"),
         (Stopped("SIGTERM"), "0", 0, None),

@@ -290,15 +290,18 @@ def run_recipe(
             provide(args, requirements(args), sys.argv)
             main(args)
             end_with(args, state="finished")
-    except Stopped as reason:
-        end_with(args, state="stopped", reason=str(reason))
+    except (Stopped, KeyboardInterrupt) as end:
+        reason = str(end) or "Ctrl-C"
+        end_with(args, state="stopped", reason=reason)
         has_saved = args is not None and any((c / MARKER).is_file() for c in candidates(Path(args.output_dir)))
         said = f"Stopped by {reason}; the same command goes on from the newest checkpoint"
         if not has_saved:
             said = f"Stopped by {reason} before the first checkpoint; the same command begins again"
+        if isinstance(end, KeyboardInterrupt):
+            code = 128 + signal.SIGINT
         # A supervisor that restarts by exit codes takes 0 for the end of the run. Only a `stop` file, which a person wrote,
         # means this end.
-        if not is_wish_of_a_person(str(reason)):
+        elif not is_wish_of_a_person(reason):
             code = int(os.environ.get("STOPPED_EXIT_CODE", 0))
         if is_first():
             say(said, sys.stdout)
@@ -315,7 +318,7 @@ def run_recipe(
                 leave(2)
             time.sleep(30)
         fail(args, str(error))
-    except (Exception, KeyboardInterrupt) as error:
+    except Exception as error:
         if reason := watched.lost(error) if watched is not None else "":
             say(f"error: {reason}")
         else:
@@ -353,8 +356,9 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 def fail(args: TrainArgs | None, reason: str) -> NoReturn:
     """End with an error that the user must correct. If another rank found it, the watch's thread on rank 0 calls this."""
-    say(f"error: {printable(reason)}")
-    parent.tell_launcher(printable(reason))
+    message = f"error: {printable(reason)}"
+    if not parent.tell_launcher(message):
+        say(message)
     if args is not None and attempt()["job"] and is_first():
         # status.json must tell the job script, also before training begins, that a restart would not help.
         with contextlib.suppress(ConfigError, OSError):

@@ -1,6 +1,6 @@
 """The command `launch`: `accelerate launch` with the same arguments, but its screen ends with the message of the run.
 
-`accelerate launch` itself ends with the stack of the launcher, which says nothing about the run.
+`accelerate launch` itself also prints the stack of the launcher, which says nothing about the run.
 """
 
 import logging
@@ -24,6 +24,7 @@ from accelerate_recipes.launcher import completed, parse_flags, yaml_problems
 # It logs what the ranks have said already: that a process failed, and that the others get a signal.
 LOGGER = "torch.distributed.elastic.multiprocessing.api"
 LAUNCHER = "accelerate.commands.launch"
+ERROR = "error: "
 
 
 def launch(argv: Sequence[str]) -> None:
@@ -68,18 +69,19 @@ def launch(argv: Sequence[str]) -> None:
 
 
 def failure_in_words(error: ChildFailedError) -> str:
-    """Say why the first process failed; "" if only one process gave a reason, which then is the end of the screen."""
+    """Say why the first process failed; "" if it has printed that itself, and no other process gave a reason."""
     failures = error.failures
     told = [rank for rank, failure in failures.items() if isinstance(failure.message, dict)]
     # The launcher ends the others by SIGTERM, perhaps in the same second.
     rank = min(failures, key=lambda n: (failures[n].exitcode == -signal.SIGTERM, failures[n].timestamp))
-    if told == [rank]:
-        return ""
     message: Any = failures[rank].message
-    return f"rank {rank}: {message['message'] if rank in told else message}"
+    reason = message["message"] if rank in told else message
+    if told == [rank]:  # of an error without a stack, which begins with this word, the launcher prints the message
+        return reason.removeprefix(ERROR) if reason.startswith(ERROR) else ""
+    return f"rank {rank}: {reason.removeprefix(ERROR)}"
 
 
 def leave_with(message: str) -> NoReturn:
     if message:
-        print(f"error: {message}", file=sys.stderr)
+        print(f"{ERROR}{message}", file=sys.stderr)
     sys.exit(1)

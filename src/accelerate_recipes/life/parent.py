@@ -87,18 +87,28 @@ def leave_without_launcher() -> None:
     os._exit(1)
 
 
-def tell_launcher(message: str) -> None:
+def tell_launcher(message: str) -> bool:
     """Write why this process ends to the file whose content torch's launcher prints last; without one, do nothing.
 
     The message has no call stack, which the launcher would print in its place.
+
+    Returns:
+        Whether the launcher will print it where this process prints: to the same file, pipe or terminal.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
-        return
+        return False
     # The launcher names the first process to fail, by whole seconds. Those that it ends then may end in the same second.
     said = {"message": message, "extraInfo": {"timestamp": int(time.time()) - 1}}
     with contextlib.suppress(OSError):
         write_atomically(Path(file), json.dumps({"message": said}))
+        # Before it restarts its processes, it prints no message.
+        restarts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
+        is_last = int(restarts[0]) >= int(restarts[1])
+        return (
+            is_last and os.getppid() == _launcher and os.path.samestat(os.fstat(2), os.stat(f"/proc/{_launcher}/fd/2"))
+        )
+    return False
 
 
 def follow_parent() -> None:
