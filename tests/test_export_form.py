@@ -30,8 +30,9 @@ from accelerate_recipes.checkpoint import files, weight_files
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.encoder_decoders import ENCODER_DECODER, load_encoder_decoder
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.models import CAUSAL, load_classifier, load_model
+from accelerate_recipes.models import CAUSAL, load_model
 from accelerate_recipes.pretrained import check_model, mapped_weights, model_checksum
+from accelerate_recipes.vision.classifiers import load_image_classifier
 
 
 @pytest.fixture
@@ -198,7 +199,12 @@ def joined_experts(folder: Path) -> None:
     save_file({n: t.clone() for n, t in model.state_dict().items()}, folder / "model.safetensors", {"format": "pt"})
 
 
-MTP = {"mtp.fc.weight": torch.ones(32), "model.layers.9.mtp": torch.ones(2)}
+def as_first_published(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Name weights as in the first files of GPT-2, which also hold masks; the class ignores names like theirs."""
+    found = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    return found | {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8) for layer in range(2)}
+
+
 TIED = {"tie_word_embeddings": True}
 DECODERS = {
     "torch's file": ({}, lambda folder: as_bin(folder, load_file(folder / "model.safetensors"))),
@@ -213,6 +219,7 @@ DECODERS = {
     "without the prefix": (
         TIED, lambda folder: rewrite(folder, lambda w: {name.removeprefix("model."): t for name, t in w.items()}),
     ),
+    "GPT-2 of the Hub": ({"model_type": "gpt2"}, lambda folder: rewrite(folder, as_first_published)),
     "experts": ({"model_type": "mixtral"}, lambda folder: None),
     "joined experts": ({"model_type": "mixtral"}, joined_experts),
     "heads that the class ignores": (
@@ -286,11 +293,7 @@ def test_a_classifier_with_a_new_head(name, tmp_path, compared):
     start = save_base(tiny_model(kind, began, num_labels=2, **sizes), tmp_path / "base")
     rewrite(start, change)
     names = [f"class {i}" for i in range(5)]
-    model = (
-        load_classifier(AutoModelForImageClassification, str(start), names)
-        if name == "vit"
-        else ends.from_pretrained(start, num_labels=5)
-    )
+    model = load_image_classifier(str(start), names) if name == "vit" else ends.from_pretrained(start, num_labels=5)
     export(saved_by(model, tmp_path / "run", start, mixed_precision="no"), tmp_path / "export")
     found = ends.from_pretrained(tmp_path / "export").state_dict()
     assert compared == [[]] and all(torch.equal(found[key], value) for key, value in model.state_dict().items())

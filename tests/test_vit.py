@@ -397,6 +397,7 @@ def test_classes_that_a_base_does_not_name_and_classes_of_one_name(tmp_path):
     """Without names, a class of the base is called by its number; two classes of ImageNet are called crane."""
     for of_base, names, rows in (
         (["LABEL_0", "LABEL_1", "LABEL_2"], ["0", "1", "2"], [0, 1, 2]),
+        (["LABEL_0", "LABEL_1", "LABEL_2"], ["LABEL_0", "LABEL_2"], [0, 2]),  # rows that name them as the base does
         (["crane", "ape", "crane"], ["crane", "crane", "ape"], [0, 2, 1]),
     ):
         base = new_classifier(architecture("vit"), of_base, torch.float32)

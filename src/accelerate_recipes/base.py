@@ -69,12 +69,12 @@ def open_base(model: PreTrainedModel, name: str, revision: str | None) -> Base:
     place = folder_of_base(name, revision)
     tensors = mapped_weights(place)
     files = names_in_files(plain, str(place), tensors)
-    held = {part for parts in parts_in_files(plain, files, plain.state_dict()).values() for part in parts}
+    read = {tensor for tensor, *_ in conversions(plain, files)}
     if is_text_part(plain.config, load_config(str(place))):
-        rest = tensors.keys() - {files[weight] for weight in held & files.keys()}
+        rest = tensors.keys() - {files[weight] for weight in read}
     else:
         ignored = plain._keys_to_ignore_on_load_unexpected or ()
-        rest = {weight for weight in tensors.keys() - held if any(re.search(pattern, weight) for pattern in ignored)}
+        rest = {weight for weight in tensors.keys() - read if any(re.search(pattern, weight) for pattern in ignored)}
         rest = {weight for weight in rest if not weight.endswith(CONSTANTS)}
     return Base(
         {weight: tensors[of_file] for weight, of_file in files.items() if of_file not in rest},

@@ -178,10 +178,10 @@ def load_classifier(auto: Any, name: str, names: Sequence[str], **settings: Any)
     """Load a model as `auto`, a class of transformers, with the classes `names`, of texts, of tokens or of images.
 
     In the output layer, a class has the row of its name in the files, and a class that has none gets a new row. A base that
-    does not name its classes calls them by their numbers.
+    does not name its classes calls them LABEL_0, LABEL_1, ...: by their numbers.
     """
     config = load_config(name)
-    of_base = [str(n) if label == f"LABEL_{n}" else label for n, label in sorted(config.id2label.items())]
+    of_base = [label for _, label in sorted(config.id2label.items())]
     config.architectures = config.architectures or []  # transformers 5.23 reads it to choose a class of a DeiT
     with torch.device("meta"):
         one_more = made(auto, with_classes(copy.deepcopy(config), [*names, ""]))
@@ -206,10 +206,10 @@ def load_classifier(auto: Any, name: str, names: Sequence[str], **settings: Any)
 
 
 def occurrences(names: Iterable[str]) -> list[tuple[str, int]]:
-    """Number the occurrences of each name: two classes of ImageNet are called "crane"."""
+    """Number the occurrences of each name: two classes of ImageNet are called "crane". A "LABEL_3" is a class 3."""
     counts: Counter[str] = Counter()
     found = []
-    for name in names:
+    for name in (re.sub(r"^LABEL_(?=\d+$)", "", name) for name in names):
         counts[name] += 1
         found.append((name, counts[name]))
     return found
