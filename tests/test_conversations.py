@@ -506,7 +506,7 @@ def test_rows_that_do_not_end_with_an_answer(base, tmp_path, capsys):
     held = ("--eval_files", str(write(tmp_path / "eval.jsonl", [conversation(99, tools=False, system=False)])))
     prepare(save_base(tmp_path, template_of("qwen2_5"), "<|im_end|>"), rows, *held, "--num_train_epochs", "1")
     printed = capsys.readouterr().out
-    assert re.search(r"rows.jsonl: 4 of 30 rows do not end with an answer, the first is row 4, .*'And 5\?'", printed)
+    assert re.search(r"rows.jsonl: 4 of 30 rows do not end with an answer, the first is row 5, .*'And 5\?'", printed)
     assert "2 of them have none, and are left out" in printed and "eval.jsonl: " not in printed.replace(
         "eval.jsonl: messages", ""
     )
@@ -573,6 +573,9 @@ def test_rows_to_evaluate_on(tmp_path, capsys):
     assert said.count("as they stand; columns that are not used: id\n") == 1
     with pytest.raises(ConfigError, match=r"2 of 2 rows of --eval_files begin as rows of .* do; remove them from one"):
         prepare(folder, rows, "--eval_files", str(write(tmp_path / "eval.jsonl", rows[:2])))
+    few = [rows[1], *({"prompt": f"Other {i}", "completion": " No."} for i in range(9))]
+    prepare(folder, rows, "--eval_files", str(write(tmp_path / "eval.jsonl", few)))  # a published split may repeat some
+    assert "1 of 10 rows of " in (said := capsys.readouterr().out) and "the first is 'Question 1'" in said
     with pytest.raises(ConfigError, match=r"none of 3 rows is left to train on: .*within --max_length 2; raise it"):
         prepare(
             folder,

@@ -456,7 +456,7 @@ def test_rows(tmp_path, base):
     assert len(sides["train"]) == 18 and counts == {"left out": 1, "longest": 31}
     with pytest.raises(ConfigError, match=r"2 of 2 rows of --eval_files begin as rows of"):
         load(rows, [{"prompt": "1+1="}] * 2)
-    with pytest.raises(ConfigError, match="no prompt is left: all 18 have more than 3 tokens"):
+    with pytest.raises(ConfigError, match="no prompt is left: all 18 have over 3 tokens"):
         load(rows, None, room=3)
     for more, said in (
         ({"completions": "x"}, "has the column completions, but trl passes something else to rewards by that name"),

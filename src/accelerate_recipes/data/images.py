@@ -146,7 +146,7 @@ def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
 
     Raises:
         DataError: for rows that cannot be read, lack a column, or have no label.
-        ConfigError: if a side is empty, or if images of --eval_files are also trained on.
+        ConfigError: if a side is empty, or if too many images of --eval_files are also trained on.
     """
     import datasets
 
@@ -167,10 +167,10 @@ def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
         sides[name] = Labelled(images, labels, np.arange(len(images)), args.sources[name])
     if sides.keys() == {"train", "test"}:
         both, compared = on_first_rank(lambda: same_images(sides["train"], sides["test"]))
-        if args.eval_files:
-            check_apart(both, compared, args.source, "are images of {} too")
-        elif both and is_first():
-            print(f"{both:,} of {compared:,} images of {args.sources['test']} are also trained on", flush=True)
+        if args.eval_files and both:
+            check_apart(both, compared, f"are images of {args.source} too", f"row {both[0] + 1}")
+        if both and is_first():
+            print(f"{len(both):,} of {compared:,} images of {args.sources['test']} are also trained on", flush=True)
     if "test" not in sides:
         whole = sides["train"]
         is_heldout = on_first_rank(lambda: heldout(whole, args.heldout_share, args.skip_broken_images))
