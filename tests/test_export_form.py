@@ -32,7 +32,7 @@ from accelerate_recipes.encoder_decoders import ENCODER_DECODER, load_encoder_de
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import CAUSAL, load_model
 from accelerate_recipes.pretrained import check_model, mapped_weights, model_checksum
-from accelerate_recipes.vision.classifiers import load_classifier
+from accelerate_recipes.vision.classifiers import load_image_classifier
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ def test_a_classifier_with_a_new_head(name, tmp_path, compared):
     start = save_base(tiny_model(kind, began, num_labels=2, **sizes), tmp_path / "base")
     rewrite(start, change)
     names = [f"class {i}" for i in range(5)]
-    model = load_classifier(str(start), names) if name == "vit" else ends.from_pretrained(start, num_labels=5)
+    model = load_image_classifier(str(start), names) if name == "vit" else ends.from_pretrained(start, num_labels=5)
     export(saved_by(model, tmp_path / "run", start, mixed_precision="no"), tmp_path / "export")
     found = ends.from_pretrained(tmp_path / "export").state_dict()
     assert compared == [[]] and all(torch.equal(found[key], value) for key, value in model.state_dict().items())

@@ -168,7 +168,8 @@ def new_model(
 
 
 def with_classes(config: PreTrainedConfig, names: Sequence[str]) -> PreTrainedConfig:
-    """Give a configuration the names of the classes."""
+    """Give a configuration the names of the classes, of which one is right: a base may be of several, or of a number."""
+    config.problem_type = None
     config.id2label = dict(enumerate(names))
     config.label2id = {name: number for number, name in enumerate(names)}
     return config
@@ -177,11 +178,11 @@ def with_classes(config: PreTrainedConfig, names: Sequence[str]) -> PreTrainedCo
 def load_classifier(auto: Any, name: str, names: Sequence[str], **settings: Any) -> PreTrainedModel:
     """Load a model as `auto`, a class of transformers, with the classes `names`, of texts, of tokens or of images.
 
-    In the output layer, a class has the row of its name in the files, and a class that has none gets a new row. A base that
-    does not name its classes calls them by their numbers.
+    In the output layer, a class has the row of its name in the files, and a class that has none gets a new row. A class
+    without a name is called by its number, with or without "LABEL_".
     """
     config = load_config(name)
-    of_base = [str(n) if label == f"LABEL_{n}" else label for n, label in sorted(config.id2label.items())]
+    of_base, asked = map(plain_names, ([label for _, label in sorted(config.id2label.items())], names))
     config.architectures = config.architectures or []  # transformers 5.23 reads it to choose a class of a DeiT
     with torch.device("meta"):
         one_more = made(auto, with_classes(copy.deepcopy(config), [*names, ""]))
@@ -191,7 +192,7 @@ def load_classifier(auto: Any, name: str, names: Sequence[str], **settings: Any)
     weights = weights_in_files(model, name)
     of_files = {weight: weights.pop(weight) for weight in of_classes if weight in weights}
     place_of = {label: number for number, label in enumerate(occurrences(of_base))}
-    kept = {number: place_of[label] for number, label in enumerate(occurrences(names)) if label in place_of}
+    kept = {number: place_of[label] for number, label in enumerate(occurrences(asked)) if label in place_of}
     rows = {w: values[[*kept.values()]] for w, values in of_files.items() if len(values) == len(of_base)}
     if len(kept) == len(names):
         model = with_weights(model, name, weights | rows, settings)
@@ -203,6 +204,10 @@ def load_classifier(auto: Any, name: str, names: Sequence[str], **settings: Any)
     if rows and is_first():
         print(f"Output layer: {len(kept)} of {len(names)} classes have the rows of their names in {name}", flush=True)
     return model
+
+
+def plain_names(names: Iterable[object]) -> list[str]:
+    return [str(name).removeprefix("LABEL_") for name in names]
 
 
 def occurrences(names: Iterable[str]) -> list[tuple[str, int]]:

@@ -211,16 +211,23 @@ def numbered(table: "datasets.Dataset", column: str, names: Sequence[str], sourc
     import datasets
 
     labels, feature = table.with_format("arrow")[column][:].to_pylist(), table.features[column]
-    numbers = labels
-    if isinstance(feature, datasets.ClassLabel):
-        if feature.names != names:  # do not map by name: two classes of ImageNet are called "crane"
-            raise DataError(
-                f"{source} has the classes {some_names(feature.names)}, but those trained on are {some_names(names)}; give "
-                "both the same"
-            )
-    else:
-        number_of = {name: number for number, name in enumerate(names)}
+    number_of = {name: number for number, name in enumerate(names)}
+    if not isinstance(feature, datasets.ClassLabel):
         numbers = [number_of.get(str(label), -1) for label in labels]
+    elif feature.names == names:  # not by name: two classes of ImageNet are called "crane"
+        numbers = labels
+    elif (
+        number_of.keys() >= {*feature.names}
+        and len({*feature.names}) == len(feature.names)
+        and len(number_of) == len(names)
+    ):
+        in_order = [number_of[name] for name in feature.names]  # such as 0, 1, 10, 2, the order of texts
+        numbers = [in_order[label] if 0 <= label < len(in_order) else -1 for label in labels]
+    else:
+        raise DataError(
+            f"{source} has the classes {some_names(feature.names)}, but those trained on are {some_names(names)}; give both "
+            "the same"
+        )
     for row, number in enumerate(numbers, 1):
         if not 0 <= number < len(names):
             raise DataError(
