@@ -179,7 +179,7 @@ def load_classifier(auto: Any, name: str, names: Sequence[str], **settings: Any)
     """Load a model as `auto`, a class of transformers, with the classes `names`, of texts, of tokens or of images.
 
     In the output layer, a class has the row of its name in the files, and a class that has none gets a new row. A class
-    without a name is called by its number, with or without "LABEL_".
+    without a name is called by its number, as in 0 or LABEL_0.
     """
     config = load_config(name)
     of_base, asked = map(plain_names, ([label for _, label in sorted(config.id2label.items())], names))
