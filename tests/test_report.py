@@ -255,13 +255,14 @@ def test_without_matplotlib_there_are_no_curves(write_run, monkeypatch):
 
 def test_curves_begin_with_two_points(write_run):
     """One log line draws no single dots, its steps have no fractions, and a value is named as people say it."""
-    evaluations = [{"step": n, "time": 1, "eval_loss": 2.0, "eval_next_move_accuracy": 0.5} for n in (0, 2)]
+    measured = {"eval_loss": 2.0, "eval_next_move_accuracy": 0.5, "eval_rougeL": 3.0}
+    evaluations = [{"step": n, "time": 1} | measured for n in (0, 2)]
     one = report.read_run(write_run("one", [record(1, 10, grad_norm=1.0)]))
     assert "<svg" not in (text := report.panels([one])) and "second log line" in text
     titles = re.findall(
         "<h3>(.*?)</h3>", report.panels([report.read_run(write_run("two", [*evaluations, record(2, 9)]))])
     )
-    assert titles == ["Loss", "Next move accuracy"]
+    assert titles == ["Loss", "Next move accuracy", "RougeL"]
     for steps in ((1, 2), (0, 3)):
         svg = report.draw_curves(
             [report.read_run(write_run(str(steps), [record(n, 10) for n in steps if n]))], ["loss"]

@@ -271,6 +271,7 @@ CUT = "it ends before a result, such as 1-0 or *; it may be cut"
         ("1. e4 e5 2. Nf3 Nc6 1-0\n1. e4 e5 *\n", [(WHOLE, ""), (WHOLE[:2], "")]),
         ("1. e4 e5 1-0 2. Nf3 Nc6 1-0\n", [(WHOLE, "'2.' follows its result; begin each game on a line of its own")]),
         (f"{TAGS}1.e4 e5 ...2.Nf3 Nc6*", [(WHOLE, "")]),
+        (f'{TAGS}1. e4 {{see [Event "b"] there}} e5 2. Nf3 Nc6 1-0\n', [(WHOLE, "")]),
         (f"{TAGS}1. e4 ...e5 2.Nf3 2…Nc6 {{(}} 0-1 $1 {{done}}\n", [(WHOLE, "")]),
     ],
 )  # fmt: skip

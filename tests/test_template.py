@@ -18,6 +18,7 @@ from accelerate_recipes.checkpoint.files import candidates, step_of
 from accelerate_recipes.checkpoint.resume import find_resume
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.attempts import read_attempts
+from accelerate_recipes.models import load_classifier
 from accelerate_recipes.report import read_run
 from accelerate_recipes.tokenizers import new_word_tokenizer
 
@@ -164,6 +165,22 @@ def test_a_base_with_classes_of_its_own(arguments, tmp_path):
         assert torch.equal(model.classifier.weight, base.classifier.weight[rows])
         assert model.config.label2id == {label: number for number, label in model.config.id2label.items()}
         assert [*model.config.id2label.values()] == labels
+
+
+@pytest.mark.parametrize("of_base", [None, {0: 0, 1: 1, 2: 2}, {0: "0", 1: "1", 2: "2"}])
+def test_classes_without_names(of_base, arguments, tmp_path):
+    """They are called by their numbers, with or without `LABEL_`; a base for several labels at once serves one here."""
+    base = tiny_model(
+        "bert", AutoModelForSequenceClassification, num_labels=3, problem_type="multi_label_classification"
+    )
+    base.save_pretrained(tmp_path)
+    if of_base:
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"id2label": of_base}))
+    for labels in (["2", "0", "1"], ["LABEL_2", "LABEL_0", "LABEL_1"]):
+        model = load_classifier(AutoModelForSequenceClassification, str(tmp_path), labels)
+        assert torch.equal(model.classifier.weight, base.classifier.weight[[2, 0, 1]])
+        assert model.config.problem_type is None and [*model.config.id2label.values()] == labels
 
 
 def test_too_few_texts_to_hold_any_out(forks, typed, arguments, tmp_path):

@@ -119,14 +119,17 @@ def test_a_source_on_both_sides(prepare, tmp_path, capsys):
     folder.mkdir()
     write_pairs(folder / "train.jsonl", trained)
     file = write_pairs(folder / "validation.jsonl", others)
-    with pytest.raises(ConfigError, match=r"2 of 3 rows of --eval_files begin as rows of .*train\.jsonl do"):
+    with pytest.raises(ConfigError, match=r"2 of 3 rows of --eval_files begin as rows of .*train\.jsonl do.*' TEXT  7"):
         prepare(train_files=[folder / "train.jsonl"], eval_files=[file])
     for _ in range(2):  # also when the prepared pairs are found again
         facts, train, heldout = prepare(dataset_name=str(folder), eval_split="validation")
         assert (facts["repeated"], len(train), len(heldout)) == (2, 9, 3)
         assert "Sources of 2 pairs of " in capsys.readouterr().out
-    write_pairs(file, [("new", "x"), ("text 9", "y")])
-    assert prepare(train_files=[folder / "train.jsonl"], eval_files=[file])[0]["repeated"] == 0
+    for first, repeated in (("text 9", 0), ("Text 3", 1)):  # one of ten is no reason to refuse a published test set
+        write_pairs(file, [(first, "y"), *((f"new {i}", "x") for i in range(9))])
+        facts, train, heldout = prepare(train_files=[folder / "train.jsonl"], eval_files=[file])
+        assert (facts["repeated"], len(train), len(heldout)) == (repeated, 9, 10)
+        assert capsys.readouterr().out.count("Sources of 1 pairs of ") == repeated
 
 
 def test_bytes_as_tokens(prepare, tmp_path):

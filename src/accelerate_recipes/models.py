@@ -168,7 +168,8 @@ def new_model(
 
 
 def with_classes(config: PreTrainedConfig, names: Sequence[str]) -> PreTrainedConfig:
-    """Give a configuration the names of the classes."""
+    """Give a configuration the names of the classes, of which one is right: a base may be of several, or of a number."""
+    config.problem_type = None
     config.id2label = dict(enumerate(names))
     config.label2id = {name: number for number, name in enumerate(names)}
     return config
@@ -205,11 +206,11 @@ def load_classifier(auto: Any, name: str, names: Sequence[str], **settings: Any)
     return model
 
 
-def occurrences(names: Iterable[str]) -> list[tuple[str, int]]:
+def occurrences(names: Iterable[object]) -> list[tuple[str, int]]:
     """Number the occurrences of each name: two classes of ImageNet are called "crane". A "LABEL_3" is a class 3."""
     counts: Counter[str] = Counter()
     found = []
-    for name in (re.sub(r"^LABEL_(?=\d+$)", "", name) for name in names):
+    for name in (re.sub(r"^LABEL_(?=\d+$)", "", str(name)) for name in names):
         counts[name] += 1
         found.append((name, counts[name]))
     return found

@@ -243,7 +243,7 @@ def panels(runs: Sequence[Seen]) -> Html:
     if find_spec("matplotlib") is None:
         return element("p", "There are no curves, since matplotlib is not installed.")
     drawn = {title: draw_curves(runs, values) for title, values in (PANELS | own).items()}
-    titles = {name: spoken(name).capitalize() for name in own}
+    titles = {name: (said := spoken(name))[:1].upper() + said[1:] for name in own}  # rougeL keeps its L
     shown = [element("div", element("h3", titles.get(title, title)), svg) for title, svg in drawn.items() if svg]
     return element("div", *shown, class_="panels") if shown else element("p", "Curves begin with the second log line.")
 

@@ -19,9 +19,13 @@ from accelerate_recipes.data.rendering import without_nulls
 from accelerate_recipes.data.shards import files_of_folder
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
+from accelerate_recipes.ranks import is_first
 
 if TYPE_CHECKING:
     import datasets
+
+# Share of the rows of --eval_files that may be trained on too: published splits repeat some, which changes a mean little.
+MOST_REPEATED = 0.1
 
 
 @dataclass
@@ -107,12 +111,12 @@ class RowsArgs:
         return not self.eval_files and falls_under(beginning(row, asked), self.heldout_share)
 
     def sides(self, rows: "dict[str, datasets.Dataset]", asked: str) -> "dict[str, datasets.Dataset]":
-        """Split rows into `train` and `test`, and keep their order; with --eval_files, only check that no question repeats.
+        """Split rows into `train` and `test`, and keep their order; with --eval_files, only look for repeated questions.
 
         `asked` is the column with the question to the model. Rows with the same question lie on the same side.
 
         Raises:
-            ConfigError: if a side is empty, or if a question lies on both sides.
+            ConfigError: if a side is empty, or if too many questions lie on both sides.
         """
         whole = rows["train"]
         if "test" not in rows:
@@ -129,7 +133,12 @@ class RowsArgs:
                 [text_hash(beginning(row, asked)) for row in rows[name].select_columns([asked])]
                 for name in ("train", "test")
             )
-            check_apart(repeated(trained, evaluated), len(evaluated), self.source)
+            if both := repeated(trained, evaluated):
+                first = beginning(rows["test"][both[0]], asked)
+                check_apart(both, len(evaluated), f"begin as rows of {self.source} do", f"{first[:60]!r}")
+                if is_first():
+                    said = f"{len(both):,} of {len(evaluated):,} rows of {self.sources['test']}"
+                    print(f"{said} begin as rows to train on do; the first is {first[:60]!r}", flush=True)
         for name, side in rows.items():
             if not len(side):
                 raise ConfigError(
@@ -139,16 +148,19 @@ class RowsArgs:
         return rows
 
 
-def repeated(trained: Iterable[int], evaluated: Sequence[int]) -> int:
-    """Count the rows to evaluate on whose hash is that of a row to train on."""
+def repeated(trained: Iterable[int], evaluated: Sequence[int | None]) -> list[int]:
+    """List the places of the rows to evaluate on whose hash is that of a row to train on."""
     common = {*evaluated}.intersection(trained)
-    return sum(row in common for row in evaluated)
+    return [place for place, row in enumerate(evaluated) if row in common]
 
 
-def check_apart(both: int, evaluated: int, source: str, said: str = "begin as rows of {} do") -> None:
-    """Raise ConfigError if `both` of the rows of --eval_files are also rows to train on, which come from `source`."""
-    if both:
-        raise ConfigError(f"{both:,} of {evaluated:,} rows of --eval_files {said.format(source)}; remove them from one")
+def check_apart(both: Sequence[int], evaluated: int, said: str, first: str) -> None:
+    """Raise ConfigError if more than MOST_REPEATED of the rows of --eval_files, at the places `both`, are trained on too."""
+    if len(both) > MOST_REPEATED * evaluated:
+        raise ConfigError(
+            f"{len(both):,} of {evaluated:,} rows of --eval_files {said}; remove them from one, but for {MOST_REPEATED:.0%} "
+            f"at most; the first is {first}"
+        )
 
 
 def in_folders(files: list[str]) -> list[str]:

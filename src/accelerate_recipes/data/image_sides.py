@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Iterable
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,29 +53,35 @@ class Labelled(NamedTuple):
         return digest.hexdigest()
 
 
-def same_images(train: Labelled, test: Labelled) -> tuple[int, int]:
-    """Count which of up to NUM_READ images to evaluate on are trained on too, alike to the bit; also return of how many.
+def same_images(train: Labelled, test: Labelled) -> tuple[list[int], int]:
+    """List the rows of `test` whose images are trained on too, alike to the bit; also return how many rows were compared.
 
-    Only images of one size are read.
+    These are up to NUM_READ rows, and fewer where more than MOST_COMPARED images of `train` would be read: those that have
+    the size of one of theirs.
     """
-    chosen, sizes = spread(test), [image_sizes(test), image_sizes(train)]
-    common = {sizes[0][number] for number in chosen} & {*sizes[1]} - {None}
+    chosen, sizes, of_train = spread(test), image_sizes(test), image_sizes(train)
+    same_size = Counter(filter(None, of_train))
+    while sum(same_size[size] for size in {sizes[number] for number in chosen}) > MOST_COMPARED:
+        chosen = chosen[1::2]
+    common = {sizes[number] for number in chosen} & {*of_train} - {None}
+    trained = (digest_of(train, number) for number, size in enumerate(of_train) if size in common)
+    evaluated = [digest_of(test, number) if sizes[number] in common else None for number in chosen]
+    return [int(chosen[place]) for place in repeated(filter(None, trained), evaluated)], len(chosen)
 
-    def digests(side: Labelled, numbers: Iterable[int], sizes: list) -> list[int]:
-        read = (read_bytes(side.images[int(number)]["image"]) for number in numbers if sizes[number] in common)
-        return [*map(xxhash.xxh64_intdigest, read)]
 
-    trained = digests(train, range(len(train.images)), sizes[1]) if common else []
-    return repeated(trained, digests(test, chosen, sizes[0])), len(chosen)
+def digest_of(side: Labelled, number: int) -> int | None:
+    """Compute a hash of an image; return None if it cannot be read, which a later step reports."""
+    with contextlib.suppress(OSError):
+        return xxhash.xxh64_intdigest(read_bytes(side.images[int(number)]["image"]))
 
 
 def image_sizes(side: Labelled) -> list[int | None]:
     """Return the size of each image; None if there is no such file, which a later step reports."""
     import pyarrow.compute as pc
 
-    def size(path: str) -> int | None:
+    def size(path: str | None) -> int | None:
         with contextlib.suppress(OSError):
-            return image_place(path)[2]
+            return image_place(path)[2] if path else None
 
     return [
         size(path) if inside is None else inside

@@ -146,7 +146,7 @@ def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
 
     Raises:
         DataError: for rows that cannot be read, lack a column, or have no label.
-        ConfigError: if a side is empty, or if images of --eval_files are also trained on.
+        ConfigError: if a side is empty, or if too many images of --eval_files are also trained on.
     """
     import datasets
 
@@ -167,10 +167,10 @@ def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
         sides[name] = Labelled(images, labels, np.arange(len(images)), args.sources[name])
     if sides.keys() == {"train", "test"}:
         both, compared = on_first_rank(lambda: same_images(sides["train"], sides["test"]))
-        if args.eval_files:
-            check_apart(both, compared, args.source, "are images of {} too")
-        elif both and is_first():
-            print(f"{both:,} of {compared:,} images of {args.sources['test']} are also trained on", flush=True)
+        if args.eval_files and both:
+            check_apart(both, compared, f"are images of {args.source} too", f"row {both[0] + 1}")
+        if both and is_first():
+            print(f"{len(both):,} of {compared:,} images of {args.sources['test']} are also trained on", flush=True)
     if "test" not in sides:
         whole = sides["train"]
         is_heldout = on_first_rank(lambda: heldout(whole, args.heldout_share, args.skip_broken_images))
@@ -211,16 +211,23 @@ def numbered(table: "datasets.Dataset", column: str, names: Sequence[str], sourc
     import datasets
 
     labels, feature = table.with_format("arrow")[column][:].to_pylist(), table.features[column]
-    numbers = labels
-    if isinstance(feature, datasets.ClassLabel):
-        if feature.names != names:  # do not map by name: two classes of ImageNet are called "crane"
-            raise DataError(
-                f"{source} has the classes {some_names(feature.names)}, but those trained on are {some_names(names)}; give "
-                "both the same"
-            )
-    else:
-        number_of = {name: number for number, name in enumerate(names)}
+    number_of = {name: number for number, name in enumerate(names)}
+    if not isinstance(feature, datasets.ClassLabel):
         numbers = [number_of.get(str(label), -1) for label in labels]
+    elif feature.names == names:  # not by name: two classes of ImageNet are called "crane"
+        numbers = labels
+    elif (
+        number_of.keys() >= {*feature.names}
+        and len({*feature.names}) == len(feature.names)
+        and len(number_of) == len(names)
+    ):
+        in_order = [number_of[name] for name in feature.names]  # such as 0, 1, 10, 2, the order of texts
+        numbers = [in_order[label] if 0 <= label < len(in_order) else -1 for label in labels]
+    else:
+        raise DataError(
+            f"{source} has the classes {some_names(feature.names)}, but those trained on are {some_names(names)}; give both "
+            "the same"
+        )
     for row, number in enumerate(numbers, 1):
         if not 0 <= number < len(names):
             raise DataError(

@@ -77,13 +77,14 @@ class TextArgs(StreamArgs):
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        for name in ("validation_files",) if self.pretokenize else ("train_files", "validation_files"):
+        named = {"train_files": {*self.train_files}, "validation_files": {*self.validation_files}}
+        for name in ("validation_files",) if self.pretokenize else named:
             here = [file for file in getattr(self, name) if not (is_named_elsewhere(file) or self.is_elsewhere(file))]
             try:
-                named_shards(here)
+                named[name] |= {*named_shards(here)}  # also those in folders
             except ConfigError as error:
                 found.append(f"--{name} {error}")
-        train, validation = ({*map(os.path.realpath, files)} for files in (self.train_files, self.validation_files))
+        train, validation = ({*map(os.path.realpath, files)} for files in named.values())
         if both := sorted(train & validation):
             found.append(f"--train_files and --validation_files both name {both[0]}; remove it from one")
         return found

@@ -127,18 +127,18 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
       `truncated_targets` were cut at the given lengths; for both together: `skipped`, `content`, a checksum of the
       training pairs, and `repeated`: how many pairs to evaluate on have a source that is also trained on
 
-    If there are files or a split to evaluate on, their pairs are held out. If a source is also trained on, pairs of files
-    are refused; those of a split, which belongs to its dataset, are counted. Otherwise a pair is held out if the hash of its
-    source falls under `heldout_share`. Case and white space do not count. So pairs with the same source lie on one side,
-    whatever the order of the files.
+    If there are files or a split to evaluate on, their pairs are held out. Those whose source is also
+    trained on are counted; if a file has too many, it is refused, but a split belongs to its dataset. Otherwise a pair is
+    held out if the hash of its source falls under `heldout_share`. So pairs with the same source lie on one side, whatever
+    the order of the files. In both, case and white space do not count.
 
     A target may be a list of texts, all of them correct. For training, each text makes a pair. For a held-out pair, the loss
     uses the first text and metrics use all.
 
     Raises:
         DataError: for a file that cannot be read, or has no rows.
-        ConfigError: for a missing column, a split without pairs, a source on both sides, and empty texts unless
-            `skip_bad_pairs`.
+        ConfigError: for a missing column, a split without pairs, too many sources on both sides, and empty texts
+            unless `skip_bad_pairs`.
     """
     lengths = (args.max_source_length, args.max_target_length)
     settings = {
@@ -152,15 +152,15 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
     def build(folder: Path, tmp: Path) -> dict:
         import datasets
 
-        parts, bad, evaluated = {}, [], []
+        parts, bad, asked = {}, [], []
         rows = args.read_rows()
         for name, part in reversed(rows.items()):  # with the sources to evaluate on, those to train on are compared
             share = args.heldout_share if len(rows) == 1 else float(name == "test")
             part = text_columns(part, args.columns[name], args.sources[name])
-            known, file = frozenset(evaluated), tmp / f"{name}-all.arrow"
+            known, file = frozenset(map(text_hash, asked)), tmp / f"{name}-all.arrow"
             parts[name] = tokenize_pairs(part, args.columns[name], tokenizer, args, share, known, file)
             if name == "test":
-                evaluated = [text_hash(source) for source in parts[name]["source"] if source]
+                asked = [source for source in parts[name]["source"] if source]
         for name in rows:
             defects = zip(parts[name]["row"][:], parts[name]["defect"][:], strict=True)
             bad += [f"{args.sources[name]}, row {row + 1}: {defect}" for row, defect in defects if defect]
@@ -169,10 +169,10 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
         whole = datasets.concatenate_datasets([*parts.values()])
         is_heldout, is_good = np.array(whole["heldout"][:]), np.array([not defect for defect in whole["defect"][:]])
         known = whole.select(np.flatnonzero(whole["is_known"][:]))["source"]
-        both = repeated(map(text_hash, known), evaluated)
-        if args.eval_files:
-            check_apart(both, len(evaluated), args.source)
-        facts: dict = {"skipped": len(bad), "repeated": both}
+        both = repeated(map(text_hash, known), [*map(text_hash, asked)])
+        if args.eval_files and both:
+            check_apart(both, len(asked), f"begin as rows of {args.source} do", f"{asked[both[0]][:60]!r}")
+        facts: dict = {"skipped": len(bad), "repeated": len(both)}
         for name, chosen in {"train": is_good & ~is_heldout, "heldout": is_good & is_heldout}.items():
             if not chosen.any():
                 remedy = f"; change --heldout_share {args.heldout_share}" if is_good.any() and len(rows) == 1 else ""

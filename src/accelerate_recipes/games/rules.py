@@ -46,7 +46,7 @@ WORD = re.compile(
 )
 ENDED = re.compile(r"(.*?)(1-0|0-1|1/2-1/2|\*)")
 HEADER = re.compile(r'\[\w+\s+"')
-EVENT = re.compile(r'\ufeff?\[Event\s+"')  # begins a game, also within a comment that was cut
+EVENT = re.compile(r'\ufeff?\[Event\s+".*"\]\s*$')  # begins a game, also within a comment that was cut
 # UCI writes castling as the move of the king, as in normal chess; for Chess960 engines, the king takes its own rook.
 CASTLING = {"e1h1": "e1g1", "e1a1": "e1c1", "e8h8": "e8g8", "e8a8": "e8c8"}
 
