@@ -478,7 +478,7 @@ def test_only_the_answers(base, tmp_path, capsys):
     nothing = (
         "{% for m in messages %}{{ m.content }}</s>{% endfor %}{% if 0 %}{% generation %}{% endgeneration %}{% endif %}"
     )
-    with pytest.raises(ConfigError, match=r"rows.jsonl, row 0, .*marks none of its answers"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl, row 1, .*marks none of its answers"):
         prepare(save_base(tmp_path / "none", nothing), rows)
     halves = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in rows]
     for given, flags, is_trained in (
