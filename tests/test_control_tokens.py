@@ -91,6 +91,14 @@ def test_what_is_no_control_token(tmp_path, capsys):
         prepare(folder, [*CHATS, with_text(CHATS[3], 2, "<call> <over>")])
 
 
+def test_fields_that_the_template_does_not_name(base, capsys):
+    """What other tools keep beside a text, such as the raw answer, is not rendered, so its control tokens do no harm."""
+    rows = [*CHATS[1:], {"messages": [*CHATS[0]["messages"][:2], CHATS[0]["messages"][2] | {"raw": FORGED}]}]
+    prepare(base, rows)
+    said = capsys.readouterr().out
+    assert "control token" not in said and "row 30: the chat template writes nothing of `raw`" in said
+
+
 def test_new_tokens_and_those_of_a_template_are_control_tokens(base, tmp_path):
     folder, chatml = save_base(tmp_path / "plain", None), tmp_path / "chatml.jinja"
     chatml.write_text("{% for m in messages %}<turn>{{ m.role }}: {{ m.content }}</s>{% endfor %}")

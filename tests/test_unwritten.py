@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 from test_conversations import PAIRS, ROWS_WITH_TOOLS, TOOL, conversation, prepare, save_base, template_of
+from transformers import AutoTokenizer
 
 from accelerate_recipes.data.unwritten import same_answers
 from accelerate_recipes.errors import ConfigError
@@ -87,6 +88,13 @@ def test_tools_that_a_template_does_not_write(plain, qwen3, tmp_path):
     pairs = [PAIRS[0] | {"prompt": row["messages"][:2], "tools": row["tools"]} for row in tools]
     with pytest.raises(ConfigError, match=r"pair 1: the chat template writes nothing of `tools`, which 30 of 30"):
         prepare(plain, pairs, name="dpo")
+    several = AutoTokenizer.from_pretrained(plain)
+    several.chat_template = {"default": PLAIN, "tool_use": template_of("qwen3")}
+    several.save_pretrained(tmp_path / "several")
+    with pytest.raises(ConfigError, match=said.format("tools", 30)):  # trl takes its default
+        prepare(plain, [CHATS[0], *tools], "--chat_template_path", str(tmp_path / "several"))
+    with pytest.raises(ConfigError, match=r"--chat_template_path .*bare: .*chat_template is not set"):
+        prepare(plain, CHATS, "--chat_template_path", str(save_base(tmp_path / "bare", None)))
     prepare(qwen3, both)
     prepare(
         plain, both, "--chat_template_path", str(qwen3 / "chat_template.jinja"), "--new_tokens", "<think>", "</think>"
@@ -103,7 +111,8 @@ def test_pairs_that_differ_in_nothing_that_is_written(plain, qwen3, capsys):
     thoughts = [pair(i, rejected={"reasoning_content": "A guess."}) for i in range(30)]
     texts = [pair(i, rejected={"content": "3"}) for i in range(30, 60)]
     with pytest.raises(
-        ConfigError, match=r"both answers are the same tokens.*A guess.*No pair is left: give a chat template"
+        ConfigError,
+        match=r"both answers are the same tokens.*A guess.*No pair is left: raise --max_length, or give a chat template",
     ):
         prepare(plain, thoughts, name="dpo")
     capsys.readouterr()

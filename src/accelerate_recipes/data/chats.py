@@ -46,11 +46,14 @@ class ChatArgs(RowsArgs):
         return super().settle(saved)
 
     @property
-    def given_template(self) -> Any:
+    def given_template(self) -> str | None:
         """Chat template of --chat_template_path; None if the tokenizer's own is used."""
         path, name = (getattr(self, field, None) for field in ("chat_template_path", "template_model"))
         if name:
-            return read_tokenizer(name).chat_template
+            try:
+                return read_tokenizer(name).get_chat_template()  # trl takes this one of several
+            except ValueError as error:
+                raise ConfigError(f"--chat_template_path {name}: {error}") from None
         return Path(path).read_text(encoding="utf-8") if path else None
 
     def stop_tokens(self, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -67,6 +70,10 @@ class ChatArgs(RowsArgs):
             found |= {*(ends if isinstance(ends, list) else [ends])}
         return found - {None}
 
+    def template_of(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Return the chat template with which the rows are rendered; all of them if a tokenizer has several, by name."""
+        return str(self.given_template or tokenizer.chat_template)
+
     def without_controls(
         self, rows: "dict[str, datasets.Dataset]", columns: Collection[str], tokenizer: PreTrainedTokenizerBase
     ) -> "dict[str, datasets.Dataset]":
@@ -82,7 +89,9 @@ class ChatArgs(RowsArgs):
         if name := getattr(self, "template_model", ""):  # its tokens are added later
             tokenizers.append(read_tokenizer(name))
         return {
-            side: without_controls(part, columns, tokenizers, stops, self.sources[side], self.control_tokens)
+            side: without_controls(
+                part, columns, tokenizers, stops, self.template_of(tokenizer), self.sources[side], self.control_tokens
+            )
             for side, part in rows.items()
         }
 
@@ -110,7 +119,7 @@ class ChatArgs(RowsArgs):
         Raises:
             ConfigError: for a date that the template does not write.
         """
-        template = str(self.given_template or tokenizer.chat_template)  # some tokenizers have several, by name
+        template = self.template_of(tokenizer)
         if ASKS in template:
             self.template_date = self.template_date or on_first_rank(
                 lambda: first_prepared(self.read_rows()["train"], template)

@@ -63,16 +63,24 @@ def texts_in(value: Any) -> Iterator[str]:
             yield from texts_in(entry)
 
 
+def named_in(template: str, message: Any) -> Any:
+    """Return a message without the fields that a chat template does not name: it cannot write these."""
+    is_message = isinstance(message, dict)
+    return {name: value for name, value in message.items() if name in template} if is_message else message
+
+
 def first_controls(
     rows: dict[str, list],
     indices: Sequence[int],
     tokenizers: Sequence[PreTrainedTokenizerBase],
     stops: Collection[int],
+    template: str,
     source: str,
 ) -> dict[str, list[str]]:
-    """Return the first control token of each row; "" for a row without one.
+    """Return the first control token of each row; "" for a row without one. `template` is the chat template.
 
-    A text that is no message may begin with the begin token and end with the end token of the first tokenizer.
+    A text that is no message may begin with the begin token and end with the end token of the first tokenizer; the white
+    space behind that is removed later.
     """
     controls = [Controls(tokenizer, stops) for tokenizer in tokenizers]
     begin, end = tokenizers[0].bos_token or "", tokenizers[0].eos_token or ""
@@ -83,7 +91,7 @@ def first_controls(
             if name in SETTINGS
             else without_tail(value.removeprefix(begin), end).removesuffix(end)
             if isinstance(value, str)
-            else value
+            else [named_in(template, message) for message in value or []]
             for name, value in zip(rows, values, strict=True)
         ]
         firsts = (one.first_in(text) for text in texts_in(said) for one in controls)
@@ -96,6 +104,7 @@ def without_controls(
     columns: Collection[str],
     tokenizers: Sequence[PreTrainedTokenizerBase],
     stops: Collection[int],
+    template: str,
     source: str,
     action: str,
 ) -> "datasets.Dataset":
@@ -115,7 +124,7 @@ def without_controls(
         first_controls,
         batched=True,
         with_indices=True,
-        fn_kwargs={"tokenizers": tokenizers, "stops": stops, "source": source},
+        fn_kwargs={"tokenizers": tokenizers, "stops": stops, "template": template, "source": source},
         remove_columns=read,
         desc="Looking for control tokens",
     )["control"][:]

@@ -61,7 +61,7 @@ def message_of(message: Any) -> dict:
         names, message = ROLES.keys(), {"role": role, "content": message.pop("value")} | message
     content = message.get("content")
     if not isinstance(content, str | list) and (content is not None or not {"tool_calls", CALL} & {*message}):
-        raise ValueError(f"from {role} without a text as its content: {message!r:.80}; remove the row")
+        raise ValueError(f"from {role} without a text as its content: {message!r:.80}; give a text, or remove the row")
     if isinstance(content, list):
         message["content"] = "".join(map(text_of_part, content))
     if role in names:

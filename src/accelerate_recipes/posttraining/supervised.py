@@ -234,8 +234,8 @@ class SupervisedTrainer(Objective, SFTTrainer):
         if not len(whole):
             raise ConfigError(
                 f"none of {len(rows):,} rows to {'train' if name == 'train' else 'evaluate'} on has an answer that is a "
-                "target; give rows with answers, see the weights of the messages, or train everything by "
-                "--assistant_only_loss false"
+                "target, which is a message of the role 'assistant' with a text; give rows with answers, see roles and "
+                "weights of the messages, or train everything by --assistant_only_loss false"
             )
         check_no_placeholders(whole, tokenizer, self.run.args.base_model)
         if name == "train":
