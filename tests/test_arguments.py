@@ -187,6 +187,11 @@ def test_a_choice_of_true_and_false_is_a_switch_too(words, value, tmp_path):
     jsonschema.validate({"assistant_only_loss": value == "true"}, schema(args_class, "sft"))
 
 
+def test_a_flag_with_one_dash_is_named():
+    _, problems = resolve(TrainArgs, ["--lora_target_modules", "q_proj", "-lr", "3"], world_size=1)
+    assert len(problems) == 1 and problems[0].startswith("-lr behind --lora_target_modules ") and "--lr" in problems[0]
+
+
 def test_a_flag_of_earlier_versions_has_no_foolish_hint():
     args_class = recipe.load(ROOT / "recipes/sft.py").Args
     told, other = resolve(args_class, ["--accept_training_template", "--data_cache_dir", "x"], world_size=1)[1][:2]

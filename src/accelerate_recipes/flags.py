@@ -325,4 +325,6 @@ def flag_problem(
         return f"{flag} is {' '.join(values)}; {error} ({where})"
     except Exception as error:  # argparse's ArgumentError, or one of a value in YAML
         return f"{error} ({where})"
+    if dashed := next((word for word in rest if word.startswith("-")), ""):
+        return f"{dashed} behind {flag} is no value; flags begin with two dashes: -{dashed} ({where})"
     return f"{flag} takes one value, not {len(values)}: {' '.join(values)} ({where})" if rest else ""
