@@ -67,6 +67,9 @@ class Args(FormatArgs, NewModelArgs, SFTConfig):
         "dataset_text_field", "dataset_kwargs", "chat_template_path", "eos_token", "max_length", "truncation_mode",
         "packing", "packing_strategy", "shuffle_dataset", "completion_only_loss",
     })  # fmt: skip
+    owned_elsewhere = NewModelArgs.owned_elsewhere | {
+        "accept_training_template": "remove it: answers are found with the model's own template"
+    }
     groups = NewModelArgs.groups | dict.fromkeys(("packing", "completion_only_loss"), "task")
     ranges = NewModelArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
 

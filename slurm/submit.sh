@@ -51,9 +51,9 @@ plan() {
 ### On the login node
 
 # Flags of sbatch without a value, or with one only after `=`. Every other flag takes the next word.
-SWITCHES=" -h -H -k -O -Q -s -v -V -W --contiguous --exclusive --get-user-env --help --hold --ignore-pbs --nice --no-kill
-    --no-requeue --overcommit --oversubscribe --parsable --propagate --quiet --reboot --requeue --resv-ports --spread-job
-    --stepmgr --test-only --usage --use-min-nodes --verbose --version --wait "
+SWITCHES=" -h -H -k -O -Q -s -v -V -W --consolidate-segments --contiguous --exclusive --get-user-env --help --hold
+    --ignore-pbs --nice --no-kill --no-requeue --oom-kill-step --overcommit --oversubscribe --parsable --propagate --quiet
+    --reboot --requeue --resv-ports --spread-job --stepmgr --test-only --usage --use-min-nodes --verbose --version --wait "
 # Flags that are read here, or refused.
 READ=(--array --cpus-per-task --gpus --gpus-per-node --gpus-per-socket --gpus-per-task --gres --nodes --signal --tres-per-task)
 declare -A LONG=([-a]=--array [-c]=--cpus-per-task [-G]=--gpus [-N]=--nodes)
@@ -140,6 +140,7 @@ submit() {
         [[ -z ${asked[$name]:-} ]] || die "$name ${asked[$name]} leaves open how many each node has; give --gpus-per-node"
     done
     nodes=${asked[--nodes]}
+    [[ ${nodes%-*} != "${nodes#*-}" ]] || nodes=${nodes#*-} # at least and at most: 2-2
     cpus=${asked[--cpus-per-task]}
     gpus=$(plain "${asked[--gpus-per-node]}")
     gres=$(plain "${asked[--gres]}")

@@ -162,6 +162,43 @@ def test_a_preset_that_is_not_there(script, typed, said, monkeypatch):
     assert said or problems[0].endswith("no such file")
 
 
+@pytest.mark.parametrize("given", [["llama3"], ["qwen3_8b", "llama3_1_8b"], []])
+def test_what_an_unread_preset_may_give_is_not_missing(given, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    args_class = recipe.load(ROOT / "recipes/sft.py").Args
+    flags = [word for name in given for word in ("--config", name)] or ["--config"]
+    _, problems = resolve(args_class, [*flags, "--lora_r", "x"], world_size=1)
+    assert len(problems) == 2 and problems[0].startswith("--config") and "lora_r" in problems[1]
+
+
+@pytest.mark.parametrize(
+    "words, value",
+    [(["--assistant_only_loss"], "true"), (["--assistant_only_loss", "True"], "true"),
+     (["--assistant_only_loss", "--packing"], "true"), (["--assistant_only_loss=FALSE"], "false"), ([], "auto")],
+)  # fmt: skip
+def test_a_choice_of_true_and_false_is_a_switch_too(words, value, tmp_path):
+    """As in trl, where it is a bool; a preset may hold it as YAML's bool."""
+    args_class = recipe.load(ROOT / "recipes/sft.py").Args
+    assert resolve(args_class, words, world_size=1)[0].assistant_only_loss == value
+    (tmp_path / "preset.yaml").write_text(f"assistant_only_loss: {value.capitalize()}\n")
+    assert (
+        resolve(args_class, ["--config", str(tmp_path / "preset.yaml")], world_size=1)[0].assistant_only_loss == value
+    )
+    jsonschema.validate({"assistant_only_loss": value == "true"}, schema(args_class, "sft"))
+
+
+def test_a_flag_with_one_dash_is_named():
+    _, problems = resolve(TrainArgs, ["--lora_target_modules", "q_proj", "-lr", "3"], world_size=1)
+    assert len(problems) == 1 and problems[0].startswith("-lr behind --lora_target_modules ") and "--lr" in problems[0]
+
+
+def test_a_flag_of_earlier_versions_has_no_foolish_hint():
+    args_class = recipe.load(ROOT / "recipes/sft.py").Args
+    told, other = resolve(args_class, ["--accept_training_template", "--data_cache_dir", "x"], world_size=1)[1][:2]
+    assert "is not an argument of the recipe: remove it" in told
+    assert other == "unknown argument 'data_cache_dir' on the command line"
+
+
 def test_what_is_no_field_of_a_model_has_no_hint_at_one():
     args_class = recipe.load(ROOT / "recipes/chess.py").Args
     _, problems = resolve(args_class, ["--epochs", "3", "--zzzz", "1", "--num_hidden_layers", "2"], world_size=1)

@@ -747,6 +747,8 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
     elsewhere = [argv[0], "--nodes", "2", *argv[5:]]  # that of the job may be another
     assert read_request(elsewhere).gpu == read_request(argv).gpu == ""
     assert read_request([argv[0], "--cpu", *argv[5:]]).gpu == ""
+    with pytest.raises(ConfigError, match="the accelerate YAML comes first, not sft"):
+        read_request(["sft", "--model_name_or_path", "x"])
     with pytest.raises(ConfigError, match="the accelerate YAML comes first, not --config_file"):
         read_request(["--config_file", *argv])
     monkeypatch.undo()

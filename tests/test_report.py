@@ -399,6 +399,11 @@ def test_several_runs_on_one_page(write_run, monkeypatch, capsys):
     assert all(f"stroke: {color}" in text for color in report.COLORS[:3])
 
 
+def test_a_page_without_a_folder_is_told_at_once(write_run, tmp_path):
+    with pytest.raises(ConfigError, match=r"^--out .*nowhere/page.html: there is no folder .*nowhere$"):
+        report.compare([write_run("a", [record(4, 1010)])] * 2, tmp_path / "nowhere/page.html")
+
+
 def test_profile_of_steps(tmp_path):
     """On a CPU: chosen steps on chosen ranks, also if the run begins or ends within them."""
     args = TrainArgs(output_dir=str(tmp_path), profile_steps="3-4", profile_ranks=[0, 2])

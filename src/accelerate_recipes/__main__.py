@@ -284,8 +284,8 @@ def list_checkpoints(args: argparse.Namespace) -> None:
 
     found = files.candidates(args.directory)
     if not args.directory.is_dir():
-        raise ConfigError(f"{args.directory}: no such folder; give the output directory of a run")
-    if args.directory.is_dir() and files.other_kind(args.directory, "checkpoint") is None:
+        raise ConfigError(f"{args.directory}: there is no such folder; give the output directory of a run")
+    if files.other_kind(args.directory, "checkpoint") is None:
         raise ConfigError(f"{args.directory}: it is a checkpoint; give the folder above it")
     if not found:
         print(f"{args.directory} holds no checkpoint")

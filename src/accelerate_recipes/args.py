@@ -368,8 +368,10 @@ def resolve(
     presets = [values for flag, values in flags if flag == "--config"]
     mappings = {action.dest for action in parser._actions if isinstance(action, Merge)}
     groups, script = [], getattr(sys.modules.get(args_class.__module__), "__file__", None)
-    with noting(errors):
+    unread: list[str] = []  # what is wrong with the preset as a whole
+    with noting(unread):
         groups += read_preset(presets, mappings, script or "")
+    errors += unread
     groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
     # Parse each flag alone first, to find all errors. Then parse the flags without error together, in the same order: a flag
     # after the preset overrides it.
@@ -382,4 +384,5 @@ def resolve(
     namespace = parser.parse_args(words_of(parser, right))
     args = args_class(**{f.name: getattr(namespace, f.name) for f in fields(args_class)})
     args.elsewhere, args.num_launched, args.row_size = elsewhere, world_size, row_size
-    return args, errors + args.problems(world_size)
+    # Without the preset, values that it gives would be told as missing.
+    return args, errors + ([] if unread else args.problems(world_size))

@@ -169,7 +169,7 @@ def as_schema(argument: Argument) -> dict[str, Any]:
             bounds["maximum"] = min(bounds["maximum"], MAX_INT)
         value |= {name: bound for name, bound in bounds.items() if math.isfinite(bound)}
     elif action.choices:
-        value = {"enum": list(action.choices)}
+        value = {"enum": [*action.choices, *((True, False) if argument.is_switch else ())]}
     many = [{"type": "array", "items": value}] if action.nargs == "+" else []
     return found | {"anyOf": [value, *many, {"type": "null"}]}
 

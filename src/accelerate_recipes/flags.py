@@ -20,7 +20,7 @@ MAX_INT = 2**31 - 1  # small enough for numpy and torch, also for a seed plus st
 # Names that users of other programs type, and what they mean here. By its letters, --lr would be nearest to --lora_r.
 USUAL_NAMES = {
     "lr": "learning_rate", "model": "model_name_or_path", "data": "train_files", "batch_size": "total_batch_size",
-    "per_device_batch_size": "per_device_train_batch_size",
+    "per_device_batch_size": "per_device_train_batch_size", "epochs": "num_train_epochs",
 }  # fmt: skip
 
 
@@ -94,6 +94,8 @@ class Parser(HfArgumentParser):
             said = next((found for _, found in declarations(args_class, dest) if "help" in found), {})
             settings = {key: said[key] for key in ("help", "choices") if key in said} | settings
         settings = {key: value for key, value in settings.items() if key not in ("fixed", "group")}
+        if "true" in (settings.get("choices") or ()):
+            settings |= {"nargs": "?", "const": "true", "type": str.lower}  # as a switch: without a value, and True
         if settings.get("type") is dict:
             settings |= {"type": settings_in, "nargs": "+", "action": Merge}
         return super().add_argument(*names, **settings)
@@ -314,7 +316,7 @@ def flag_problem(
             hint += f" It stands before the recipe: `accelerate launch --{meant} ... RECIPE`"
         if not hint and is_of_new_model(parser, name):
             hint = f"; a field of a new model's config.json is given by --config_overrides {name}=..."
-        return f"unknown argument {name!r} {where}{hint or suggestion(name, known, cutoff=0.5)}"
+        return f"unknown argument {name!r} {where}{hint or suggestion(name, known, cutoff=0.6)}"
     if not all(isinstance(value, str) for value in values):
         return f"{name} {where} is {values!r:.60}; it must be one value, or a list of some"
     try:
@@ -323,4 +325,6 @@ def flag_problem(
         return f"{flag} is {' '.join(values)}; {error} ({where})"
     except Exception as error:  # argparse's ArgumentError, or one of a value in YAML
         return f"{error} ({where})"
+    if dashed := next((word for word in rest if word.startswith("-")), ""):
+        return f"{dashed} behind {flag} is no value; flags begin with two dashes: -{dashed} ({where})"
     return f"{flag} takes one value, not {len(values)}: {' '.join(values)} ({where})" if rest else ""

@@ -18,7 +18,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env, setup_fp8_env
 
 from accelerate_recipes import shipped
-from accelerate_recipes.errors import ConfigError, suggestion, that_apply
+from accelerate_recipes.errors import ConfigError, closest, suggestion, that_apply
 from accelerate_recipes.flags import read_yaml
 
 # Sections of the YAML, each with the prefix of its keys, which are flags too.
@@ -50,9 +50,9 @@ def yaml_problems(path: Path, num_processes: int | None = None) -> list[str]:
     `num_processes` is the value of the launcher's flag; without it, the YAML must give the number.
     """
     if not path.is_file():
-        found = shipped.config_file(path.stem)
-        meant = f"did you mean {found}?" if found != path.stem else "the shipped ones lie in accelerate_configs/"
-        return [f"{path}: no such file; {meant}"]
+        meant = closest(path.stem, shipped.names("accelerate_configs"))
+        hint = f"did you mean {shipped.config_file(meant)}?" if meant else "the shipped ones lie in accelerate_configs/"
+        return [f"{path}: no such file; {hint}"]
     try:
         content = read_yaml(path)
     except ConfigError as error:

@@ -33,7 +33,15 @@ from accelerate_recipes.attention import choose
 from accelerate_recipes.base import check_export_form, check_one_dtype
 from accelerate_recipes.checkpoint.files import MARKER, SaveError, candidates
 from accelerate_recipes.disk import is_full, print_any_text, refusal
-from accelerate_recipes.errors import ConfigError, DataError, NonFiniteError, noting, printable, raise_problems
+from accelerate_recipes.errors import (
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    noting,
+    printable,
+    raise_problems,
+    suggestion,
+)
 from accelerate_recipes.hub import cache, push
 from accelerate_recipes.hub.download import download
 from accelerate_recipes.launcher import launcher_problems
@@ -422,7 +430,7 @@ def load(path: str | Path) -> ModuleType:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"{path}: no such recipe")
+        raise ConfigError(f"{path}: no such recipe{suggestion(path.stem, shipped.names('recipes'), cutoff=0.6)}")
     if path.suffix != ".py":
         raise ConfigError(f"{path} is not a recipe; give a .py file, such as recipes/c4.py")
     # Do not import it by its bare name: `chess` is python-chess.

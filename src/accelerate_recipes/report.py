@@ -151,8 +151,10 @@ def compare(folders: Sequence[Path], out: Path) -> Path:
     """Write the report of a run into its folder, or one page of several runs to `out`; return the page.
 
     Raises:
-        ConfigError: if one of the folders holds no run, or a damaged file of one.
+        ConfigError: if one of the folders holds no run, or a damaged file of one, or if there is no folder for the page.
     """
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     runs = [read_run(folder) for folder in folders]
     if len(runs) == 1:
         out = folders[0] / "report.html"

@@ -33,9 +33,9 @@ def preset(recipe: str, name: str) -> str:
     return named(name, f"recipes/configs/{Path(recipe).stem}/{name}.yaml")
 
 
-def recipes() -> list[str]:
-    """List the names of the shipped recipes."""
-    return sorted(path.stem for path in (HOME / "recipes").glob("*.py"))
+def names(folder: str) -> list[str]:
+    """List the names of what is shipped in a folder: recipes, or accelerate_configs."""
+    return sorted(path.stem for path in (HOME / folder).iterdir() if path.is_file())
 
 
 def other_presets(recipe: str, path: Path) -> str:

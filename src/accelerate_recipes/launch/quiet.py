@@ -36,12 +36,14 @@ def launch(argv: Sequence[str]) -> None:
     args = parse_flags(argv)
     if args.config_file and not os.path.exists(args.config_file):
         raise ConfigError(*yaml_problems(Path(args.config_file)))
-    if args.training_script.endswith((".yaml", ".yml")):
-        preset = args.training_script
-        raise ConfigError(f"{preset} is not a recipe; give a .py file, and a preset behind it: --config {preset}")
-    if not (args.module or args.no_python or os.path.isfile(args.training_script)):
+    script, config = args.training_script, shipped.config_file(args.training_script)
+    if config.endswith((".yaml", ".yml")):
+        if not yaml_problems(Path(config), 1):
+            raise ConfigError(f"{script} is not a recipe; give it before the recipe: --config_file {script}")
+        raise ConfigError(f"{script} is not a recipe; give a .py file, and a preset behind it: --config {script}")
+    if not (args.module or args.no_python or os.path.isfile(script)):
         raise ConfigError(
-            f"{args.training_script}: no such recipe{suggestion(args.training_script, shipped.recipes())}"
+            f"{script}: no such recipe{suggestion(Path(script).stem, shipped.names('recipes'), cutoff=0.6)}"
         )
     config = Path(args.config_file or ("" if args.cpu else default_config_file))
     if config.is_file():

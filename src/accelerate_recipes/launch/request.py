@@ -50,8 +50,8 @@ def read_request(argv: Sequence[str], name: str = "preflight") -> Request:
         asked, argv = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from None
-    if len(argv) < 2 or argv[0].startswith("-"):
-        first = f"; the accelerate YAML comes first, not {argv[0]}" if len(argv) > 1 else ""
+    if len(argv) < 2 or argv[0].startswith("-") or shipped.found_command(argv[:1])[0].endswith(".py"):
+        first = f"; the accelerate YAML comes first, not {argv[0]}" if argv else ""
         raise ConfigError(f"usage: python -m accelerate_recipes {name} CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]{first}")
     for name, least in {"nodes": 1, "gpus_per_node": 0, "cpus_per_node": 1}.items():
         if (number := getattr(asked, name)) is not None and number < least:
