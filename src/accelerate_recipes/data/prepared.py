@@ -33,8 +33,8 @@ def check_content(now: str, states: list[dict]) -> None:
     then = states[0].get("content") if states else None
     if then and now != then:
         raise ConfigError(
-            f"the training data are others than the checkpoint's: their checksum is {now}, was {then}; put the "
-            "files back as they were, or start anew in another --output_dir"
+            f"the training data are others than the checkpoint's: their checksum is {now}, was {then}; put the files "
+            "back as they were, or the version that rendered them, or start anew in another --output_dir"
         )
 
 
