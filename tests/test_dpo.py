@@ -25,7 +25,7 @@ from accelerate_recipes.args import parse
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop
 from accelerate_recipes.posttraining.preferences import evaluate_pairs, to_pairs
-from accelerate_recipes.posttraining.references import keep, kept_values, what_decides
+from accelerate_recipes.posttraining.references import keep_values, kept_values, what_decides
 from accelerate_recipes.tokenizers import new_character_tokenizer
 
 SCRIPT, REFERENCE = ROOT / "recipes/dpo.py", CHILDREN / "reference.py"
@@ -99,9 +99,9 @@ def test_machines_with_caches_of_their_own(forks, arguments, tmp_path):
 def test_values_that_cannot_be_kept(tmp_path, capsys):
     """A run goes on where the folder of the rows cannot be written to, as that of rows prepared for others."""
     (tmp_path / "no folder").write_text("")
-    keep(tmp_path / "no folder/reference.json", [[-1.5], [-2.5]])
+    keep_values(tmp_path / "no folder/reference.json", [[-1.5], [-2.5]])
     assert "The reference's values are not kept" in capsys.readouterr().out
-    keep(tmp_path / "reference.json", [[-1.5], [-2.5]])
+    keep_values(tmp_path / "reference.json", [[-1.5], [-2.5]])
     assert kept_values(tmp_path / "reference.json", 1) == [[-1.5], [-2.5]]
 
 

@@ -44,6 +44,7 @@ from accelerate_recipes.checkpoint.check_export import (
     ends_of_adapters,
     stops_of,
 )
+from accelerate_recipes.checkpoint.files import saved_arguments
 from accelerate_recipes.data.conversations import TEXT, without_marks
 from accelerate_recipes.data.prepared import check_content, content_of
 from accelerate_recipes.data.rendering import Rendering, added_begin, first_refused
@@ -134,7 +135,11 @@ class FirstRows(NamedTuple):
 
     def check(self, states: list[dict]) -> None:
         """Raise ConfigError if the states of a checkpoint belong to other rows."""
-        check_content(self.trainer.content, states)
+        run, remedy = self.trainer.run, ""
+        date = getattr(run.args, "template_date", "")
+        if date and run.resumed_from and "template_date" not in saved_arguments(run.resumed_from):
+            remedy = f"give by --template_date, which is now {date}, the day on which the run began; "
+        check_content(self.trainer.content, states, remedy)
 
     def first_batch(self) -> dict[str, torch.Tensor]:
         return self.trainer.batch_of([self.rows[i] for i in range(min(NUM_ROWS, len(self.rows)))])
