@@ -14,7 +14,7 @@ from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data.files import check_texts_or_messages, class_names
 from accelerate_recipes.data.heldout import RowsArgs
-from accelerate_recipes.data.prepared import checksum_of_rows
+from accelerate_recipes.data.prepared import content_of
 from accelerate_recipes.data.rows import RowLoader, Rows, StepLoader, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.engine import Batch, evaluate_loss, train
 from accelerate_recipes.models import load_classifier
@@ -52,7 +52,7 @@ def make_data(run: Run[Args]) -> tuple[PreTrainedTokenizerBase, StepLoader, RowL
     labels = class_names(label for table in tables.values() for label in table["label"])
     make = partial(make_row, tokenizer, args, labels)
     rows = {part: Rows(table, make) for part, table in args.sides(tables, "text").items()}
-    content = checksum_of_rows(tables["train"], tables["train"].column_names)
+    content = {part: content_of(table, table.column_names) for part, table in tables.items()}["train"]
     loaders = make_train_loader(rows["train"], *place, content=content), make_eval_loader(rows["test"], *place)
     return tokenizer, *loaders, labels
 

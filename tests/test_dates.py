@@ -4,8 +4,10 @@ import json
 import re
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from datasets import Dataset
 from helpers import CHILDREN, log_of
 from test_conversations import PAIRS, PROMPTS, conversation, prepare, save_base, template_of, write
 from transformers import AutoTokenizer
@@ -16,6 +18,7 @@ from accelerate_recipes.checkpoint.files import complete_checkpoints, saved_argu
 from accelerate_recipes.data import dates
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.posttraining.objective import FirstRows
 
 SCRIPT = CHILDREN / "days.py"
 CHATS = [conversation(i, tools=False, system=True) for i in range(30)]
@@ -102,10 +105,23 @@ def test_a_run_over_midnight(forks, base, tmp_path):
     said = "The export renders the first 16 rows as they were trained"
     log = forks.succeed(out, *arguments, "--max_steps", 2, DAY="2025-03-01", RECIPE="sft")
     assert said in log
-    elsewhere = {"HF_HOME": tmp_path / "elsewhere", "DAY": "2026-03-01", "RECIPE": "sft"}
+    elsewhere = {"TESTED_MACHINES": tmp_path / "elsewhere", "DAY": "2026-03-01", "RECIPE": "sft"}
     log = forks.succeed(out, *arguments, "--max_steps", 3, **elsewhere)
     assert said in log and "template_date is now" not in log
     dates_of = {saved_arguments(path)["template_date"] for path in complete_checkpoints(out)}
     assert dates_of == {json.loads((out / ROWS).read_text())["arguments"]["template_date"]} == {"2025-03-01"}
     assert forks.run(out, *arguments, "--max_steps", 4, "--template_date", "2026-01-01", **elsewhere) == 2
     assert "--template_date was '2025-03-01' and is now '2026-01-01'" in log_of(out)
+
+
+def test_a_checkpoint_of_an_earlier_version_without_a_date(tmp_path):
+    """Its rows have the day on which it began, which the user can give."""
+    run = SimpleNamespace(args=SimpleNamespace(template_date="2026-03-01"), resumed_from=tmp_path)
+    first = FirstRows(SimpleNamespace(run=run, content="now"), Dataset.from_dict({}))
+    for saved, remedy in (
+        ("seed: 1", "give by --template_date, which is now 2026-03-01, .*; "),
+        ("template_date: x", ""),
+    ):
+        (tmp_path / "args.yaml").write_text(saved)
+        with pytest.raises(ConfigError, match=f"their checksum is now, was then; {remedy}put the files back"):
+            first.check([{"content": "then"}])

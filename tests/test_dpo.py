@@ -25,7 +25,7 @@ from accelerate_recipes.args import parse
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop
 from accelerate_recipes.posttraining.preferences import evaluate_pairs, to_pairs
-from accelerate_recipes.posttraining.references import what_decides
+from accelerate_recipes.posttraining.references import keep_values, kept_values, what_decides
 from accelerate_recipes.tokenizers import new_character_tokenizer
 
 SCRIPT, REFERENCE = ROOT / "recipes/dpo.py", CHILDREN / "reference.py"
@@ -94,6 +94,15 @@ def test_machines_with_caches_of_their_own(forks, arguments, tmp_path):
         next(r["eval_margin"] for r in read_metrics(tmp_path / name) if "eval_margin" in r) for name in ("cold", "warm")
     ]
     assert first_margin[0] == 0 != first_margin[1]
+
+
+def test_values_that_cannot_be_kept(tmp_path, capsys):
+    """A run goes on where the folder of the rows cannot be written to, as that of rows prepared for others."""
+    (tmp_path / "no folder").write_text("")
+    keep_values(tmp_path / "no folder/reference.json", [[-1.5], [-2.5]])
+    assert "The reference's values are not kept" in capsys.readouterr().out
+    keep_values(tmp_path / "reference.json", [[-1.5], [-2.5]])
+    assert kept_values(tmp_path / "reference.json", 1) == [[-1.5], [-2.5]]
 
 
 def test_what_decides_the_values_of_the_reference(base, monkeypatch):

@@ -21,7 +21,7 @@ from helpers import ROOT
 from PIL import Image
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data import image_sides
+from accelerate_recipes.data import image_sides, prepared
 from accelerate_recipes.data.augmentation import Augmentation, decode, image_size, random_box
 from accelerate_recipes.data.files import class_names
 from accelerate_recipes.data.image_sides import Labelled, groups_of_alike, same_images
@@ -496,3 +496,12 @@ def test_content_notices_other_images(parquet, broken, others):
 def test_size_of_processors():
     assert image_size(new_image_processor(20)) == 20
     assert Path(ROOT / "data/fashion/images_10k.parquet").stat().st_size < 5e6
+
+
+def test_machines_with_other_images_are_refused(parquet, monkeypatch):
+    """By their labels, before a rank would look for an image that its machine lacks."""
+    monkeypatch.setattr(prepared, "on_all_ranks", lambda value: [value, "another"])
+    with pytest.raises(
+        ConfigError, match=f"the checksum of the labels in {parquet} is .*, and another on that of rank 1"
+    ):
+        sides([parquet])

@@ -124,6 +124,16 @@ def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, arguments, tmp
     ]
 
 
+def test_machines_with_other_texts(forks, typed, arguments, tmp_path):
+    rows = Path(arguments[arguments.index("--train_files") + 1]).read_text().splitlines(keepends=True)
+    for machine in range(2):
+        (folder := tmp_path / f"machine-{machine}").mkdir()
+        (folder / "texts.jsonl").write_text("".join(rows[machine:]))
+    out = tmp_path / "out"
+    code = forks.run(out, *arguments, "--train_files", "texts.jsonl", script=typed, TESTED_MACHINES=tmp_path)
+    assert code == 2 and "the checksum of the rows is " in log_of(out), log_of(out)[-3000:]
+
+
 @pytest.mark.slow
 def test_second_example(forks, arguments, tmp_path):
     """The code of docs/token-labels.md takes the place of the template's; it learns, and rows show the label of a token."""

@@ -31,7 +31,7 @@ from trl.trainer.utils import add_fused_lm_head
 from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs, parse, resolve
 from accelerate_recipes.checkpoint.files import complete_checkpoints
-from accelerate_recipes.checkpoint.resume import check_arguments
+from accelerate_recipes.checkpoint.resume import changed_arguments, check_arguments
 from accelerate_recipes.data.heldout import beginning
 from accelerate_recipes.data.rows import rows_of_step
 from accelerate_recipes.errors import ConfigError
@@ -663,6 +663,20 @@ def test_what_a_resume_must_not_change(chess, chats, arguments, tmp_path):
         assert set(re.findall(r"- --(\w+) was", str(caught.value))) == changes.keys(), script
 
 
+def test_machines_with_other_rows_to_evaluate_on(forks, chats, arguments, tmp_path):
+    """They are refused before the model is sharded: with unequal numbers of rows, ranks would wait for each other."""
+    rows = (chats / "chats.jsonl").read_text().splitlines(keepends=True)
+    for machine, number in enumerate((9, 2)):
+        folder = tmp_path / f"machine-{machine}"
+        folder.mkdir()
+        (folder / "train.jsonl").write_text("".join(rows[9:]))
+        (folder / "eval.jsonl").write_text("".join(rows[:number]))
+    out, files = tmp_path / "out", ("--train_files", "train.jsonl", "--eval_files", "eval.jsonl")
+    args = (*arguments, "--model_name_or_path", chats / "base", *files)
+    assert forks.run(out, *args, TESTED_MACHINES=tmp_path) == 2, log_of(out)[-3000:]
+    assert "the checksum of the rows is " in log_of(out) and "Strategy: " not in log_of(out)
+
+
 def test_a_resume_keeps_its_targets(chats, arguments, tmp_path):
     """Left open, --assistant_only_loss is that of the checkpoint, which earlier versions wrote as a bool; what it means counts."""
     module = recipe.load(SFT)
@@ -677,6 +691,8 @@ def test_a_resume_keeps_its_targets(chats, arguments, tmp_path):
         values = yaml.safe_load((tmp_path / "args.yaml").read_text())
         (tmp_path / "args.yaml").write_text(yaml.safe_dump(values | {"assistant_only_loss": saved}))
         args = parse(module.Args, [*argv, "--assistant_only_loss", given], world_size=1)
+        if given == "auto":
+            assert changed_arguments(tmp_path, args) == {}, "the same command, which goes on wherever it began"
         check_arguments(tmp_path, args)
         if resumes:
             check_same_targets(args, features, tmp_path)

@@ -279,8 +279,9 @@ def start(args: Args) -> Run[Args]:
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # its mesh needs several processes
         return Run(args, Accelerator(cpu=True, mixed_precision="no"))  # fp8 would ask for packages
     accelerator = make_accelerator(args)
-    if (name := args.base_model) and not os.path.isdir(name):
-        same_on_machines(cache.revision("model", name), f"the commit of {name}")
+    if name := args.base_model:
+        is_folder = os.path.isdir(name)
+        same_on_machines("a folder" if is_folder else cache.revision("model", name), f"the commit of {name}")
     run = Run(args, accelerator, agree_on_resume(accelerator, args))
     if run.is_first:
         device = device_name(accelerator.device).removeprefix("this ")

@@ -4,6 +4,7 @@ import copy
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
@@ -143,8 +144,15 @@ def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
     saved, settled = files.saved_arguments(checkpoint), copy.copy(args)
     settled.settle(saved)
     return {
-        name: (saved[name], value) for name, value in settled.values().items() if name in saved and saved[name] != value
+        name: (saved[name], value)
+        for name, value in settled.values().items()
+        if name in saved and is_other(saved[name], value)
     }
+
+
+def is_other(before: Any, now: Any) -> bool:
+    """Tell whether an argument has changed. Earlier versions wrote a bool where there is a choice of texts now."""
+    return before != now and not (isinstance(before, bool) and str(before).lower() == now)
 
 
 def check_arguments(checkpoint: Path, args: TrainArgs) -> None:

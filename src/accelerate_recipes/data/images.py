@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import xxhash
 from PIL import Image
 from torch.utils.data import default_collate
 
@@ -20,6 +21,7 @@ from accelerate_recipes.data.documents import reading
 from accelerate_recipes.data.files import class_names, read_split
 from accelerate_recipes.data.heldout import RowsArgs, check_apart
 from accelerate_recipes.data.image_sides import Labelled, heldout, read_bytes, same_images
+from accelerate_recipes.data.prepared import same_on_machines
 from accelerate_recipes.data.shards import (
     HUB,
     downloaded,
@@ -165,6 +167,7 @@ def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
         images = images.cast_column("image", datasets.Image(decode=False))
         labels = numbered(table, args.label_column, names, args.sources[name])
         sides[name] = Labelled(images, labels, np.arange(len(images)), args.sources[name])
+        same_on_machines(xxhash.xxh3_128_hexdigest(labels), f"the checksum of the labels in {args.sources[name]}")
     if sides.keys() == {"train", "test"}:
         both, compared = on_first_rank(lambda: same_images(sides["train"], sides["test"]))
         if args.eval_files and both:

@@ -28,13 +28,16 @@ if TYPE_CHECKING:
 TOKENIZED_PER_SECOND = 1e6  # bytes of files in one process: a low estimate (docs/plan.md)
 
 
-def check_content(now: str, states: list[dict]) -> None:
-    """Raise ConfigError unless a checkpoint, with these data `states`, was trained on rows with this checksum."""
+def check_content(now: str, states: list[dict], remedy: str = "") -> None:
+    """Raise ConfigError unless a checkpoint, with these data `states`, was trained on rows with this checksum.
+
+    `remedy` comes before others.
+    """
     then = states[0].get("content") if states else None
     if then and now != then:
         raise ConfigError(
-            f"the training data are others than the checkpoint's: their checksum is {now}, was {then}; put the "
-            "files back as they were, or start anew in another --output_dir"
+            f"the training data are others than the checkpoint's: their checksum is {now}, was {then}; {remedy}put the "
+            "files back as they were, or the version that rendered them, or start anew in another --output_dir"
         )
 
 

@@ -44,6 +44,7 @@ from accelerate_recipes.checkpoint.check_export import (
     ends_of_adapters,
     stops_of,
 )
+from accelerate_recipes.checkpoint.files import saved_arguments
 from accelerate_recipes.data.conversations import TEXT, without_marks
 from accelerate_recipes.data.prepared import check_content, content_of
 from accelerate_recipes.data.rendering import Rendering, added_begin, first_refused
@@ -52,7 +53,6 @@ from accelerate_recipes.data.shown import NUM_ROWS, HasRows
 from accelerate_recipes.engine import DrawFn, train
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.metrics import Flops
-from accelerate_recipes.posttraining.references import REFERENCE
 from accelerate_recipes.posttraining.settings import TrainerArgs, check_trl_packing, make_model
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.ranks import data_world_size, on_first_of_machine_before_others, sum_over_ranks
@@ -135,7 +135,11 @@ class FirstRows(NamedTuple):
 
     def check(self, states: list[dict]) -> None:
         """Raise ConfigError if the states of a checkpoint belong to other rows."""
-        check_content(self.trainer.content(), states)
+        run, remedy = self.trainer.run, ""
+        date = getattr(run.args, "template_date", "")
+        if date and run.resumed_from and "template_date" not in saved_arguments(run.resumed_from):
+            remedy = f"give by --template_date, which is now {date}, the day on which the run began; "
+        check_content(self.trainer.content, states, remedy)
 
     def first_batch(self) -> dict[str, torch.Tensor]:
         return self.trainer.batch_of([self.rows[i] for i in range(min(NUM_ROWS, len(self.rows)))])
@@ -280,6 +284,8 @@ class Objective:
                     f"within --max_length {getattr(config, 'max_length', None)}; raise it, or see the weights of the "
                     "messages"
                 )
+        if not run.args.data_only:  # now, before the model is sharded: machines may have other rows
+            self.content = self.checksum()
         loaders = {"Training": FirstRows(self, self.train_dataset)}
         if self.eval_dataset is not None:
             heldout = FirstRows(self, self.eval_dataset)
@@ -397,18 +403,22 @@ class Objective:
             run.data_world_size,
             lengths=self.lengths,
             collate_fn=Numbered(self.data_collator),
-            content=self.content(),
+            content=self.content,
             order_class=self.order_class,
         )
 
-    def content(self) -> str:
-        """Compute the checksum of the rows, the same before and after `complete_rows`."""
+    def checksum(self) -> str:
+        """Compute the checksum of the rows to train on.
+
+        Raises:
+            ConfigError: if the machines have different rows, to train or to evaluate on.
+        """
+        if (others := self.eval_dataset) is not None:
+            content_of(others, others.column_names)  # pyright: ignore[reportArgumentType]
         rows = self.train_dataset
-        # Leave the reference's values out: their last bits depend on the number of processes and on the micro-batch.
-        own = [name for name in rows.column_names if name not in REFERENCE]
-        # Rows that were left out are gone from the table once values are added to it.
+        # Earlier versions computed it later, when the values of a reference had replaced the rows that were left out.
         is_flat = rows._indices is None or not getattr(self.run.args, "precompute_ref_log_probs", False)
-        return content_of(rows if is_flat else rows.flatten_indices(), own)
+        return content_of(rows if is_flat else rows.flatten_indices(), rows.column_names)
 
     def balances(self, outputs: Outputs) -> list[torch.Tensor]:
         """Return the weighted loss that balances experts in a micro-batch, as a list; the list is empty without experts."""

@@ -46,7 +46,7 @@ def with_reference(trainer: Any, rows: datasets.Dataset, batch_size: int) -> dat
     else:
         known = compute(trainer, rows, batch_size)
     if file and values is None and is_first_of_machine():
-        write_atomically(file, json.dumps(known), own_suffix())
+        keep_values(file, known)
     features = datasets.Features(dict.fromkeys(REFERENCE, datasets.Value("float32")))
     columns = datasets.Dataset.from_dict(dict(zip(REFERENCE, known, strict=True)), features)
     return datasets.concatenate_datasets([rows, columns], axis=1)
@@ -81,6 +81,14 @@ def kept_values(file: Path, number: int) -> list[list[float]] | None:
         values = read_json(file)
         return values if [len(column) for column in values] == [number] * len(REFERENCE) else None
     return None
+
+
+def keep_values(file: Path, values: list[list[float]]) -> None:
+    """Write the values for later runs; say so if the folder cannot be written to, as one that others prepared."""
+    try:
+        write_atomically(file, json.dumps(values), own_suffix())
+    except OSError as error:
+        print(f"The reference's values are not kept, so that a later run computes them again: {error}", flush=True)
 
 
 def compute(trainer: Any, rows: datasets.Dataset, batch_size: int) -> list[list[float]]:
