@@ -2,7 +2,6 @@
 
 import json
 import time
-from types import SimpleNamespace
 
 import datasets
 import hypothesis.strategies as st
@@ -318,7 +317,7 @@ SFT = [
     (b"", " cannot be read: it has 0 rows"),
     (b'{"text": "a"}\n{"text": \n', ", line 2 is not JSON: "),
     (b'{"text": "a"}\n{"text": null}\n{"text": null}\n', ", row 2: 'text' is null, as in 2 of 3 rows"),
-    (b'{"text": 5}\n{"text": 6}\n', ": 'text' holds int64, not texts or messages"),
+    (b'{"text": 5}\n{"text": 6}\n', ": 'text' holds int64, not texts or messages; write it as text"),
     (b'{"text": "a"}\n{"text": 5}\n', ", row 2: 'text' holds 5; give texts in all rows"),
     (b'{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', ", row 2: 'completion' is null, as in 1 of 2 rows"),
 ]
@@ -332,13 +331,14 @@ def test_rows_to_fine_tune_on(content, message, tmp_path, monkeypatch):
     sft = recipe.load(ROOT / "recipes/sft.py")
     argv = ["--model_name_or_path", "none", "--train_files", str(file), "--heldout_share", "0.5"]
     args = parse(sft.Args, argv, world_size=1)
-    monkeypatch.setattr(sft.Args, "without_controls", lambda args, rows, *_: rows)  # it asks the model
+    tokenizer = new_word_tokenizer(["a"])
+    monkeypatch.setattr(sft.Args, "stop_tokens", lambda *_: set())  # there is no model
     with pytest.raises(DataError) as error:
-        sft.load_sides(args, SimpleNamespace(chat_template=None))
+        sft.load_sides(args, tokenizer)
     assert str(error.value).startswith(f"{file}{message}")
     file.write_bytes(b'{"text": "a"}\n')
     with pytest.raises(ConfigError, match="none of 1 rows is left to"):
-        sft.load_sides(args, SimpleNamespace(chat_template=None))
+        sft.load_sides(args, tokenizer)
 
 
 def test_what_a_rank_cannot_read_ends_all(monkeypatch):

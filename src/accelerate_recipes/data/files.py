@@ -135,7 +135,7 @@ def check_texts_or_messages(rows: "datasets.Dataset", columns: Collection[str], 
         is_messages = pa.types.is_list(kind) and isinstance(kind.value_type, pa.StructType | pa.JsonType)
         holds[column] = "messages" if is_messages else "texts"
         if not (is_messages or pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
-            remedy = "; write it as text (UTF-8)" if "binary" in str(kind) else ""
+            remedy = "" if pa.types.is_nested(kind) else "; write it as text" + " (UTF-8)" * ("binary" in str(kind))
             raise DataError(f"{source}: {column!r} holds {kind}, not texts or messages{remedy}")
         if values.null_count:
             row = pc.index(values.is_null(), True).as_py() + 1

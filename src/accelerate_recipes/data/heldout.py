@@ -134,11 +134,11 @@ class RowsArgs:
                 for name in ("train", "test")
             )
             if both := repeated(trained, evaluated):
-                first = beginning(rows["test"][both[0]], asked)
-                check_apart(both, len(evaluated), f"begin as rows of {self.source} do", f"{first[:60]!r}")
+                first = repr(beginning(rows["test"][both[0]], asked)[-60:])  # a conversation may begin as all others do
+                check_apart(both, len(evaluated), f"begin as rows of {self.source} do", first)
                 if is_first():
                     said = f"{len(both):,} of {len(evaluated):,} rows of {self.sources['test']}"
-                    print(f"{said} begin as rows to train on do; the first is {first[:60]!r}", flush=True)
+                    print(f"{said} begin as rows to train on do; the first is {first}", flush=True)
         for name, side in rows.items():
             if not len(side):
                 raise ConfigError(
@@ -158,8 +158,8 @@ def check_apart(both: Sequence[int], evaluated: int, said: str, first: str) -> N
     """Raise ConfigError if more than MOST_REPEATED of the rows of --eval_files, at the places `both`, are trained on too."""
     if len(both) > MOST_REPEATED * evaluated:
         raise ConfigError(
-            f"{len(both):,} of {evaluated:,} rows of --eval_files {said}; remove them from one, but for {MOST_REPEATED:.0%} "
-            f"at most; the first is {first}"
+            f"{len(both):,} of {evaluated:,} rows of --eval_files {said}; remove them from one side (at most "
+            f"{MOST_REPEATED:.0%} may lie on both); the first is {first}"
         )
 
 
