@@ -177,6 +177,11 @@ MODEL = "--model_name_or_path outputs/demo/export"
             "--train_files README.md ./data/../README.md --validation_files README.md",
             "--train_files and --validation_files both name ",
         ),
+        (
+            "c4",  # a file in a folder
+            "--train_files data/c4_pydoc/en --validation_files data/c4_pydoc/en/c4-train.00000-of-01024.json.gz",
+            "--train_files and --validation_files both name ",
+        ),
         ("sft", f"{MODEL} --train_files a.jsonl b.csv", "--train_files must all be of one kind"),
         ("sft", f"{MODEL} --from_scratch --tokenizer_name a", "--from_scratch makes a new model; remove it, or"),
         ("sft", f"{MODEL} --tokenizer_name a", "--from_scratch and --tokenizer_name go together"),
