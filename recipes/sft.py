@@ -133,6 +133,12 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path)
     tokenizer.add_tokens(args.new_tokens, special_tokens=True)
     args.settle_date(tokenizer)
+    known = load_tokenizer(str(run.resumed_from)).chat_template if run.resumed_from else None
+    if known and str(known) != args.template_of(tokenizer):
+        raise ConfigError(
+            f"{run.resumed_from} was trained with another chat template, its chat_template.jinja; put that back, or start "
+            "anew in another --output_dir"
+        )
     rows, first = on_first_of_machine_before_others(lambda: load_sides(args, tokenizer))
 
     # Model and trainer
@@ -144,12 +150,6 @@ def main(args: Args) -> None:
     model, new_tokens = make_or_load_model(args, tokenizer, args.new_tokens)
     sides = {"train_dataset": rows["train"], "eval_dataset": rows["test"], "source_rows": first}
     trainer = SupervisedTrainer(run, config, model, tokenizer, new_tokens=new_tokens, **sides)
-    resumed_from = run.resumed_from
-    if resumed_from and load_tokenizer(str(resumed_from)).chat_template not in (None, tokenizer.chat_template):
-        raise ConfigError(
-            f"{resumed_from} was trained with another chat template, its chat_template.jinja; put that back, or start "
-            "anew in another --output_dir"
-        )
     run.print(
         f"Data: {len(rows['train']):,} rows to train on, {len(rows['test']):,} held out; "
         f"{len(trainer.train_dataset):,} sequences of at most {args.max_length} tokens"

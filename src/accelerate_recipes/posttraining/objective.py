@@ -408,16 +408,13 @@ class Objective:
         )
 
     def checksum(self) -> str:
-        """Compute the checksum of the rows to train on.
-
-        Raises:
-            ConfigError: if the machines have different rows, to train or to evaluate on.
-        """
+        """Compute the checksum of the rows to train on. Raises ConfigError if machines have different rows on either side."""
         if (others := self.eval_dataset) is not None:
             content_of(others, others.column_names)  # pyright: ignore[reportArgumentType]
-        rows = self.train_dataset
         # Earlier versions computed it later, when the values of a reference had replaced the rows that were left out.
-        is_flat = rows._indices is None or not getattr(self.run.args, "precompute_ref_log_probs", False)
+        is_flat = (rows := self.train_dataset)._indices is None or not getattr(
+            self.run.args, "precompute_ref_log_probs", False
+        )
         return content_of(rows if is_flat else rows.flatten_indices(), rows.column_names)
 
     def balances(self, outputs: Outputs) -> list[torch.Tensor]:
