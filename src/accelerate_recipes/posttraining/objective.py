@@ -408,7 +408,7 @@ class Objective:
         )
 
     def checksum(self) -> str:
-        """Compute the checksum of the rows to train on. Raises ConfigError if machines have different rows on either side."""
+        """Compute the checksum of the rows to train on. Raises ConfigError if machines have other rows on either side."""
         if (others := self.eval_dataset) is not None:
             content_of(others, others.column_names)  # pyright: ignore[reportArgumentType]
         # Earlier versions computed it later, when the values of a reference had replaced the rows that were left out.
