@@ -15,7 +15,7 @@ import torch
 import trl
 from accelerate.state import AcceleratorState
 from datasets import Dataset, Features
-from helpers import ROOT, log_of, losses
+from helpers import CHILDREN, ROOT, log_of, losses
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import (
@@ -120,7 +120,7 @@ def write(file: Path, rows: list[dict]) -> Path:
 LENGTHS = {
     "sft": ("--max_length", "2000"),
     "dpo": ("--max_length", "2000"),
-    "grpo": ("--rewards", "think_format_reward", "--max_completion_length", "8"),
+    "grpo": ("--rewards", f"{CHILDREN}/rewards.py:short", "--max_completion_length", "8"),
 }
 
 
@@ -1172,7 +1172,7 @@ def test_weights_that_say_nothing(tmp_path):
     with pytest.raises(DataError, match=r"row 8: 'messages' has a message of weight 0.5; .* give 0 or 1"):
         prepare(folder, rows, "--assistant_only_loss", "true")
     rows = [{"messages": weighted(i)[:2]} for i in range(30)]
-    with pytest.raises(ConfigError, match=r"none of \d+ rows to train on has .* see the weights of the messages"):
+    with pytest.raises(ConfigError, match=r"none of \d+ rows to train on has .* see roles and weights of the messages"):
         prepare(folder, rows, "--assistant_only_loss", "true")
 
 

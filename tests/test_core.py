@@ -17,10 +17,11 @@ from accelerate_recipes.tokenizers import new_word_tokenizer
 OPTIONAL = {"chess", "datasets", "evaluate", "matplotlib", "pandas", "peft", "pyarrow", "trl"}
 # Modules about these packages, which import them at once; all others do where they use them.
 ABOUT = {
-    "data/conversations.py", "data/formats.py", "data/tables.py", "games/rules.py", "posttraining/answers.py",
+    "data/conversations.py", "data/formats.py", "data/json_texts.py", "data/tables.py", "data/unwritten.py", "games/rules.py",
+    "posttraining/answers.py",
     "posttraining/evaluation.py", "posttraining/references.py",
     "posttraining/objective.py", "posttraining/preferences.py", "posttraining/rewards.py", "posttraining/settings.py",
-    "posttraining/supervised.py", "data/unwritten.py",
+    "posttraining/supervised.py",
 }  # fmt: skip
 # As on a machine where these are not installed; read by each Python process at its start.
 HIDE = f"""

@@ -83,7 +83,9 @@ def bases(tmp_path_factory):
         "LLAMA": tiny_config(**odd),
         "WIDE": tiny_config(**odd | {"hidden_size": 64, "max_position_embeddings": 72}),
         "TALL": tiny_config(**odd, num_hidden_layers=13),
-        "MIXTRAL": tiny_config("mixtral", **odd),
+        "MIXTRAL": tiny_config(
+            "mixtral", **odd | {"intermediate_size": 96}
+        ),  # kernels of experts take multiples of 16 bytes
         "TIED": tiny_config(**odd, tie_word_embeddings=True),
         "OPT": tiny_config("opt", **odd, ffn_dim=100, word_embed_proj_dim=48, dropout=0.0),
         "GEMMA2": tiny_config("gemma2", **odd, head_dim=12),

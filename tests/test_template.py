@@ -109,7 +109,7 @@ def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, arguments, tmp
     assert 0 < seconds < since < time.time() - begun
     reports = [(out / "report.html").read_text() for out in (whole, killed)]
     assert "restarts: 1, which lost" in reports[1] and ">killed<" in reports[1] and ">finished<" in reports[1]
-    assert "<h3>accuracy</h3>" in reports[0] and "label odd" in reports[0] and "Attempts" in reports[0]
+    assert "<h3>Accuracy</h3>" in reports[0] and "label odd" in reports[0] and "Attempts" in reports[0]
     assert all((out / "result.png").read_bytes().startswith(b"\x89PNG") for out in (whole, killed))
     assert "Profile of steps 3 to 4, rank 1" in reports[0] and not (whole / "profile/rank-0.json").exists()
     found = json.loads((whole / "profile/rank-1.json").read_text())
