@@ -237,7 +237,7 @@ def test_sizes_and_kernels_that_cannot_be(tmp_path):
     with pytest.raises(
         ConfigError, match=r"flash_attention_2: rows that ranks share .* need documents, or sdpa with a mask"
     ):
-        preflight([LONG, *CHESS, "--attn_implementation", "flash_attention_2"])
+        choose("flash_attention_2", tiny_config(), torch.float32, True, True)
     alone = ["--num_processes", "1", "--parallelism_config_cp_size", "1"]
     with pytest.raises(ConfigError, match=r"if all are meant to be 1, take accelerate_configs/fsdp_full\.yaml"):
         preflight([LONG, *alone, *CHESS])
