@@ -719,8 +719,9 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
     """With --gpu, preflight says what a GPU needs, and refuses a run that needs more."""
     monkeypatch.chdir(tmp_path)
     argv = [str(CONFIGS / "fsdp_full.yaml"), "--nodes", "1", "--gpus-per-node", "2", *C4, "--train_files", "t.jsonl"]
-    argv += ["--validation_files", "t.jsonl"]
-    (tmp_path / "t.jsonl").write_text(json.dumps({"text": "a b"}) + "\n")
+    argv += ["--validation_files", "v.jsonl"]
+    for name in ("t", "v"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"{name} b"}) + "\n")
     said, _ = preflight(["--gpu", "l4", *argv])
     assert "Memory of a GPU: " in said and ": fits" in said
     monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=OUTSIDE))
