@@ -29,13 +29,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from accelerate_recipes import recipe
 from accelerate_recipes.args import resolve
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.distributed import strategy_name
 from accelerate_recipes.engine import Batch, CountFn, LossFn, TrainLoader, to_device, train_step
 from accelerate_recipes.errors import ConfigError, raise_problems
+from accelerate_recipes.launch_checks import launch_problems, num_accelerators
 from accelerate_recipes.metrics import peak_memory_gib
 from accelerate_recipes.run import Run
-from accelerate_recipes.strategy import launch_problems, num_accelerators, strategy_name
 
 # What a traceback says when memory is used up: on a GPU, in Python, torch, C++, a thread, oneDNN.
 NO_MEMORY = re.compile(
@@ -209,7 +210,7 @@ def main() -> None:
     output_dir = dict(zip(flags.arguments, flags.arguments[1:], strict=False)).get("--output_dir", ".")
     code = 1
     try:
-        module = recipe.load(flags.recipe)
+        module = shipped.load(flags.recipe)
         args, problems = resolve(module.Args, flags.arguments)
         raise_problems("This run cannot start", launch_problems(args, os.environ, num_accelerators()) + problems)
         args.max_steps = 10**6  # rows repeat as often as large batches need

@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from trl import SFTConfig, SFTTrainer
 
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.chess import rules
 from accelerate_recipes.data.packing import PackedRows
-from accelerate_recipes.games import rules
-from accelerate_recipes.tokenizers import new_word_tokenizer
+from accelerate_recipes.models.tokenizers import new_word_tokenizer
 
 LOOPS = {"ours": "ours", "trainer": "trl", "bare": "bare loop"}
 

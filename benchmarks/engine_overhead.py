@@ -47,19 +47,18 @@ from transformers import LlamaConfig, PreTrainedModel, PrinterCallback, Trainer,
 
 from accelerate_recipes import engine
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.chess import rules
+from accelerate_recipes.chess.games import GamesArgs, prepare_games
 from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.data.rows import make_train_loader, rows_of_step
-from accelerate_recipes.distributed import make_accelerator
+from accelerate_recipes.distributed import make_accelerator, strategy_name
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.games import rules
-from accelerate_recipes.games.games import GamesArgs, prepare_games
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import new_model
+from accelerate_recipes.models.loading import new_model
+from accelerate_recipes.models.tokenizers import new_word_tokenizer
+from accelerate_recipes.models.weights import initialize
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
 from accelerate_recipes.run import Run
-from accelerate_recipes.strategy import strategy_name
-from accelerate_recipes.tokenizers import new_word_tokenizer
-from accelerate_recipes.weights import initialize
 
 LOOPS = ("ours", "trainer", "bare")
 GAMES = ROOT / "data/chess/games_20k.parquet"

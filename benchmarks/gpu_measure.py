@@ -23,16 +23,16 @@ from safetensors.torch import save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from accelerate_recipes.adapters import add_adapters
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.attention import boundaries, documents, use_flash_3
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import Step, to_device, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss_without_logits
 from accelerate_recipes.metrics import decoder_flops, peak_flops, trained_share
-from accelerate_recipes.models import new_model
+from accelerate_recipes.models.adapters import add_adapters
+from accelerate_recipes.models.attention import boundaries, documents, use_flash_3
+from accelerate_recipes.models.loading import new_model
+from accelerate_recipes.models.weights import initialize
 from accelerate_recipes.run import Run
-from accelerate_recipes.weights import initialize
 
 Report = Callable[[dict[str, Any]], None]  # writes what a case finds, as it finds it
 TINY_ROW = 128  # tokens

@@ -12,7 +12,7 @@ from typing import Any
 from gpu_cases import CASES, Anchor, flops_of
 from harness import ROOT, table
 
-from accelerate_recipes.gpus import GPUS
+from accelerate_recipes.arguments.gpus import GPUS
 
 RESULTS, PAGE = ROOT / "benchmarks/results/gpu", ROOT / "docs/performance.md"
 INTRODUCTION = """\

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 import accelerate_recipes
-from accelerate_recipes.machine import processor
+from accelerate_recipes.launch.machine import processor
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB, GIB = 2**20, 2**30

@@ -19,12 +19,13 @@ from pathlib import Path
 import psutil
 from harness import GIB, ROOT, machine, make_parser, write_json
 
-from accelerate_recipes.architecture import new_config
 from accelerate_recipes.args import TrainArgs, parse
+from accelerate_recipes.arguments.shipped import load
 from accelerate_recipes.distributed import local_numel, make_accelerator, prepare
 from accelerate_recipes.metrics import device_name, peak_memory_gib
-from accelerate_recipes.models import new_model
-from accelerate_recipes.recipe import leave, load
+from accelerate_recipes.models.configurations import new_config
+from accelerate_recipes.models.loading import new_model
+from accelerate_recipes.recipe import leave
 
 
 def measure(args: TrainArgs) -> None:

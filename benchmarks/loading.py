@@ -25,8 +25,8 @@ from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
 from harness import machine, make_parser, write_json
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from accelerate_recipes import slices
 from accelerate_recipes.distributed import local_numel
+from accelerate_recipes.models import slices
 from accelerate_recipes.ranks import is_first, on_all_ranks
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"

@@ -20,7 +20,7 @@ from harness import MIB, ROOT, machine, make_parser, write_json
 from real_steps import ALLOWANCE, limited, on_cpu, on_ranks, request_of, words_of
 from transformers import T5Config
 
-from accelerate_recipes.gpus import GPUS, OUTSIDE
+from accelerate_recipes.arguments.gpus import GPUS, OUTSIDE
 from accelerate_recipes.launch.request import Request
 from accelerate_recipes.plan.search import Search, in_words, prediction_of
 from accelerate_recipes.plan.simulate import Job, Outcome, Simulator

@@ -25,8 +25,8 @@ from typing import Any
 import yaml
 from harness import ROOT, table
 
+from accelerate_recipes.arguments.gpus import GIB, GPUS, OUTSIDE
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.gpus import GIB, GPUS, OUTSIDE
 from accelerate_recipes.launch.planning import job_of
 from accelerate_recipes.launch.request import read_request
 from accelerate_recipes.plan.layers import predict_outcomes

@@ -22,12 +22,12 @@ from accelerate_recipes.engine import train_step
 from accelerate_recipes.errors import first_line
 from accelerate_recipes.launch.planning import job_of
 from accelerate_recipes.launch.request import Request, read_request
+from accelerate_recipes.models.shared_rows import part_of_rows, row_group
 from accelerate_recipes.plan.ledger import Ledger
 from accelerate_recipes.plan.search import Change
 from accelerate_recipes.plan.simulate import Job, load_trial, num_logits, take_steps
 from accelerate_recipes.ranks import data_world_size
 from accelerate_recipes.run import Run
-from accelerate_recipes.sequence import part_of_rows, row_group
 
 ALL = 2**10  # more micro-batches than a step has
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of glibc's mallopt

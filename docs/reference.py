@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.arguments import GROUPS, Argument, recipe_parser, shown_arguments
-from accelerate_recipes.recipe import load
+from accelerate_recipes.arguments.help import GROUPS, Argument, recipe_parser, shown_arguments
+from accelerate_recipes.arguments.shipped import load
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "src/accelerate_recipes"

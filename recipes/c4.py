@@ -19,26 +19,26 @@ from itertools import islice
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.architecture import Architecture, check_belong_together, new_config
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.attention import KERNELS
 from accelerate_recipes.data.packing import collate
 from accelerate_recipes.data.rows import make_eval_loader
 from accelerate_recipes.data.streams import StreamLoader
 from accelerate_recipes.data.text import TextArgs, validation_rows
 from accelerate_recipes.data.token_shards import is_pretokenized, open_text
 from accelerate_recipes.engine import evaluate_loss, train
-from accelerate_recipes.generation import generate_texts
+from accelerate_recipes.life.picture import Bars
 from accelerate_recipes.losses import check_document_mask, count_next_tokens, next_token_loss_fn
 from accelerate_recipes.metrics import flops_per_token
-from accelerate_recipes.models import load_model, new_model
-from accelerate_recipes.picture import Bars
-from accelerate_recipes.positions import Stretch, stretched_positions
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.attention import KERNELS
+from accelerate_recipes.models.configurations import Architecture, check_belong_together, new_config
+from accelerate_recipes.models.generation import generate_texts
+from accelerate_recipes.models.loading import load_model, new_model
+from accelerate_recipes.models.positions import Stretch, stretched_positions
+from accelerate_recipes.models.tokenizers import load_tokenizer, make_or_resume, new_bpe_tokenizer
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
-from accelerate_recipes.tokenizers import load_tokenizer, make_or_resume, new_bpe_tokenizer
 from accelerate_recipes.trial import Trial, packed_trial
 
 TOKENIZER_TEXTS = 20_000  # number of documents that train a new tokenizer

@@ -16,25 +16,25 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.architecture import Architecture, check_belong_together, new_config
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.attention import KERNELS
+from accelerate_recipes.chess import rules
+from accelerate_recipes.chess.games import GamesArgs, prepare_games
+from accelerate_recipes.chess.next_moves import NextMoves
 from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.data.prepared import prepared_rows
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.engine import evaluate_loss, train
-from accelerate_recipes.games import rules
-from accelerate_recipes.games.games import GamesArgs, prepare_games
-from accelerate_recipes.games.next_moves import NextMoves
+from accelerate_recipes.life.picture import Bars
 from accelerate_recipes.losses import check_document_mask, count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import flops_per_token
-from accelerate_recipes.models import load_model, new_model
-from accelerate_recipes.picture import Bars
-from accelerate_recipes.positions import check_length
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.attention import KERNELS
+from accelerate_recipes.models.configurations import Architecture, check_belong_together, new_config
+from accelerate_recipes.models.loading import load_model, new_model
+from accelerate_recipes.models.positions import check_length
+from accelerate_recipes.models.tokenizers import load_tokenizer, new_word_tokenizer
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
-from accelerate_recipes.tokenizers import load_tokenizer, new_word_tokenizer
 from accelerate_recipes.trial import Trial, packed_trial
 
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"

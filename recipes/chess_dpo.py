@@ -21,20 +21,20 @@ from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig
 
 from accelerate_recipes.args import arg
+from accelerate_recipes.chess.games import PositionsArgs, prepare_positions
+from accelerate_recipes.chess.next_moves import NextMoves, prompt_of
+from accelerate_recipes.chess.preferences import RULES, make_pairs
 from accelerate_recipes.data.files import read_files
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.games.games import PositionsArgs, prepare_positions
-from accelerate_recipes.games.next_moves import NextMoves, prompt_of
-from accelerate_recipes.games.preferences import RULES, make_pairs
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
-from accelerate_recipes.positions import max_positions
+from accelerate_recipes.models.positions import max_positions
+from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.preferences import DPOArgs, PairTrainer, preference_trial
 from accelerate_recipes.posttraining.settings import make_model, trl_config
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
-from accelerate_recipes.tokenizers import load_tokenizer
 from accelerate_recipes.trial import Trial
 
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"

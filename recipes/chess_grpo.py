@@ -17,18 +17,18 @@ import datasets
 from trl import GRPOConfig
 
 from accelerate_recipes.args import arg
+from accelerate_recipes.arguments.declaring import Range
+from accelerate_recipes.chess.games import PositionsArgs, prepare_positions
+from accelerate_recipes.chess.next_moves import NextMoves, longest_move, prompt_of
+from accelerate_recipes.chess.rewards import REWARDS, StockfishArgs, stockfish_reward
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.flags import Range
-from accelerate_recipes.games.games import PositionsArgs, prepare_positions
-from accelerate_recipes.games.next_moves import NextMoves, longest_move, prompt_of
-from accelerate_recipes.games.rewards import REWARDS, StockfishArgs, stockfish_reward
-from accelerate_recipes.picture import Curves
+from accelerate_recipes.life.picture import Curves
+from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.answers import AnswerTrainer, GRPOArgs, room_for_prompts
 from accelerate_recipes.posttraining.answers_trial import answers_trial
 from accelerate_recipes.posttraining.settings import make_model, trl_config
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
-from accelerate_recipes.tokenizers import load_tokenizer
 from accelerate_recipes.trial import Trial
 
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"

@@ -24,8 +24,9 @@ from trl import DPOConfig
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.formats import PAIR, PairFormatArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
-from accelerate_recipes.picture import Bars, Curves
-from accelerate_recipes.positions import max_positions
+from accelerate_recipes.life.picture import Bars, Curves
+from accelerate_recipes.models.positions import max_positions
+from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.preferences import (
     DPOArgs,
     PreferenceTrainer,
@@ -37,7 +38,6 @@ from accelerate_recipes.posttraining.settings import make_model, trl_config
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start
-from accelerate_recipes.tokenizers import load_tokenizer
 from accelerate_recipes.trial import Trial
 
 

@@ -23,8 +23,9 @@ from accelerate_recipes.data.chats import ChatArgs
 from accelerate_recipes.data.conversations import select
 from accelerate_recipes.data.json_texts import read_prompts
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.generation import Sampling
-from accelerate_recipes.picture import Bars, Curves
+from accelerate_recipes.life.picture import Bars, Curves
+from accelerate_recipes.models.generation import Sampling
+from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.answers import (
     EXPECTED,
     GRPOArgs,
@@ -37,12 +38,11 @@ from accelerate_recipes.posttraining.answers import (
 from accelerate_recipes.posttraining.answers_trial import answers_trial
 from accelerate_recipes.posttraining.evaluation import HeldoutAnswers
 from accelerate_recipes.posttraining.rewards import check_column_names, load_rewards, reward_problems
-from accelerate_recipes.posttraining.samples import Samples
 from accelerate_recipes.posttraining.settings import make_model, trl_config
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
+from accelerate_recipes.report.samples import Samples
 from accelerate_recipes.run import Result, before_and_after, finish, start
-from accelerate_recipes.tokenizers import load_tokenizer
 from accelerate_recipes.trial import Trial
 
 

@@ -22,13 +22,14 @@ import torch
 from trl import SFTConfig
 
 from accelerate_recipes.args import arg
+from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.data.formats import FormatArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.flags import Range
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import count_next_tokens
+from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.objective import without_targets
 from accelerate_recipes.posttraining.settings import NewModelArgs, make_or_load_model, pad_multiple, trl_config
 from accelerate_recipes.posttraining.supervised import (
@@ -41,7 +42,6 @@ from accelerate_recipes.posttraining.supervised import (
 from accelerate_recipes.ranks import on_first_of_machine_before_others, ranks_a_row
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
-from accelerate_recipes.tokenizers import load_tokenizer
 from accelerate_recipes.trial import Trial
 
 TEMPLATES = (".jinja", ".j2")  # trl reads files with these endings as chat templates, other names as models

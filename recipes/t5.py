@@ -19,27 +19,32 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.architecture import Architecture, new_config
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data.prepared import prepared_rows
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps, permutation
+from accelerate_recipes.data.text_metrics import GenerationArgs, TextMetrics
 from accelerate_recipes.data.text_pairs import PAD_MULTIPLE, PairArgs, Pairs, prepare_pairs, source_texts
 from accelerate_recipes.disk import read_json_lines
-from accelerate_recipes.encoder_decoders import ENCODER_DECODER, dropouts, load_encoder_decoder, new_encoder_decoder
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.generation import generate_texts
+from accelerate_recipes.life.picture import Bars
 from accelerate_recipes.losses import count_labels, sequence_to_sequence_loss
 from accelerate_recipes.metrics import flops_per_target
-from accelerate_recipes.models import ENCODER_DECODERS
-from accelerate_recipes.picture import Bars
-from accelerate_recipes.positions import check_length
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.configurations import Architecture, new_config
+from accelerate_recipes.models.encoder_decoders import (
+    ENCODER_DECODER,
+    dropouts,
+    load_encoder_decoder,
+    new_encoder_decoder,
+)
+from accelerate_recipes.models.generation import generate_texts
+from accelerate_recipes.models.loading import ENCODER_DECODERS
+from accelerate_recipes.models.positions import check_length
+from accelerate_recipes.models.tokenizers import load_tokenizer, make_or_resume, new_bpe_tokenizer
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
-from accelerate_recipes.text_metrics import GenerationArgs, TextMetrics
-from accelerate_recipes.tokenizers import load_tokenizer, make_or_resume, new_bpe_tokenizer
 from accelerate_recipes.trial import Trial, pairs_trial
 
 ATTENTION = ["sdpa", "eager"]

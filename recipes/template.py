@@ -10,15 +10,15 @@ from functools import partial
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data.files import check_texts_or_messages, class_names
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.prepared import content_of
 from accelerate_recipes.data.rows import RowLoader, Rows, StepLoader, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.engine import Batch, evaluate_loss, train
-from accelerate_recipes.models import load_classifier
-from accelerate_recipes.pretrained import Kind, read_tokenizer
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.loading import load_classifier
+from accelerate_recipes.models.pretrained import Kind, read_tokenizer
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Run, finish, start

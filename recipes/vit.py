@@ -18,15 +18,15 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.architecture import Architecture
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data.image_streams import ImageShards, ImageStreams
 from accelerate_recipes.data.images import ImageArgs, Images, collate_images, load_images
 from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.engine import train
+from accelerate_recipes.life.picture import Bars, Curves
 from accelerate_recipes.losses import count_labels
-from accelerate_recipes.picture import Bars, Curves
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.configurations import Architecture
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start

@@ -111,7 +111,7 @@ gpu_name() { # GPUS_PER_NODE GRES
         [[ ,$2 =~ [,:/]gpu:([^:,]+)(:|,|$) ]] || return
         name=${BASH_REMATCH[1]}
     fi
-    [[ $name =~ ^[0-9]*$ ]] || python -m accelerate_recipes.gpus "$name"
+    [[ $name =~ ^[0-9]*$ ]] || python -m accelerate_recipes.arguments.gpus "$name"
 }
 
 # Prints a request for GPUs as one of --gres: without the cores behind each name that sinfo shows, gpu:h100:8(S:0-1), and

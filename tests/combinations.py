@@ -16,10 +16,11 @@ from helpers import REPOSITORY
 from tiny import tiny_model
 from transformers import PreTrainedModel
 
-from accelerate_recipes import recipe
 from accelerate_recipes.args import Args, resolve
-from accelerate_recipes.launcher import launch_environment
-from accelerate_recipes.strategy import environment_problems, lever_problems
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.launch import requirements
+from accelerate_recipes.launch.settings import launch_environment
+from accelerate_recipes.launch_checks import environment_problems, lever_problems
 
 STRATEGIES = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
 RECIPES = sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.py"))
@@ -73,7 +74,7 @@ def environment(strategy: str, num_devices: int, flags: tuple[str, ...]) -> dict
         return f"accelerate launch refuses: {error}"
 
 
-load = cache(recipe.load)
+load = cache(shipped.load)
 
 
 @cache
@@ -178,7 +179,7 @@ def model_problems(model: PreTrainedModel, flags: tuple[str, ...], env: dict[str
     args, _ = arguments("chess", tuple(flag for flag in flags if flag != "--merge_adapter"), 8)  # merging reads files
     with mock.patch.dict(os.environ, env), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return recipe.model_problems(args, model, env)
+        return requirements.model_problems(args, model, env)
 
 
 def generic(problem: str) -> str:

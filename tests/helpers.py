@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from accelerate_recipes.launcher import launch_environment
+from accelerate_recipes.launch.settings import launch_environment
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

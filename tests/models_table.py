@@ -83,9 +83,7 @@ from transformers import (  # noqa: E402
     Zamba2Config,
 )
 
-from accelerate_recipes.adapter_args import ALL_LINEAR  # noqa: E402
-from accelerate_recipes.adapters import ending_with, load_settings  # noqa: E402
-from accelerate_recipes.attention import choose  # noqa: E402
+from accelerate_recipes.arguments.adapters import ALL_LINEAR  # noqa: E402
 from accelerate_recipes.data.packing import PackedRows, collate  # noqa: E402
 from accelerate_recipes.data.text_pairs import Pairs  # noqa: E402
 from accelerate_recipes.errors import ConfigError  # noqa: E402
@@ -96,11 +94,13 @@ from accelerate_recipes.losses import (  # noqa: E402
     next_token_loss_without_logits,
     sequence_to_sequence_loss,
 )
-from accelerate_recipes.mixers import unpack_documents  # noqa: E402
-from accelerate_recipes.models import load_model  # noqa: E402
-from accelerate_recipes.probes import Packing, check_packing, mixers_in, packing_of  # noqa: E402
-from accelerate_recipes.tokenizers import load_tokenizer  # noqa: E402
-from accelerate_recipes.weights import linear_layers_and_experts  # noqa: E402
+from accelerate_recipes.models.adapters import ending_with, load_settings  # noqa: E402
+from accelerate_recipes.models.attention import choose  # noqa: E402
+from accelerate_recipes.models.loading import load_model  # noqa: E402
+from accelerate_recipes.models.mixers import unpack_documents  # noqa: E402
+from accelerate_recipes.models.probes import Packing, check_packing, mixers_in, packing_of  # noqa: E402
+from accelerate_recipes.models.tokenizers import load_tokenizer  # noqa: E402
+from accelerate_recipes.models.weights import linear_layers_and_experts  # noqa: E402
 
 PAGE = REPOSITORY / "docs/models.md"
 RESULT = REPOSITORY / "benchmarks/results/models.json"

@@ -21,23 +21,23 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig
 
-from accelerate_recipes.adapters import NAME, add_adapters, merged, peft_name, targets
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.base import folder_of_base
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.check_export import check_export
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.space import space_needed
 from accelerate_recipes.checkpoint.weight_files import saved_tensors
 from accelerate_recipes.data.packing import PackedRows
-from accelerate_recipes.encoder_decoders import new_encoder_decoder
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import num_weights
-from accelerate_recipes.models import load_model
-from accelerate_recipes.pretrained import mapped_weights
-from accelerate_recipes.tokenizers import new_bpe_tokenizer
+from accelerate_recipes.models.adapters import NAME, add_adapters, merged, peft_name, targets
+from accelerate_recipes.models.encoder_decoders import new_encoder_decoder
+from accelerate_recipes.models.loading import load_model
+from accelerate_recipes.models.pretrained import mapped_weights
+from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
+from accelerate_recipes.models.untrained import folder_of_base
 
 SCRIPT = CHILDREN / "toy.py"
 LAST = 10
@@ -222,7 +222,7 @@ def test_4_bits_under_bf16(forks, arguments, base, tmp_path, no_repacking):
 def test_4_bits_are_refused_where_they_cannot_be(base, monkeypatch, tmp_path):
     """4 bits are refused where they do not work, before anything is loaded; all reasons come at once."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("accelerate_recipes.adapter_args.find_spec", lambda name: None)
+    monkeypatch.setattr("accelerate_recipes.arguments.adapters.find_spec", lambda name: None)
     monkeypatch.setattr("accelerate_recipes.launch.request.num_accelerators", lambda: 0)
     chess = (*CHESS, "--model_name_or_path", str(base), "--output_dir", str(tmp_path / "out"))
     with pytest.raises(ConfigError) as caught:
@@ -695,8 +695,8 @@ def test_new_rows(base, tmp_path, tied):
 def test_new_rows_and_a_bias(monkeypatch):
     """PEFT would leave the bias of an output layer out."""
     model = tiny_model("phi")
-    monkeypatch.setattr("accelerate_recipes.adapters.folder_of_base", lambda *base: None)
-    monkeypatch.setattr("accelerate_recipes.adapters.mapped_weights", lambda folder: {})
+    monkeypatch.setattr("accelerate_recipes.models.adapters.folder_of_base", lambda *base: None)
+    monkeypatch.setattr("accelerate_recipes.models.adapters.mapped_weights", lambda folder: {})
     with pytest.raises(ConfigError, match="the output layer of PhiForCausalLM has a bias, which PEFT leaves out"):
         add_adapters(model, toy.Args(model_name_or_path="phi", use_peft=True), [3])
 

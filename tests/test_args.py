@@ -13,14 +13,14 @@ from helpers import ROOT
 from transformers import TrainingArguments
 from trl import ModelConfig
 
-from accelerate_recipes import recipe
 from accelerate_recipes.__main__ import command_parser
 from accelerate_recipes.args import TrainArgs, parse, resolve
-from accelerate_recipes.arguments import recipe_parser
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.arguments.declaring import Merge, Range
+from accelerate_recipes.arguments.help import recipe_parser
 from accelerate_recipes.checkpoint.space import space_needed
 from accelerate_recipes.data.rows import permutation
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.flags import Merge, Range
 from accelerate_recipes.launch.job_args import JobArgs
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
 
@@ -113,7 +113,7 @@ def test_defaults_then_preset_then_flags(tmp_path):
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.stem)
 def test_a_list_that_is_given_several_times(path, tmp_path):
     """Its values add up, in each spelling of its flag, and replace those of the preset; of a single value the last counts."""
-    args_class = recipe.load(path).Args
+    args_class = shipped.load(path).Args
     actions = recipe_parser(args_class)._actions
     lists = [a for a in actions if a.nargs == "+" and a.help != argparse.SUPPRESS and not isinstance(a, Merge)]
     assert len(lists) > 1
@@ -257,7 +257,7 @@ def numeric(args_class: type[TrainArgs]) -> dict[str, Range | None]:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_number_has_its_range(path):
-    args_class = recipe.load(path).Args
+    args_class = shipped.load(path).Args
     found = numeric(args_class)
     assert len(found) > 28
     assert [name for name, limits in found.items() if not isinstance(limits, Range)] == []
@@ -271,7 +271,7 @@ def test_every_number_has_its_range(path):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_nasty_numbers_are_taken_or_refused_by_name(path):
     """With nasty values in all fields at once, each field has its message or its value; nothing is raised."""
-    args_class = recipe.load(path).Args
+    args_class = shipped.load(path).Args
     names = numeric(args_class)
     for value in NASTY:
         argv = [word for name in names for word in (f"--{name}", *value.split(" "))]
@@ -334,7 +334,7 @@ def test_what_is_taken_works(tmp_path):
 )  # fmt: skip
 def test_numbers_that_used_to_be_taken(flag, value):
     with pytest.raises(ConfigError, match=rf"--{flag} is {value}; (it must be|give) "):
-        parse(recipe.load(ROOT / "recipes/chess.py").Args, [f"--{flag}", value], world_size=1)
+        parse(shipped.load(ROOT / "recipes/chess.py").Args, [f"--{flag}", value], world_size=1)
 
 
 LAUGHS = "a0: &a0 [x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 20)}]\n" for i in range(1, 20))
@@ -369,7 +369,7 @@ def test_bad_presets(content, expected, tmp_path):
 
 def test_negative_numbers_as_they_are_typed():
     """argparse alone takes -1e-3 for a flag."""
-    args_class = recipe.load(ROOT / "recipes/t5.py").Args
+    args_class = shipped.load(ROOT / "recipes/t5.py").Args
     argv = ["--generation_num_beams", "2", "--generation_length_penalty", "-1e-3"]
     assert parse(args_class, argv, world_size=1).generation_length_penalty == -1e-3
 
@@ -377,7 +377,7 @@ def test_negative_numbers_as_they_are_typed():
 @pytest.mark.parametrize("name", ["c4", "chess", "sft", "t5", "vit"])
 def test_a_pretrained_model_has_no_sizes_of_a_new_one(name):
     """Neither the start, nor a checkpoint, nor the model card names what was not used."""
-    args = recipe.load(ROOT / f"recipes/{name}.py").Args()
+    args = shipped.load(ROOT / f"recipes/{name}.py").Args()
     args.model_name_or_path, args.from_scratch = "a/model", False
     of_new = {"config_overrides", "hidden_size", "image_size", "model_type"}
     assert not of_new & args.values().keys() and {"seed", "model_name_or_path"} <= args.values().keys()

@@ -12,9 +12,10 @@ import pytest
 import yaml
 from helpers import REPOSITORY, ROOT
 
-from accelerate_recipes import __main__, recipe
+from accelerate_recipes import __main__
 from accelerate_recipes.args import TrainArgs, arg, resolve
-from accelerate_recipes.arguments import GROUPS, recipe_parser, schema, shown_arguments
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.arguments.help import GROUPS, recipe_parser, schema, shown_arguments
 from accelerate_recipes.launch.job_args import JobArgs
 
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
@@ -38,7 +39,7 @@ def flags_in(text: str) -> list[str]:
 def test_help(path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "argv", ["recipes/x.py"])
-    args_class = recipe.load(path).Args
+    args_class = shipped.load(path).Args
     brief, whole = (shown_by(args_class, *words, capsys=capsys) for words in (["--help"], ["--help", "all"]))
     assert len(brief.splitlines()) <= 150 and max(map(len, brief.splitlines())) <= 80
     known = flags_in(whole)
@@ -108,7 +109,7 @@ def test_help_of_a_job(capsys):
     ],
 )
 def test_names_of_other_programs(typed, meant, tmp_path):
-    args_class = recipe.load(ROOT / "recipes/sft.py").Args
+    args_class = shipped.load(ROOT / "recipes/sft.py").Args
     _, problems = resolve(
         args_class, ["--model_name_or_path", "x", "--train_files", "x", f"--{typed}", "1"], world_size=1
     )
@@ -123,7 +124,7 @@ def test_names_of_other_programs(typed, meant, tmp_path):
 
 @pytest.mark.parametrize("flag", ["num_processes", "fsdp_activation_checkpointing", "dynamo_backend", "multi_gpu"])
 def test_flags_of_the_launcher_behind_the_recipe(flag):
-    args_class = recipe.load(ROOT / "recipes/chess.py").Args
+    args_class = shipped.load(ROOT / "recipes/chess.py").Args
     _, problems = resolve(args_class, [f"--{flag}", "true"], world_size=1)
     said = f"is not an argument of the recipe: put it before the recipe: `accelerate launch --{flag} ... RECIPE`"
     assert problems == [f"--{flag} (on the command line) {said}"]
@@ -135,7 +136,7 @@ def test_flags_of_the_launcher_behind_the_recipe(flag):
 )
 def test_misspelt_flags_of_the_launcher_behind_the_recipe(typed, meant):
     """They are nearer than any argument of the recipe, and the message says where they stand."""
-    args_class = recipe.load(ROOT / "recipes/chess.py").Args
+    args_class = shipped.load(ROOT / "recipes/chess.py").Args
     _, problems = resolve(args_class, [f"--{typed}", "2"], world_size=1)
     place = f"It stands before the recipe: `accelerate launch --{meant} ... RECIPE`"
     assert problems == [
@@ -156,7 +157,7 @@ def test_misspelt_flags_of_the_launcher_behind_the_recipe(typed, meant):
 def test_a_preset_that_is_not_there(script, typed, said, monkeypatch):
     """The message lists those of the recipe, or names the one that was meant."""
     monkeypatch.chdir(REPOSITORY)
-    args_class = recipe.load(ROOT / f"recipes/{script}.py").Args
+    args_class = shipped.load(ROOT / f"recipes/{script}.py").Args
     _, problems = resolve(args_class, ["--config", typed], world_size=1)
     assert problems[0].startswith(f"--config {typed}: no such file{'; ' if said else ''}{said}")
     assert said or problems[0].endswith("no such file")
@@ -165,7 +166,7 @@ def test_a_preset_that_is_not_there(script, typed, said, monkeypatch):
 @pytest.mark.parametrize("given", [["llama3"], ["qwen3_8b", "llama3_1_8b"], []])
 def test_what_an_unread_preset_may_give_is_not_missing(given, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    args_class = recipe.load(ROOT / "recipes/sft.py").Args
+    args_class = shipped.load(ROOT / "recipes/sft.py").Args
     flags = [word for name in given for word in ("--config", name)] or ["--config"]
     _, problems = resolve(args_class, [*flags, "--lora_r", "x"], world_size=1)
     assert len(problems) == 2 and problems[0].startswith("--config") and "lora_r" in problems[1]
@@ -178,7 +179,7 @@ def test_what_an_unread_preset_may_give_is_not_missing(given, monkeypatch):
 )  # fmt: skip
 def test_a_choice_of_true_and_false_is_a_switch_too(words, value, tmp_path):
     """As in trl, where it is a bool; a preset may hold it as YAML's bool."""
-    args_class = recipe.load(ROOT / "recipes/sft.py").Args
+    args_class = shipped.load(ROOT / "recipes/sft.py").Args
     assert resolve(args_class, words, world_size=1)[0].assistant_only_loss == value
     (tmp_path / "preset.yaml").write_text(f"assistant_only_loss: {value.capitalize()}\n")
     assert (
@@ -193,14 +194,14 @@ def test_a_flag_with_one_dash_is_named():
 
 
 def test_a_flag_of_earlier_versions_has_no_foolish_hint():
-    args_class = recipe.load(ROOT / "recipes/sft.py").Args
+    args_class = shipped.load(ROOT / "recipes/sft.py").Args
     told, other = resolve(args_class, ["--accept_training_template", "--data_cache_dir", "x"], world_size=1)[1][:2]
     assert "is not an argument of the recipe: remove it" in told
     assert other == "unknown argument 'data_cache_dir' on the command line"
 
 
 def test_what_is_no_field_of_a_model_has_no_hint_at_one():
-    args_class = recipe.load(ROOT / "recipes/chess.py").Args
+    args_class = shipped.load(ROOT / "recipes/chess.py").Args
     _, problems = resolve(args_class, ["--epochs", "3", "--zzzz", "1", "--num_hidden_layers", "2"], world_size=1)
     assert problems == [
         "unknown argument 'epochs' on the command line; did you mean 'num_train_epochs'?",
@@ -212,7 +213,7 @@ def test_what_is_no_field_of_a_model_has_no_hint_at_one():
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_schema_describes_what_presets_may_hold(path):
-    found = json.loads(json.dumps(schema(recipe.load(path).Args, path.name)))
+    found = json.loads(json.dumps(schema(shipped.load(path).Args, path.name)))
     jsonschema.Draft202012Validator.check_schema(found)
     validator = jsonschema.Draft202012Validator(found)
     for preset in (ROOT / "recipes/configs" / path.stem).glob("*.yaml"):
@@ -248,7 +249,7 @@ def test_only_changed_arguments_are_named():
         TrainArgs, ["--seed", "7", "--lora_target_modules", "all-linear", "--max_steps", "-1"], world_size=1
     )
     assert args.changed() == {"seed": 7}
-    args_class = recipe.load(ROOT / "recipes/c4.py").Args
+    args_class = shipped.load(ROOT / "recipes/c4.py").Args
     args, _ = resolve(args_class, ["--model_name_or_path", "a/b", "--config_overrides", "hidden_size=8"], world_size=1)
     assert args.changed() == {"model_name_or_path": "a/b"}, "sizes of a model that is not made"
 

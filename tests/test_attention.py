@@ -29,11 +29,19 @@ from transformers import (
     LlamaConfig,
 )
 
-from accelerate_recipes import attention, recipe, run
+from accelerate_recipes import run
 from accelerate_recipes.args import resolve
-from accelerate_recipes.attention import beyond_documents, boundaries, choose, keep_cudnn_from_masks, with_padding
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import next_token_loss
+from accelerate_recipes.models import attention
+from accelerate_recipes.models.attention import (
+    beyond_documents,
+    boundaries,
+    choose,
+    keep_cudnn_from_masks,
+    with_padding,
+)
 
 IDS = torch.arange(8)[None] + 4
 PADDED = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
@@ -304,7 +312,7 @@ def test_choice(config, asks, monkeypatch):
 @pytest.mark.parametrize("flags, expected", [([], "sdpa"), (["--packing"], "documents")])
 def test_a_new_model_of_trl(monkeypatch, flags, expected):
     """Rows that trl pads do not say where documents begin: a new model for them has no kernel that asks."""
-    sft = recipe.load(ROOT / "recipes/sft.py")  # what it imports must not see a GPU
+    sft = shipped.load(ROOT / "recipes/sft.py")  # what it imports must not see a GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     new = [

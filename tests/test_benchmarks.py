@@ -18,9 +18,9 @@ import torch
 from helpers import CONFIGS, ROOT, environment
 
 from accelerate_recipes.args import parse
-from accelerate_recipes.launcher import launch_environment
-from accelerate_recipes.models import new_model
-from accelerate_recipes.strategy import environment_problems, lever_problems
+from accelerate_recipes.launch.settings import launch_environment
+from accelerate_recipes.launch_checks import environment_problems, lever_problems
+from accelerate_recipes.models.loading import new_model
 
 RESULTS = ROOT / "benchmarks/results"
 TINY_LLAMA = "--hidden_size 64 --num_hidden_layers 1"

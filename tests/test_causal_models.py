@@ -29,20 +29,21 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
-from accelerate_recipes import probes, sharing
-from accelerate_recipes.attention import choose
+from accelerate_recipes.chess import rules
+from accelerate_recipes.chess.games import tokenize_games
+from accelerate_recipes.chess.next_moves import NextMoves, longest_move, prompt_of
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.games import rules
-from accelerate_recipes.games.games import tokenize_games
-from accelerate_recipes.games.next_moves import NextMoves, longest_move, prompt_of
-from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import check_document_mask
-from accelerate_recipes.mixers import unpack_documents
-from accelerate_recipes.models import load_model
-from accelerate_recipes.positions import check_length, max_positions
+from accelerate_recipes.models import probes
+from accelerate_recipes.models import shared_rows_check as sharing
+from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.generation import generate_texts
+from accelerate_recipes.models.loading import load_model
+from accelerate_recipes.models.mixers import unpack_documents
+from accelerate_recipes.models.positions import check_length, max_positions
+from accelerate_recipes.models.probes import Packing, mixers_in, packing_of
+from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.settings import check_trl_packing
-from accelerate_recipes.probes import Packing, mixers_in, packing_of
-from accelerate_recipes.tokenizers import load_tokenizer
 
 SCRIPT = ROOT / "recipes" / "chess.py"
 METRIC = ROOT / "recipes" / "metrics" / "chess_moves.py"

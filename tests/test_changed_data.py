@@ -12,8 +12,9 @@ from datasets import load_from_disk
 from helpers import ROOT
 from huggingface_hub import constants
 
-from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.chess.games import GamesArgs, prepare_games
 from accelerate_recipes.data import prepared
 from accelerate_recipes.data.prepared import checksum_of_rows
 from accelerate_recipes.data.rows import make_train_loader
@@ -23,9 +24,8 @@ from accelerate_recipes.data.text import TextShards
 from accelerate_recipes.data.text_pairs import PairArgs, prepare_pairs
 from accelerate_recipes.data.token_shards import pretokenize
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.games.games import GamesArgs, prepare_games
 from accelerate_recipes.life.watch import SECONDS_TO_MISS, Watch
-from accelerate_recipes.tokenizers import new_bpe_tokenizer, new_word_tokenizer
+from accelerate_recipes.models.tokenizers import new_bpe_tokenizer, new_word_tokenizer
 
 
 def change(file: Path, content: str) -> None:
@@ -41,7 +41,7 @@ def test_files_of_a_folder_that_is_named_as_dataset(tmp_path):
     files = [tmp_path / "a.jsonl", tmp_path / "en" / "b.jsonl"]
     for file in [*files, tmp_path / "readme.txt"]:
         file.write_text("1\n")
-    chess = recipe.load(ROOT / "recipes/chess.py")
+    chess = shipped.load(ROOT / "recipes/chess.py")
     keys = [
         lambda: chess.Args(dataset_name=str(tmp_path), dataset_files="**/*.jsonl").game_key,
         lambda: PairArgs(dataset_name=str(tmp_path), dataset_files="**/*.jsonl").version(),
@@ -64,7 +64,7 @@ def test_files_of_a_folder_that_is_named_as_dataset(tmp_path):
 
 def test_pairs_to_prefer_from_belong_to_the_model_that_made_them(tmp_path):
     """Another model under the same path makes its own pairs."""
-    dpo = recipe.load(ROOT / "recipes/chess_dpo.py")
+    dpo = shipped.load(ROOT / "recipes/chess_dpo.py")
     weights = tmp_path / "model.safetensors"
     weights.write_text("1234")
     args = dpo.Args(model_name_or_path=str(tmp_path), output_dir=str(tmp_path / "out"))

@@ -43,7 +43,7 @@ from accelerate_recipes.engine import dump_non_finite
 from accelerate_recipes.errors import ConfigError, NonFiniteError
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import read_status
-from accelerate_recipes.models import new_model, with_classes
+from accelerate_recipes.models.loading import new_model, with_classes
 from accelerate_recipes.optim import make_scheduler
 
 

@@ -314,7 +314,7 @@ def test_two_owners_and_an_unprefixed_key(run_forked, tiny):
 
 def test_python_chess_is_found_beside_a_recipe_of_its_name():
     """python-chess is found even when recipes/chess.py is the script, whose folder comes first on the path."""
-    code = "from accelerate_recipes.games import rules; print(rules.chess.Board().fen())"
+    code = "from accelerate_recipes.chess import rules; print(rules.chess.Board().fen())"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'recipes')!r}); {code}"],
         capture_output=True, text=True, timeout=60,

@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT
 
-from accelerate_recipes.games import rules
-from accelerate_recipes.games.games import tokenize_games
-from accelerate_recipes.tokenizers import new_word_tokenizer
+from accelerate_recipes.chess import rules
+from accelerate_recipes.chess.games import tokenize_games
+from accelerate_recipes.models.tokenizers import new_word_tokenizer
 
 FOOLS_MATE = ["f2f3", "e7e5", "g2g4", "d8h4"]
 

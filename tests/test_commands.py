@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tiny import tiny_model
 
 from accelerate_recipes import __main__
+from accelerate_recipes.arguments.gpus import GPUS
 from accelerate_recipes.checkpoint.check_export import check_export
-from accelerate_recipes.gpus import GPUS
-from accelerate_recipes.tokenizers import new_word_tokenizer
+from accelerate_recipes.models.tokenizers import new_word_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ from tiny import COMPOSITE, LINEAR, tiny_composite, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
 from accelerate_recipes import recipe
-from accelerate_recipes.base import open_base
 from accelerate_recipes.checkpoint.check_export import check_export, load_export
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import check_base, read_marker
 from accelerate_recipes.checkpoint.published import composite_files, whole_content, with_older_fields
 from accelerate_recipes.checkpoint.weight_files import saved_tensors
-from accelerate_recipes.composites import (
+from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.models.composites import (
     COMPOSITES,
     check_tokens,
     layers_in_whole,
@@ -29,11 +29,11 @@ from accelerate_recipes.composites import (
     places_of_parts,
     text_part,
 )
-from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.models import CAUSAL, load_model
-from accelerate_recipes.pretrained import check_model, mapped_weights
-from accelerate_recipes.tokenizers import new_bpe_tokenizer
-from accelerate_recipes.weights import linear_layers_and_experts
+from accelerate_recipes.models.loading import CAUSAL, load_model
+from accelerate_recipes.models.pretrained import check_model, mapped_weights
+from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
+from accelerate_recipes.models.untrained import open_base
+from accelerate_recipes.models.weights import linear_layers_and_experts
 
 SCRIPT = CHILDREN / "toy.py"
 VOCABULARY = 110  # the last ten tokens are for images

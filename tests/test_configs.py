@@ -15,12 +15,14 @@ from helpers import CHILDREN, CONFIGS, ROOT, without_runs
 from huggingface_hub import constants
 
 from accelerate_recipes import disk, recipe
-from accelerate_recipes import launcher as launcher_module
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.files import write_marker
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.launch import requirements
+from accelerate_recipes.launch import settings as launcher_module
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.launch.request import read_request
-from accelerate_recipes.launcher import launch_environment, launcher_problems, yaml_problems
+from accelerate_recipes.launch.settings import launch_environment, launcher_problems, yaml_problems
 
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
 LAPTOP = [str(ROOT / "recipes/chess.py"), "--config", str(ROOT / "recipes/configs/chess/laptop.yaml")]
@@ -283,7 +285,7 @@ def test_a_launch_says_what_preflight_says(launcher, named, tmp_path, monkeypatc
 
     monkeypatch.setattr(psutil.Process, "parents", parents)
     assert launcher_problems() == [problem]
-    assert problem in recipe.problems_here(recipe.load(ROOT / "recipes/chess.py").Args(output_dir="out"))
+    assert problem in requirements.problems_here(shipped.load(ROOT / "recipes/chess.py").Args(output_dir="out"))
     command[len(launcher) : len(launcher)] = ["--parallelism_config_cp_size", "2"]
     assert len(launcher_problems()) == 2 and "typo.yaml has no parallelism_config" in launcher_problems()[1]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the file may be another one by now
@@ -382,7 +384,7 @@ def test_the_size_of_the_job_has_one_owner(flags, said):
 
 def test_everything_wrong_at_once(monkeypatch, tmp_path):
     """Preflight reports at once what a launch would find one after the other, partly only after the queue."""
-    recipe.load(ROOT / "recipes/chess.py")  # what it imports asks for versions too
+    shipped.load(ROOT / "recipes/chess.py")  # what it imports asks for versions too
     monkeypatch.setattr(metadata, "version", lambda name: {"accelerate": "0.34.0"}.get(name) or missing(name))
     with pytest.raises(ConfigError) as caught:
         preflight(
@@ -472,7 +474,7 @@ def started(monkeypatch):
 
     watched = SimpleNamespace(tell_first_rank=lambda reason: False)
     monkeypatch.setattr(recipe, "fail", fail)
-    monkeypatch.setattr(recipe, "launch_problems", lambda *_: [])
+    monkeypatch.setattr(requirements, "launch_problems", lambda *_: [])
     monkeypatch.setattr(recipe.parent, "follow_launcher", lambda: None)
     monkeypatch.setattr(recipe.watch, "start_watch", lambda *_: watched)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -485,7 +487,7 @@ def test_a_run_that_cannot_write_says_so_at_once(place, tmp_path, monkeypatch, s
     (tmp_path / "file").write_text("a user's")
     (tmp_path / "gone").symlink_to("nowhere")
     is_link = "{gone}" in place
-    toy, place = recipe.load(CHILDREN / "toy.py"), place.format(file=tmp_path / "file", gone=tmp_path / "gone")
+    toy, place = shipped.load(CHILDREN / "toy.py"), place.format(file=tmp_path / "file", gone=tmp_path / "gone")
     monkeypatch.setattr("sys.argv", ["toy.py", "--output_dir", place])
     with pytest.raises(SystemExit, match="2"):
         recipe.run_recipe(lambda args: pytest.fail("it ran"), toy.Args, toy.requirements)
@@ -496,10 +498,10 @@ def test_a_run_that_cannot_write_says_so_at_once(place, tmp_path, monkeypatch, s
 
 
 def test_a_cache_that_others_have_filled_may_be_read_only(tmp_path):
-    args = recipe.load(ROOT / "recipes/chess.py").Args(output_dir=str(tmp_path), data_cache_dir="/proc/self")
-    assert recipe.write_problems(args) == []
+    args = shipped.load(ROOT / "recipes/chess.py").Args(output_dir=str(tmp_path), data_cache_dir="/proc/self")
+    assert requirements.write_problems(args) == []
     args.data_cache_dir = "/proc/nowhere"
-    (problem,) = recipe.write_problems(args)
+    (problem,) = requirements.write_problems(args)
     assert problem.startswith("--data_cache_dir /proc/nowhere cannot be written to: ")
 
 
@@ -509,10 +511,10 @@ def test_an_hf_home_that_cannot_be_written_to(tmp_path, monkeypatch):
     for name in ("HF_DATASETS_CACHE", "HF_MODULES_CACHE"):
         monkeypatch.setenv(name, f"/proc/nowhere/{name}")
     for name in ("chess", "t5", "sft", "template", "c4"):
-        args = recipe.load(ROOT / f"recipes/{name}.py").Args(output_dir=str(tmp_path))
+        args = shipped.load(ROOT / f"recipes/{name}.py").Args(output_dir=str(tmp_path))
         if name in ("chess", "t5"):
             args.data_cache_dir = str(tmp_path)
-        found[name] = recipe.write_problems(args)
+        found[name] = requirements.write_problems(args)
     assert [len(said) for said in found.values()] == [1, 1, 2, 2, 0]
     assert found["chess"][0].startswith("/proc/nowhere/HF_MODULES_CACHE cannot be written to: ")
     assert f"set HF_HOME to a folder of your own, and HF_HUB_CACHE to {constants.HF_HUB_CACHE}" in found["chess"][0]
@@ -522,7 +524,7 @@ def test_what_may_not_be_read_is_one_message(tmp_path, monkeypatch, started):
     def main(args):
         raise PermissionError(errno.EACCES, "Permission denied", "/shared/games.parquet")
 
-    toy = recipe.load(CHILDREN / "toy.py")
+    toy = shipped.load(CHILDREN / "toy.py")
     monkeypatch.setattr("sys.argv", ["toy.py", "--output_dir", str(tmp_path)])
     with pytest.raises(SystemExit, match="2"):
         recipe.run_recipe(main, toy.Args, toy.requirements)

@@ -34,6 +34,7 @@ from trl.trainer import dpo_trainer
 
 from accelerate_recipes import __main__ as cli
 from accelerate_recipes import recipe
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint import check_export as check_export_module
 from accelerate_recipes.checkpoint.check_export import ROWS, TrainedRows, check_export, read_exported
 from accelerate_recipes.checkpoint.export import export
@@ -42,10 +43,10 @@ from accelerate_recipes.data.heldout import beginning
 from accelerate_recipes.data.rendering import Rendering, differences, render, without_nulls
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.launch.preflight import preflight
-from accelerate_recipes.models import load_model
+from accelerate_recipes.models.loading import load_model
+from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
 from accelerate_recipes.posttraining import supervised
 from accelerate_recipes.posttraining.settings import make_or_load_model
-from accelerate_recipes.tokenizers import new_bpe_tokenizer
 
 SCRIPT = ROOT / "recipes/sft.py"
 # Templates of well-known models, as trl ships them, and the token that ends an answer.
@@ -907,7 +908,7 @@ def test_a_base_whose_tokenizer_has_more_tokens_than_its_embedding(tmp_path):
     rows = [{"text": f"{i} <b>"} for i in range(30)]
     prepare(folder, rows)
     prepare(folder, rows, "--use_peft")
-    args = recipe.load(str(SCRIPT)).Args(model_name_or_path=str(folder), data_only=True)
+    args = shipped.load(str(SCRIPT)).Args(model_name_or_path=str(folder), data_only=True)
     model, trained = make_or_load_model(args, tokenizer, ["</s>"])
     assert trained == sorted([tokenizer.eos_token_id, len(tokenizer) - 1]) and model.config.vocab_size == len(tokenizer)
 

@@ -12,7 +12,7 @@ from test_layout import LIBRARY, PACKAGE
 from tiny import tiny_model
 from transformers import AutoModelForMaskedLM
 
-from accelerate_recipes.tokenizers import new_word_tokenizer
+from accelerate_recipes.models.tokenizers import new_word_tokenizer
 
 OPTIONAL = {"chess", "datasets", "evaluate", "matplotlib", "pandas", "peft", "pyarrow", "trl"}
 # Modules about these packages, which import them at once; all others do where they use them.

@@ -21,9 +21,9 @@ from accelerate_recipes.data.prepared import cached
 from accelerate_recipes.data.rows import LengthOrder, StepOrder, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import new_model
-from accelerate_recipes.sequence import IGNORE_INDEX
-from accelerate_recipes.weights import initialize
+from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.loading import new_model
+from accelerate_recipes.models.weights import initialize
 
 
 def documents(num: int, longest: int, seed: int = 0) -> list[list[int]]:

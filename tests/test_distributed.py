@@ -20,9 +20,9 @@ from transformers import GenerationMixin
 from accelerate_recipes import distributed, upstream
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.distributed import make_accelerator
-from accelerate_recipes.launcher import launch_environment
+from accelerate_recipes.launch.settings import launch_environment
+from accelerate_recipes.launch_checks import environment_problems, environment_warnings, lever_problems, lever_warnings
 from accelerate_recipes.life import parent
-from accelerate_recipes.strategy import environment_problems, environment_warnings, lever_problems, lever_warnings
 from accelerate_recipes.upstream import choose_interface
 
 FSDP2 = {
@@ -327,7 +327,7 @@ T5_UNDER_FSDP2 = """
     from transformers import AutoModelForSeq2SeqLM, T5Config
     from accelerate_recipes.args import TrainArgs
     from accelerate_recipes.distributed import make_accelerator, prepare
-    from accelerate_recipes.encoder_decoders import share_embedding
+    from accelerate_recipes.models.encoder_decoders import share_embedding
     accelerator = make_accelerator(TrainArgs())
     sizes = dict(vocab_size=40, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
     model = AutoModelForSeq2SeqLM.from_config(T5Config(**sizes))
@@ -485,7 +485,7 @@ def test_one_process_of_a_machine_reads_the_weights(run_python, tmp_path):
         import torch
         import torch.distributed as dist
         from transformers import AutoModelForCausalLM
-        from accelerate_recipes.adapters import load_settings
+        from accelerate_recipes.models.adapters import load_settings
         from accelerate_recipes.args import TrainArgs
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         found = []

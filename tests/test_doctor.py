@@ -14,11 +14,11 @@ import torch
 from helpers import ROOT, environment
 from test_core import HIDE
 
-from accelerate_recipes import machine
 from accelerate_recipes.doctor import command, links, proofs
 from accelerate_recipes.doctor.card import write_card
 from accelerate_recipes.doctor.proofs import Figure, Runs, prove
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.launch import machine
 
 
 class Fault(NamedTuple):

@@ -22,9 +22,9 @@ from tiny import tiny_config
 
 from accelerate_recipes import recipe
 from accelerate_recipes.__main__ import main
+from accelerate_recipes.chess.rules import all_uci_moves
 from accelerate_recipes.data.files import read_split
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.games.rules import all_uci_moves
 from accelerate_recipes.hub import download
 from accelerate_recipes.hub.cache import (
     MANIFEST,
@@ -37,9 +37,10 @@ from accelerate_recipes.hub.cache import (
     pinned,
     repository,
 )
-from accelerate_recipes.models import new_model
-from accelerate_recipes.tokenizers import new_word_tokenizer
-from accelerate_recipes.weights import initialize
+from accelerate_recipes.launch import requirements
+from accelerate_recipes.models.loading import new_model
+from accelerate_recipes.models.tokenizers import new_word_tokenizer
+from accelerate_recipes.models.weights import initialize
 
 CHESS = [
     "recipes/chess.py", "--model_name_or_path", "tiny/llama", "--dataset_name", "tiny/games",
@@ -381,7 +382,7 @@ def test_configurations_of_datasets(server, commands, tmp_path, monkeypatch):
         "datasets/wmt/wmt14/fr-en/validation-0.parquet",
     ]
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    needs = recipe.needs_of([str(script)])
+    needs = requirements.needs_of([str(script)])
     assert not any(map(lacking, needs))
     split = "train[:5]+validation"
     rows = read_split(HubDataset("wmt14", config="fr-en", splits=(split,)), split, tmp_path / "arrow")
@@ -416,7 +417,7 @@ def test_t5_by_revision_and_pattern(server, commands, tmp_path, monkeypatch):
     assert f"wmt/wmt14 at commit {old[:12]}: 2 files" in output and "tiny/table" in output
     assert list(cache.glob("models--tiny--old/snapshots/*/pytorch_model.bin"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    needs = recipe.needs_of([str(ROOT / argv[0]), *argv[1:]])
+    needs = requirements.needs_of([str(ROOT / argv[0]), *argv[1:]])
     assert [lacking(need) for need in needs] == [[], [], []]
     (train,) = [need for need in needs if need.name == "wmt/wmt14"]
     assert len(read_split(train, "train[:3]", tmp_path / "arrow")) == 3
@@ -449,22 +450,22 @@ def test_an_online_run_downloads_first(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     here, fetched = [], []
     monkeypatch.setattr("accelerate_recipes.hub.cache.lacking", lambda need: [] if need in here else ["all of it"])
-    monkeypatch.setattr(recipe, "download", lambda needs, command: here.extend(needs) or fetched.extend(needs))
-    monkeypatch.setattr(recipe, "check_models", lambda args, needed: ([], []))
-    needed = recipe.Requirements(models=["a/b"], datasets=[HubDataset("c/d", files="*", streamed=True)])
-    recipe.provide(recipe.TrainArgs(), needed, ["recipes/some.py"])
+    monkeypatch.setattr(requirements, "download", lambda needs, command: here.extend(needs) or fetched.extend(needs))
+    monkeypatch.setattr(requirements, "check_models", lambda args, needed: ([], []))
+    needed = requirements.Requirements(models=["a/b"], datasets=[HubDataset("c/d", files="*", streamed=True)])
+    requirements.provide(recipe.TrainArgs(), needed, ["recipes/some.py"])
     assert fetched == [HubModel("a/b")]
     monkeypatch.setenv("LOCAL_RANK", "1")
     here.clear()
     needed.datasets.append(HubDataset(str(tmp_path), files="*.gz", streamed=True))
     monkeypatch.setattr(time, "sleep", lambda seconds: here.append(HubModel("a/b")))
     with pytest.raises(ConfigError, match=r"is a folder, but lacks all of it"):  # because `lacking` is replaced here
-        recipe.provide(recipe.TrainArgs(), needed, ["recipes/some.py"])
+        requirements.provide(recipe.TrainArgs(), needed, ["recipes/some.py"])
     assert here == fetched == [HubModel("a/b")]
     # No repository can have the name of this folder, so nobody waits for it.
     missing = HubModel(f"{tmp_path}/typo")
     for fn in (
-        lambda: recipe.provide(recipe.TrainArgs(), recipe.Requirements(models=[missing.name]), ["some.py"]),
+        lambda: requirements.provide(recipe.TrainArgs(), requirements.Requirements(models=[missing.name]), ["some.py"]),
         lambda: download.download([missing], ["some.py"]),
     ):
         with pytest.raises(ConfigError, match=f":\n  - model '{missing.name}': no such folder$"):

@@ -22,11 +22,12 @@ from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop
+from accelerate_recipes.models.tokenizers import new_character_tokenizer
 from accelerate_recipes.posttraining.preferences import evaluate_pairs, to_pairs
 from accelerate_recipes.posttraining.references import keep_values, kept_values, what_decides
-from accelerate_recipes.tokenizers import new_character_tokenizer
 
 SCRIPT, REFERENCE = ROOT / "recipes/dpo.py", CHILDREN / "reference.py"
 
@@ -107,7 +108,7 @@ def test_values_that_cannot_be_kept(tmp_path, capsys):
 
 def test_what_decides_the_values_of_the_reference(base, monkeypatch):
     """Values of another precision, or of answers that are cut or weighed otherwise, are not taken; what is trained is no matter."""
-    module = recipe.load(SCRIPT)
+    module = shipped.load(SCRIPT)
 
     def decided(mixed_precision: str = "no", attention: str = "sdpa", ld_alpha: float | None = None, **given) -> str:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mixed_precision)
@@ -128,7 +129,7 @@ def test_what_decides_the_values_of_the_reference(base, monkeypatch):
 
 def test_the_chosen_answers_alone(base):
     """--loss_type sft alone has a mean over pairs that is 0, and the mean over the tokens of chosen answers."""
-    module = recipe.load(SCRIPT)
+    module = shipped.load(SCRIPT)
     trial = module.trial(module.Args(model_name_or_path=str(base), loss_type=["sft"], max_length=9))
     model = tiny_model(vocab_size=15)
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
@@ -180,7 +181,7 @@ def test_dpo(killed_and_resumed, forks, arguments, base, tmp_path):
     assert after["eval_loss"] < 0.6 and after["eval_accuracy"] > 0.8 and after["eval_margin"] > 0.2
     assert (out / "result.png").stat().st_size > 20_000
 
-    module = recipe.load(SCRIPT)
+    module = shipped.load(SCRIPT)
     args = parse(module.Args, [str(argument) for argument in arguments], world_size=1)
     pairs = module.load_pairs(args, AutoTokenizer.from_pretrained(base))[0]["test"]
     assert len(pairs) % 6, "the last batch must be short, else padding is not tested"
@@ -316,7 +317,7 @@ def test_judged_answers():
 
 
 def test_pairs_of_a_prompt_lie_on_one_side(base, tmp_path):
-    module, file = recipe.load(SCRIPT), tmp_path / "pairs.jsonl"
+    module, file = shipped.load(SCRIPT), tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(j)} for j in range(500, 503) for i in range(40)]
     rows += [row | {"rejected": row["chosen"]} for row in rows[:5]]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -335,7 +336,7 @@ def test_pairs_of_a_prompt_lie_on_one_side(base, tmp_path):
 
 def test_losses_of_a_micro_batch_are_refused(arguments):
     """They are not sums over pairs, so a step of several micro-batches would be another one."""
-    argv, args = [*map(str, arguments), "--loss_type"], recipe.load(SCRIPT).Args
+    argv, args = [*map(str, arguments), "--loss_type"], shipped.load(SCRIPT).Args
     with pytest.raises(ConfigError, match=r"--loss_type aot compares the pairs of a micro-batch, .* has 4: make"):
         parse(args, [*argv, "aot"], world_size=1)
     parse(args, [*argv, "aot", "--per_device_train_batch_size", "8"], world_size=1)

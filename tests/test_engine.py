@@ -24,10 +24,10 @@ from accelerate_recipes.engine import evaluate_loss, to_device, train, train_ste
 from accelerate_recipes.errors import DataError, NonFiniteError
 from accelerate_recipes.life import stop, watch
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import new_model
+from accelerate_recipes.models.loading import new_model
+from accelerate_recipes.models.weights import initialize
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.run import Run
-from accelerate_recipes.weights import initialize
 
 ARGS = TrainArgs(
     total_batch_size=8, per_device_train_batch_size=4, max_steps=5, learning_rate=1e-2, warmup_steps=2, weight_decay=0.1

@@ -13,7 +13,7 @@ import pytest
 from helpers import ROOT, TIMES, log_of, losses, read_metrics
 from tiny import tiny_model
 
-from accelerate_recipes.tokenizers import new_character_tokenizer
+from accelerate_recipes.models.tokenizers import new_character_tokenizer
 
 SCRIPT = ROOT / "recipes/sft.py"
 DPO, GRPO = ROOT / "recipes/dpo.py", ROOT / "recipes/grpo.py"

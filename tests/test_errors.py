@@ -13,9 +13,9 @@ import pytest
 from helpers import CHILDREN, CONFIGS, REPOSITORY, ROOT, environment, launch_command, log_of
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from accelerate_recipes import __main__, launcher
+from accelerate_recipes import __main__
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch import quiet
+from accelerate_recipes.launch import quiet, settings
 from accelerate_recipes.launch.quiet import failure_in_words, launch
 from accelerate_recipes.life import parent
 
@@ -182,7 +182,7 @@ def test_a_launch_without_a_config_counts_gpus(tmp_path, monkeypatch):
     """It starts one process where there are none: that nothing says how many is no mistake."""
     started = []
     monkeypatch.setattr(quiet, "launch_command", started.append)
-    monkeypatch.setattr(launcher, "_validate_launch_command", lambda args: vars(args).update(num_processes=0))
+    monkeypatch.setattr(settings, "_validate_launch_command", lambda args: vars(args).update(num_processes=0))
     launch([str(TOY)])
     (args,) = started
     assert args.num_processes is None  # for the launcher to count, and to tell

@@ -24,9 +24,9 @@ from accelerate_recipes.checkpoint.export import (
     exported_files,
     list_files,
 )
+from accelerate_recipes.chess.next_moves import prompt_of
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.games.next_moves import prompt_of
-from accelerate_recipes.tokenizers import load_tokenizer
+from accelerate_recipes.models.tokenizers import load_tokenizer
 
 SCRIPT = ROOT / "recipes/chess.py"
 TINY = [

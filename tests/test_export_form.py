@@ -23,15 +23,17 @@ from transformers import (
     PreTrainedModel,
 )
 
-from accelerate_recipes import base, recipe
-from accelerate_recipes.adapters import add_adapters, merged
-from accelerate_recipes.base import check_export_form, described, form_differences, is_decoder, open_base
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint import files, weight_files
 from accelerate_recipes.checkpoint.export import export
-from accelerate_recipes.encoder_decoders import ENCODER_DECODER, load_encoder_decoder
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.models import CAUSAL, load_model
-from accelerate_recipes.pretrained import check_model, mapped_weights, model_checksum
+from accelerate_recipes.launch import requirements
+from accelerate_recipes.models import untrained
+from accelerate_recipes.models.adapters import add_adapters, merged
+from accelerate_recipes.models.encoder_decoders import ENCODER_DECODER, load_encoder_decoder
+from accelerate_recipes.models.loading import CAUSAL, load_model
+from accelerate_recipes.models.pretrained import check_model, mapped_weights, model_checksum
+from accelerate_recipes.models.untrained import check_export_form, described, form_differences, is_decoder, open_base
 from accelerate_recipes.vision.classifiers import load_image_classifier
 
 
@@ -133,9 +135,9 @@ def test_another_form_is_an_error_before_the_first_step_and_at_the_export(tmp_pa
     """A conversion that loses a part is named with both shapes, by preflight and a launch; the export leaves no files."""
     start = save_base(AutoModelForCausalLM.from_config(HRM), tmp_path / "base")
     checkpoint = saved_by(load_model(str(start), "sdpa"), tmp_path / "run", start)
-    whole = base.revert_weight_conversion
+    whole = untrained.revert_weight_conversion
     monkeypatch.setattr(
-        base,
+        untrained,
         "revert_weight_conversion",
         lambda model, weights: {
             part: tensor for name, weight in weights.items() for part, tensor in whole(model, {name: weight}).items()
@@ -145,12 +147,12 @@ def test_another_form_is_an_error_before_the_first_step_and_at_the_export(tmp_pa
     with pytest.raises(ConfigError, match=rf"checkpoint-1 cannot be exported.*{said}.*The checkpoint is whole"):
         export(checkpoint, tmp_path / "export")
     assert not (tmp_path / "export").exists() and files.defect(checkpoint) is None
-    c4 = recipe.load(models_table.REPOSITORY / "recipes/c4.py")
+    c4 = shipped.load(models_table.REPOSITORY / "recipes/c4.py")
     args = c4.Args(model_name_or_path=str(start), document_mask=False)
-    _, problems = recipe.check_models(args, c4.requirements(args))
+    _, problems = requirements.check_models(args, c4.requirements(args))
     assert len(problems) == 1 and "an export of" in problems[0] and "(96, 32)" in problems[0], problems
     args.use_peft = True  # an export of adapters alone does not hold these weights
-    assert not any("an export of" in problem for problem in recipe.check_models(args, c4.requirements(args))[1])
+    assert not any("an export of" in problem for problem in requirements.check_models(args, c4.requirements(args))[1])
 
 
 # Others are tried by the slow tests.
@@ -343,9 +345,9 @@ def test_trained_weights_of_two_dtypes(optim, use_fsdp, said, monkeypatch, tmp_p
     monkeypatch.setenv("ACCELERATE_USE_FSDP", str(use_fsdp).lower())
     config = Ernie4_5_MoeConfig(**SIZES, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, head_dim=8)
     start = save_base(AutoModelForCausalLM.from_config(config), tmp_path / "base")
-    c4 = recipe.load(models_table.REPOSITORY / "recipes/c4.py")
+    c4 = shipped.load(models_table.REPOSITORY / "recipes/c4.py")
     args = c4.Args(model_name_or_path=str(start), optim=optim, whole_logits=True, data_only=True)
-    _, problems = recipe.check_models(args, c4.requirements(args))
+    _, problems = requirements.check_models(args, c4.requirements(args))
     problems = [problem for problem in problems if "tokenizer" not in problem]
     assert [said in problem for problem in problems] == [True] * bool(said), problems
 

@@ -13,8 +13,8 @@ import pytest
 from helpers import ROOT
 from test_conversations import TOOL, call, prepare, save_base, template_of
 
-from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint import check_export
 from accelerate_recipes.data import tables
 from accelerate_recipes.data.files import check_texts_or_messages, read_files, read_split
@@ -96,7 +96,7 @@ def test_arrow_files_and_folders(tmp_path):
             file.write_table(table)
         assert read_files([str(folder / "a.arrow")])["text"][:] == ["a", "b"]
     (tmp_path / "data/README.txt").write_text("notes")
-    sft = recipe.load(ROOT / "recipes/sft.py")
+    sft = shipped.load(ROOT / "recipes/sft.py")
     given = ["--model_name_or_path", "none", "--train_files", str(tmp_path / "data")]
     assert parse(sft.Args, given, world_size=1).read_rows()["train"]["text"][:] == ["a", "b"] * 2
     args = sft.Args(train_files=["/volume/data"], model_name_or_path="none")
@@ -271,7 +271,7 @@ def test_rows_of_two_forms(tmp_path):
     assert "--columns" not in str(error.value)
     for said in ("messages=messages (messages: 2 of 3 rows)", "text=text (text: 1 of 3 rows)", "'text': None}"):
         assert said in str(error.value)
-    sft = recipe.load(ROOT / "recipes/sft.py")
+    sft = shipped.load(ROOT / "recipes/sft.py")
     flags = ("--train_files", str(tmp_path / "rows.jsonl"), "--columns", "messages=messages")
     args = parse(sft.Args, ["--model_name_or_path", "none", *flags], world_size=1)
     with pytest.raises(DataError, match="row 3: 'messages' is null, as in 1 of 3 rows"):

@@ -30,8 +30,8 @@ from test_attention import CONFIGS, loss_and_gradients, make, packed
 from test_losses import compare_in_bf16
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from accelerate_recipes.attention import sdpa
 from accelerate_recipes.engine import to_device
+from accelerate_recipes.models.attention import sdpa
 from accelerate_recipes.optim import add_compensated_
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

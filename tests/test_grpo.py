@@ -21,14 +21,14 @@ from test_conversations import save_base
 from test_simulate import BF16, FP32, job, simulator  # noqa: F401  a fixture
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.chess.next_moves import longest_move
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.games.next_moves import longest_move
 from accelerate_recipes.posttraining.answers import end_of_prompt
 from accelerate_recipes.posttraining.rewards import MATH_VERIFY, Reward, load_rewards, reward_problems
-from accelerate_recipes.posttraining.samples import Samples
+from accelerate_recipes.report.samples import Samples
 
 SFT = ROOT / "recipes/sft.py"
 SCRIPT = ROOT / "recipes/grpo.py"
@@ -434,7 +434,7 @@ def test_arithmetic_reward_and_data(tmp_path):
 
 def test_rows(tmp_path, base):
     """A prompt on both sides, prompts that are too long, and rows without prompts are errors that say what to do."""
-    module, tokenizer = recipe.load(SCRIPT), AutoTokenizer.from_pretrained(base)
+    module, tokenizer = shipped.load(SCRIPT), AutoTokenizer.from_pretrained(base)
 
     def load(rows: list[dict], heldout: list[dict] | None, room: int = 20):
         return load_all(rows, heldout, room)[0]
@@ -485,7 +485,7 @@ def test_rows(tmp_path, base):
         load([{"prompt": asked[0]}, {"prompt": "1"}], None)
     texts = [json.dumps({"value": i}) for i in range(9)]
     assert {*load([{"prompt": text} for text in texts], None)["train"]["prompt"]} < {*texts}
-    module, args = recipe.load(SCRIPT), SimpleNamespace(base_model="base", max_prompt_length=0)
+    module, args = shipped.load(SCRIPT), SimpleNamespace(base_model="base", max_prompt_length=0)
     with pytest.raises(
         ConfigError, match=r"answers of 64 tokens leave no room .* among the 20 positions of base; lower"
     ):
@@ -520,7 +520,7 @@ def test_samples_of_an_interrupted_run(tmp_path):
 
 
 def test_problems_of_the_arguments(rewards_file):
-    module = recipe.load(SCRIPT)
+    module = shipped.load(SCRIPT)
     with pytest.raises(ConfigError) as caught:
         parse(
             module.Args,
@@ -544,7 +544,7 @@ def test_problems_of_the_arguments(rewards_file):
 
 def test_evaluations_draw_for_themselves():
     """Drawing in an evaluation does not change what training draws next."""
-    from accelerate_recipes.generation import own_draws
+    from accelerate_recipes.models.generation import own_draws
 
     torch.manual_seed(5)
     expected = torch.rand(3)

@@ -23,8 +23,8 @@ from PIL import Image
 from test_images import PROCESSOR, Args, png
 from test_streams import QUICK, Ranks, no_retry, serve  # noqa: F401  with a fixture
 
-from accelerate_recipes import recipe
 from accelerate_recipes.args import resolve
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.resume import check_arguments
 from accelerate_recipes.data import streams
 from accelerate_recipes.data.augmentation import Augmentation, rand_augment
@@ -32,6 +32,7 @@ from accelerate_recipes.data.image_streams import ImageShards, ImageStreams
 from accelerate_recipes.data.images import load_images
 from accelerate_recipes.data.tars import stream_images
 from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.launch import requirements
 
 pytestmark = pytest.mark.usefixtures("worker_server")
 
@@ -432,13 +433,13 @@ def hub(monkeypatch, tmp_path):
 
 def test_shards_on_the_hub(hub, monkeypatch):
     """Shards to train on are read from the Hub at one commit and not kept; those to evaluate on are downloaded."""
-    vit = recipe.load(ROOT / "recipes/vit.py")
+    vit = shipped.load(ROOT / "recipes/vit.py")
     command = ["--from_scratch", "--max_steps", "2", "--train_files", HUB, "--eval_files", HUB.replace("train", "val")]
     args, problems = resolve(vit.Args, command, 1)
     assert problems == []
     needs = vit.requirements(args).needs
     assert [(need.files, need.streamed) for need in needs] == [("train-*.tar", True), ("val-*.tar", False)]
-    recipe.provide(args, vit.requirements(args), ["recipes/vit.py", *command])
+    requirements.provide(args, vit.requirements(args), ["recipes/vit.py", *command])
     assert hub.sent == ["datasets/tiny/images/val-0.tar"]
     train, heldout, names = load_images(args)
     assert train is None and names == NAMES and len(heldout.labels) == 9
@@ -455,4 +456,4 @@ def test_shards_on_the_hub(hub, monkeypatch):
         ConfigError, match=r"(?s)'tiny/images' \(train-\*\.tar\) is .*python -m accelerate_recipes download"
     ):
         args, _ = resolve(vit.Args, command, 1)
-        recipe.provide(args, vit.requirements(args), ["recipes/vit.py", *command])
+        requirements.provide(args, vit.requirements(args), ["recipes/vit.py", *command])

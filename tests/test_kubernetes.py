@@ -11,8 +11,9 @@ import yaml
 from helpers import CHILDREN, ROOT
 from kubernetes_schemas import pod_specs, problems
 
-from accelerate_recipes import __main__, gpus, recipe
+from accelerate_recipes import __main__
 from accelerate_recipes.args import parse
+from accelerate_recipes.arguments import gpus, shipped
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch import kubernetes, preflight
 from accelerate_recipes.launch.job_args import INSTANCES, num_bytes
@@ -117,7 +118,7 @@ def test_pods_get_the_resolved_arguments(tmp_path):
     """The file in the ConfigMap agrees with preset and flags; runs write to the volume."""
     run = [*LAPTOP, "--learning_rate", "1e-4", "--no_document_mask"]
     data = of_kind(documents("trainjob", *CPUS, FULL, *run), "ConfigMap")["data"]
-    args_class = recipe.load(run[0]).Args
+    args_class = shipped.load(run[0]).Args
     expected = parse(args_class, run[1:], world_size=4).values()
     for name in ("output_dir", "data_cache_dir"):
         expected[name] = f"/checkpoints/{expected[name]}"

@@ -16,7 +16,7 @@ from tiny import tiny_config
 from transformers import AutoModelForCausalLM
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.models import new_model
+from accelerate_recipes.models.loading import new_model
 from accelerate_recipes.run import Run
 
 RECOMPUTED = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}

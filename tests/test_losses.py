@@ -22,10 +22,10 @@ from accelerate_recipes.losses import (
     next_token_loss_without_logits,
     summed_cross_entropy,
 )
-from accelerate_recipes.models import new_model
+from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.loading import new_model
+from accelerate_recipes.models.weights import initialize
 from accelerate_recipes.plan.ledger import Ledger
-from accelerate_recipes.sequence import IGNORE_INDEX
-from accelerate_recipes.weights import initialize
 
 BATCH_SIZE, LENGTH, VOCABULARY = 3, 300, 400
 

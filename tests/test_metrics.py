@@ -15,7 +15,7 @@ from transformers import Gemma4TextConfig, LlamaConfig, MixtralConfig
 from accelerate_recipes import metrics
 from accelerate_recipes.agenda import tracker_settings
 from accelerate_recipes.life.status import read_status, update_status
-from accelerate_recipes.models import new_model
+from accelerate_recipes.models.loading import new_model
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA_7B = LlamaConfig(

@@ -22,16 +22,17 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-from accelerate_recipes import mixers, probes, upstream
-from accelerate_recipes.attention import boundaries, boundary_arguments, choose
+from accelerate_recipes import upstream
 from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import check_document_mask, next_token_loss
-from accelerate_recipes.mixers import Unpacking, documents_of, recompute_documents, unpack_documents
-from accelerate_recipes.models import load_model
-from accelerate_recipes.probes import mixers_in
-from accelerate_recipes.sequence import balance_of_rows
-from accelerate_recipes.sharing import model_sharing_problems
+from accelerate_recipes.models import mixers, probes
+from accelerate_recipes.models.attention import boundaries, boundary_arguments, choose
+from accelerate_recipes.models.loading import load_model
+from accelerate_recipes.models.mixers import Unpacking, documents_of, recompute_documents, unpack_documents
+from accelerate_recipes.models.probes import mixers_in
+from accelerate_recipes.models.shared_rows import balance_of_rows
+from accelerate_recipes.models.shared_rows_check import model_sharing_problems
 
 HYBRIDS = list(ARCHITECTURES)[list(ARCHITECTURES).index("Qwen3-Next") : list(ARCHITECTURES).index("T5")]
 

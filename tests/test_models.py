@@ -8,15 +8,15 @@ from helpers import CONFIGS, ROOT
 from tiny import tiny_config
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, LlamaConfig
 
-from accelerate_recipes import recipe
-from accelerate_recipes.architecture import Architecture, check_belong_together, new_config
 from accelerate_recipes.args import parse
-from accelerate_recipes.encoder_decoders import dropouts, new_encoder_decoder
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import preflight
-from accelerate_recipes.models import load_model, new_model
-from accelerate_recipes.positions import stretched_positions
-from accelerate_recipes.tokenizers import new_bpe_tokenizer, new_word_tokenizer
+from accelerate_recipes.models.configurations import Architecture, check_belong_together, new_config
+from accelerate_recipes.models.encoder_decoders import dropouts, new_encoder_decoder
+from accelerate_recipes.models.loading import load_model, new_model
+from accelerate_recipes.models.positions import stretched_positions
+from accelerate_recipes.models.tokenizers import new_bpe_tokenizer, new_word_tokenizer
 
 PRESETS = ROOT / "recipes/configs/c4"
 # Numbers of parameters as published with the models' weights.
@@ -34,7 +34,7 @@ PARAMETERS = {
 
 
 def parsed(*argv: str):
-    return parse(recipe.load(ROOT / "recipes/c4.py").Args, argv, world_size=8)
+    return parse(shipped.load(ROOT / "recipes/c4.py").Args, argv, world_size=8)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -199,7 +199,7 @@ def test_any_architecture(model_type, overrides, expected, tmp_path):
             parsed(*argv)
         return
     args = parsed(*argv)
-    model = recipe.load(ROOT / "recipes/c4.py").make_model(args)
+    model = shipped.load(ROOT / "recipes/c4.py").make_model(args)
     assert model.config.model_type == model_type and model.config.max_position_embeddings == 128
     assert (model.config.hidden_size, model.config.num_hidden_layers, model.config.vocab_size) == (64, 4, 300)
     assert {name: getattr(model.config, name) for name in expected} == expected
@@ -283,7 +283,7 @@ def test_mistakes_of_other_architectures(model_type, overrides, reason):
     with pytest.raises(ConfigError, match=reason):
         args = parsed("--from_scratch", "--model_type", model_type, "--max_steps", "1", "--max_length", "64",
                       "--config_overrides", "num_hidden_layers=2", *overrides)  # fmt: skip
-        recipe.load(ROOT / "recipes/c4.py").requirements(args).new_model()
+        shipped.load(ROOT / "recipes/c4.py").requirements(args).new_model()
 
 
 @pytest.mark.parametrize("max_length", [64, 1_000_000])
@@ -369,7 +369,7 @@ def test_a_new_encoder_decoder_depends_on_the_seed_alone():
 @pytest.mark.parametrize("model_type", ["mt5", "umt5", "bart"])
 def test_other_encoder_decoders(model_type):
     """A new one knows the tokenizer's tokens, is made for the longest text, and has the dropout of the arguments."""
-    t5 = recipe.load(ROOT / "recipes/t5.py")
+    t5 = shipped.load(ROOT / "recipes/t5.py")
     sizes = ("d_model=16", "vocab_size=300", *(("encoder_layers=1",) if model_type == "bart" else ("num_layers=1",)))
     argv = (
         "--train_files", str(ROOT / "data/en_fr/libreoffice.jsonl"), "--from_scratch", "--model_type", model_type,

@@ -42,17 +42,17 @@ from transformers import (
 )
 from trl.trainer.utils import add_fused_lm_head
 
-from accelerate_recipes import recipe
-from accelerate_recipes.adapters import add_adapters
-from accelerate_recipes.attention import choose
-from accelerate_recipes.composites import text_part
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.data.packing import PackedRows, collate
-from accelerate_recipes.encoder_decoders import load_encoder_decoder
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import check
 from accelerate_recipes.losses import next_token_loss
-from accelerate_recipes.models import made
-from accelerate_recipes.positions import check_length
+from accelerate_recipes.models.adapters import add_adapters
+from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.composites import text_part
+from accelerate_recipes.models.encoder_decoders import load_encoder_decoder
+from accelerate_recipes.models.loading import made
+from accelerate_recipes.models.positions import check_length
 from accelerate_recipes.posttraining.objective import weight_of_balance
 
 RESULT = json.loads(models_table.RESULT.read_text())
@@ -150,7 +150,7 @@ def test_a_class_is_trained_by_trl_with_its_own_defaults(tmp_path, name, kind):
     """The loss has a gradient, and experts are balanced by the loss of their class, with its weight."""
     config = with_defaults(name)
     config.save_pretrained(tmp_path)
-    module = recipe.load(ROOT / f"recipes/{kind}.py")
+    module = shipped.load(ROOT / f"recipes/{kind}.py")
     size = {"model_name_or_path": str(tmp_path), "per_device_train_batch_size": 2, "total_batch_size": 2}
     trial = module.trial(module.Args(**size, **TRIED[kind]))
     torch.manual_seed(0)
@@ -184,7 +184,7 @@ def test_answers_to_padded_prompts_are_as_probable_as_alone(tmp_path, name):
     """Log-probabilities in GRPO's loss do not depend on the padding of a shorter prompt: not on the number of ranks."""
     config = with_defaults(name)
     config.save_pretrained(tmp_path)
-    module = recipe.load(ROOT / "recipes/grpo.py")
+    module = shipped.load(ROOT / "recipes/grpo.py")
     trainer = module.trial(module.Args(model_name_or_path=str(tmp_path), **TRIED["grpo"])).loss_fn.__self__
     attention, _ = choose("auto", config, torch.float32, False)
     torch.manual_seed(0)

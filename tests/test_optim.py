@@ -23,8 +23,8 @@ from transformers.optimization import Adafactor
 
 from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.models.weights import WRAPPERS
 from accelerate_recipes.optim import make_scheduler, num_warmup_steps, optimizer_fn
-from accelerate_recipes.weights import WRAPPERS
 
 STEPS = 20
 
@@ -109,7 +109,7 @@ def test_kahan_to_the_bit():
 
 IN_TRITON = """
 import torch
-from accelerate_recipes.kernels import add_compensated
+from accelerate_recipes.models.kernels import add_compensated
 from accelerate_recipes.optim import add_compensated_
 
 generator = torch.Generator().manual_seed(0)

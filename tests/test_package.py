@@ -16,9 +16,9 @@ import pytest
 from helpers import REPOSITORY, environment
 from packaging.requirements import Requirement
 
-from accelerate_recipes import shipped
-from accelerate_recipes.flags import read_preset
-from accelerate_recipes.launcher import parse_flags
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.arguments.declaring import read_preset
+from accelerate_recipes.launch.settings import parse_flags
 
 LIBRARY = REPOSITORY / "src/accelerate_recipes"
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -130,7 +130,7 @@ def test_wheel(wheel, tmp_path):
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 
-    home = run("-c", "from accelerate_recipes import shipped; print(shipped.HOME)")
+    home = run("-c", "from accelerate_recipes.arguments import shipped; print(shipped.HOME)")
     assert home.strip() == str(purelib / "accelerate_recipes/shipped_files")
     short = [
         "--max_steps", "1", "--num_positions", "6", "--per_device_train_batch_size", "4", "--train_files", "games.jsonl",
@@ -140,6 +140,6 @@ def test_wheel(wheel, tmp_path):
     (tmp_path / "games.jsonl").write_text("".join(json.dumps(game) + "\n" for game in games))
     launched = ["--config_file", "single", "--mixed_precision", "no", "chess", "--config", "laptop"]
     code = "import sys; from accelerate.commands.launch import launch_command as launch; "
-    code += "from accelerate_recipes.launcher import parse_flags; launch(parse_flags(sys.argv[1:]))"
+    code += "from accelerate_recipes.launch.settings import parse_flags; launch(parse_flags(sys.argv[1:]))"
     run("-c", code, *launched, *short)
     assert (tmp_path / "outputs/demo/export/model.safetensors").is_file()

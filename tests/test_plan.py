@@ -36,14 +36,15 @@ from torch.optim.adamw import adamw
 from transformers import LlamaConfig
 
 from accelerate_recipes.__main__ import main
+from accelerate_recipes.arguments.gpus import GIB, GPUS, OUTSIDE, check_gpu, known_as
+from accelerate_recipes.arguments.shipped import load as load_recipe
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.gpus import GIB, GPUS, OUTSIDE, check_gpu, known_as
 from accelerate_recipes.launch import planning
 from accelerate_recipes.launch import preflight as preflight_module
 from accelerate_recipes.launch.planning import job_of, plan
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.launch.request import read_request
-from accelerate_recipes.launcher import launch_environment
+from accelerate_recipes.launch.settings import launch_environment
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Clock, Event, Ledger
@@ -58,7 +59,6 @@ from accelerate_recipes.plan.simulate import (
     add_ddp,
     load_trial,
 )
-from accelerate_recipes.recipe import load as load_recipe
 from accelerate_recipes.trial import NotSimulatedError, config_of
 
 CUDA_C4 = [
@@ -196,9 +196,10 @@ def test_deep_models_with_more_than_two_passes(simulator, bases, command, flags)
 
 FAULTY = """
 import torch
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes import recipe
 from dataclasses import replace
-c4 = recipe.load({c4!r})
+c4 = shipped.load({c4!r})
 Args, requirements, main = c4.Args, c4.requirements, c4.main
 def trial(args):
     right = c4.trial(args)

@@ -16,14 +16,15 @@ from tiny import tiny_model
 from transformers import AutoModel, AutoModelForMaskedLM, LlamaConfig, LlamaForCausalLM, MT5Config
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
+from accelerate_recipes.launch import requirements
 from accelerate_recipes.launch.preflight import preflight
-from accelerate_recipes.models import load_model
-from accelerate_recipes.pretrained import model_checksum
-from accelerate_recipes.tokenizers import load_tokenizer, new_word_tokenizer
+from accelerate_recipes.models.loading import load_model
+from accelerate_recipes.models.pretrained import model_checksum
+from accelerate_recipes.models.tokenizers import load_tokenizer, new_word_tokenizer
 
 SIZES = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
 DATA = {
@@ -65,11 +66,11 @@ def said(models, monkeypatch):
         command = [str(ROOT / f"recipes/{name}.py"), *DATA[name], "--model_name_or_path", str(folder), *args]
         command += ["--output_dir", str(folder.parent / "out"), "--max_steps", "1"]
         found = []
-        module = recipe.load(command[0])
+        module = shipped.load(command[0])
         parsed = parse(module.Args, command[1:], world_size=1)
         for check in (
             lambda: preflight([str(CONFIGS / "single.yaml"), *command]),
-            lambda: recipe.provide(parsed, module.requirements(parsed), command),
+            lambda: requirements.provide(parsed, module.requirements(parsed), command),
         ):
             try:
                 check()
@@ -112,27 +113,29 @@ def test_whole_models(said, copy, name, by):
 
 def test_what_a_model_cannot_do_is_known_before_the_data_are_prepared(said, copy, monkeypatch):
     """Adapters, attention and the layers to wrap are checked on the meta device, all at once, by a launch too."""
-    monkeypatch.setattr("accelerate_recipes.attention.find_spec", lambda name: None)
+    monkeypatch.setattr("accelerate_recipes.models.attention.find_spec", lambda name: None)
     adapters = ["--use_peft", "--lora_target_modules", "q_prj"]
     folder, flags = copy("llama"), [*adapters, "--attn_implementation", "flash_attention_2"]
     found = said(folder, "c4", *flags)
     assert "--lora_target_modules q_prj: no linear layer inside LlamaForCausalLM has that name" in found
     assert "--attn_implementation flash_attention_2: its package flash_attn is not installed" in found
-    c4 = recipe.load(ROOT / "recipes/c4.py")
+    c4 = shipped.load(ROOT / "recipes/c4.py")
     command = [*DATA["c4"], "--model_name_or_path", str(folder), "--max_steps", "1", *flags, "--data_only", "true"]
     args = parse(c4.Args, command, world_size=1)
-    assert recipe.check_models(args, c4.requirements(args))[1] == []  # data may be prepared where the package is not
+    assert (
+        requirements.check_models(args, c4.requirements(args))[1] == []
+    )  # data may be prepared where the package is not
 
 
 def test_a_launch_checks_adapters_without_peft(models, monkeypatch):
     """PEFT imports bitsandbytes, if it is installed, which would make a context on the first GPU in each process."""
     monkeypatch.setitem(sys.modules, "peft", None)
-    c4 = recipe.load(ROOT / "recipes/c4.py")
+    c4 = shipped.load(ROOT / "recipes/c4.py")
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES))
     for layers, number in (("all-linear", 0), ("q_prj", 1)):
         args = c4.Args(model_name_or_path="a", use_peft=True, lora_target_modules=[layers])
-        assert len(recipe.model_problems(args, model, {})) == number
+        assert len(requirements.model_problems(args, model, {})) == number
 
 
 def without(*ends: str):
@@ -418,7 +421,7 @@ def test_a_run_imports_no_other_models(fork_server, tmp_path):
     code = """\
 import sys
 from transformers import LlamaForCausalLM, LlamaConfig
-from accelerate_recipes.base import is_decoder
+from accelerate_recipes.models.untrained import is_decoder
 
 model = LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8))
 before = {*sys.modules}

@@ -17,6 +17,7 @@ from test_template import arguments  # noqa: F401
 from accelerate_recipes import recipe
 from accelerate_recipes.checkpoint.export import exported_files, list_files
 from accelerate_recipes.hub.push import push_problems
+from accelerate_recipes.launch import requirements
 
 SCRIPT = CHILDREN / "pushing.py"
 
@@ -272,19 +273,19 @@ def test_problems_are_found_together_and_before_any_work(monkeypatch, tmp_path):
     args = recipe.TrainArgs(push_to_hub="tiny")
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
-    found = recipe.push_to_hub_problems(args, from_here=True)
+    found = requirements.push_to_hub_problems(args, from_here=True)
     assert len(found) == 3 and all(problem.startswith("--push_to_hub: ") for problem in found)
     assert "HF_HUB_OFFLINE is set" in found[1] and "run `hf auth login`" in found[2]
-    assert len(recipe.push_to_hub_problems(args, from_here=False)) == 1  # of a pod, only the name is known
-    assert recipe.push_to_hub_problems(recipe.TrainArgs(), from_here=True) == []
+    assert len(requirements.push_to_hub_problems(args, from_here=False)) == 1  # of a pod, only the name is known
+    assert requirements.push_to_hub_problems(recipe.TrainArgs(), from_here=True) == []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     args.push_to_hub = "me/tiny"
     for token in ("hf_secret\x01", "hf_secret two", "hf_secreté"):
         monkeypatch.setenv("HF_TOKEN", token)
-        (problem,) = recipe.push_to_hub_problems(args, from_here=True)
+        (problem,) = requirements.push_to_hub_problems(args, from_here=True)
         assert "the token holds characters that no token has" in problem and "secret" not in problem
     monkeypatch.setenv("HF_TOKEN", "hf_secret\n")  # such an end is cut off
-    assert recipe.push_to_hub_problems(args, from_here=True) == []
+    assert requirements.push_to_hub_problems(args, from_here=True) == []
 
 
 def test_preflight_knows(arguments, tmp_path):  # noqa: F811

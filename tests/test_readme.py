@@ -23,11 +23,11 @@ from trl import DPOTrainer, GRPOTrainer
 
 from accelerate_recipes import __main__
 from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse, resolve
+from accelerate_recipes.arguments.shipped import load
 from accelerate_recipes.launch.job_args import JobArgs, flag
 from accelerate_recipes.launch.kubernetes import render_manifest
-from accelerate_recipes.launcher import launch_environment, launch_flags
-from accelerate_recipes.recipe import load
-from accelerate_recipes.tokenizers import new_bpe_tokenizer
+from accelerate_recipes.launch.settings import launch_environment, launch_flags
+from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
 
 README = (ROOT / "README.md").read_text()
 SLURM = (ROOT / "slurm/README.md").read_text()
@@ -274,8 +274,8 @@ def test_table_of_sizes():
 
 def test_python_example(fork_server, tmp_path):
     """The example works with a small model instead of the demo's, and does not import this project."""
-    from accelerate_recipes.games.rules import all_uci_moves
-    from accelerate_recipes.tokenizers import new_word_tokenizer
+    from accelerate_recipes.chess.rules import all_uci_moves
+    from accelerate_recipes.models.tokenizers import new_word_tokenizer
 
     export = tmp_path / "outputs/demo/export"
     tokenizer = new_word_tokenizer(all_uci_moves())

@@ -11,8 +11,10 @@ from helpers import ROOT
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs, parse
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.launch import requirements
 from accelerate_recipes.life import lock, parent, watch
 from accelerate_recipes.life.stop import Stopped
 
@@ -42,7 +44,7 @@ def run(tmp_path, monkeypatch):
                 raise error
 
         with pytest.raises(Left) as left:
-            recipe.run_recipe(main, TrainArgs, lambda args: recipe.Requirements())
+            recipe.run_recipe(main, TrainArgs, lambda args: requirements.Requirements())
         assert not (tmp_path / "lock.json").exists()
         status = tmp_path / "status.json"
         return left.value.args[0], json.loads(status.read_text()) if status.exists() else {}
@@ -152,7 +154,7 @@ def test_bad_data_before_training_end_a_job(run, monkeypatch):
 )
 def test_what_is_no_recipe(name, problem):
     with pytest.raises(ConfigError, match=problem):
-        recipe.load(ROOT / name)
+        shipped.load(ROOT / name)
 
 
 IMAGES = "--from_scratch --train_files data/fashion/images_10k.parquet"
@@ -194,5 +196,5 @@ MODEL = "--model_name_or_path outputs/demo/export"
 )
 def test_contradictions(name, argv, problem):
     with pytest.raises(ConfigError) as caught:
-        parse(recipe.load(ROOT / f"recipes/{name}.py").Args, argv.split(), world_size=1)
+        parse(shipped.load(ROOT / f"recipes/{name}.py").Args, argv.split(), world_size=1)
     assert problem in str(caught.value)

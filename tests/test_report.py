@@ -14,16 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from accelerate_recipes import page, profiling, report
 from accelerate_recipes.__main__ import main
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.requeue import after_attempt
-from accelerate_recipes.life import attempts
+from accelerate_recipes.life import attempts, page
 from accelerate_recipes.life.attempts import begin_attempt, of_this_run, read_attempts
+from accelerate_recipes.life.picture import Bars, draw_bars
 from accelerate_recipes.life.status import attempt, update_status
-from accelerate_recipes.picture import Bars, draw_bars
-from accelerate_recipes.profiling import StepProfiler
+from accelerate_recipes.report import profile as profiling
+from accelerate_recipes.report import report
+from accelerate_recipes.report.profile import StepProfiler
 
 NASTY = "</td></table><script>alert(1)</script><img src=https://example.com/x.png onerror=alert(2)>\x1b[31m\ud800"
 

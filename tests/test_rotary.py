@@ -8,12 +8,12 @@ from accelerate import Accelerator
 from tiny import SIZES, tiny_config
 from transformers import AutoModelForCausalLM, PhimoeConfig, PreTrainedConfig, PreTrainedModel
 
-from accelerate_recipes import rotary
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.distributed import prepare
 from accelerate_recipes.losses import next_token_loss
-from accelerate_recipes.rotary import embed_by_length
+from accelerate_recipes.models import rotary
+from accelerate_recipes.models.rotary import embed_by_length
 
 LONG = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 5.0, 9.0],

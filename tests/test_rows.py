@@ -11,15 +11,16 @@ import pytest
 from helpers import ROOT
 from hypothesis import HealthCheck, given, settings
 
-from accelerate_recipes import ranks, recipe
+from accelerate_recipes import ranks
 from accelerate_recipes.args import parse
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.chess import rules
+from accelerate_recipes.chess.games import PositionsArgs, load_games, prepare_games, prepare_positions
 from accelerate_recipes.data.documents import Retry, read_documents, text_of
 from accelerate_recipes.data.files import read_files
 from accelerate_recipes.data.text_pairs import pairs_in, text_columns
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.games import rules
-from accelerate_recipes.games.games import PositionsArgs, load_games, prepare_games, prepare_positions
-from accelerate_recipes.tokenizers import new_word_tokenizer
+from accelerate_recipes.models.tokenizers import new_word_tokenizer
 
 GAME = b'{"Moves": ["e2e4", "e7e5"]}\n'
 MATE = ["f2f3", "e7e5", "g2g4", "d8h4"]
@@ -286,7 +287,7 @@ def test_letters_of_the_pieces(letters):
     with pytest.raises(
         ConfigError, match=f"--piece_letters '{letters}' must be five different capitals, such as KQRBN"
     ):
-        parse(recipe.load(ROOT / "recipes/chess.py").Args, ["--piece_letters", letters], world_size=1)
+        parse(shipped.load(ROOT / "recipes/chess.py").Args, ["--piece_letters", letters], world_size=1)
 
 
 def pairs_of(file, cache) -> list[tuple[str, list[str], str]]:
@@ -328,7 +329,7 @@ def test_rows_to_fine_tune_on(content, message, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     file = tmp_path / "a.jsonl"
     file.write_bytes(content)
-    sft = recipe.load(ROOT / "recipes/sft.py")
+    sft = shipped.load(ROOT / "recipes/sft.py")
     argv = ["--model_name_or_path", "none", "--train_files", str(file), "--heldout_share", "0.5"]
     args = parse(sft.Args, argv, world_size=1)
     tokenizer = new_word_tokenizer(["a"])

@@ -1,6 +1,7 @@
 """Tests of rows that ranks share; tests/test_equivalence.py shows that they change no trajectory."""
 
 import json
+import os
 import re
 from types import SimpleNamespace
 
@@ -15,17 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, Mamba2Config, MiniMaxConfig, T5Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs, resolve
-from accelerate_recipes.attention import DOCUMENTS, boundaries, choose
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import preflight
-from accelerate_recipes.launcher import launch_environment, launch_flags
+from accelerate_recipes.launch.settings import launch_environment, launch_flags
+from accelerate_recipes.launch_checks import lever_problems, lever_warnings
 from accelerate_recipes.losses import count_next_tokens, next_token_loss, next_tokens
+from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.attention import DOCUMENTS, boundaries, choose
+from accelerate_recipes.models.shared_rows import attend_shared, part_of_rows, share_attention, whole_rows
+from accelerate_recipes.models.shared_rows_check import check_shared_masks, model_sharing_problems
 from accelerate_recipes.ranks import data_world_size, ranks_a_row
-from accelerate_recipes.sequence import IGNORE_INDEX, attend_shared, part_of_rows, share_attention, whole_rows
-from accelerate_recipes.sharing import check_shared_masks, model_sharing_problems
-from accelerate_recipes.strategy import lever_problems, lever_warnings
 
 SCRIPT = CHILDREN / "toy.py"
 CHESS = [str(ROOT / "recipes/chess.py"), "--config", str(ROOT / "recipes/configs/chess/laptop.yaml")]
@@ -187,7 +189,7 @@ def test_the_kernel_is_documents_unless_the_model_needs_another():
 
 
 def chess_args(*flags: str) -> TrainArgs:
-    return resolve(recipe.load(CHESS[0]).Args, [*CHESS[1:], *flags], 1)[0]
+    return resolve(shipped.load(CHESS[0]).Args, [*CHESS[1:], *flags], 1)[0]
 
 
 def environment(*flags: str) -> dict[str, str]:
@@ -204,6 +206,8 @@ def test_what_a_launch_says(monkeypatch):
     assert "--max_length 255 is not a multiple of parallelism_config_cp_size 2" in problem and "254 or 256" in problem
     (warning,) = lever_warnings(chess_args(), env | {"LOCAL_WORLD_SIZE": "3"}, 0)
     assert "2 ranks share a row, but a machine has 3 processes" in warning
+    monkeypatch.setattr(os, "environ", env)  # `datasets` replaces it too
+    assert (ranks_a_row(), data_world_size()) == (2, 2)
     shards = ["--num_processes", "4", "--parallelism_config_dp_shard_size", "2"]
     found, _ = preflight([LONG, *shards, *CHESS])
     assert "16 sequences a step = 2 groups of 2 processes that share rows x 8 x 1 micro-batches" in found
@@ -237,7 +241,7 @@ def test_sizes_and_kernels_that_cannot_be(tmp_path):
     with pytest.raises(
         ConfigError, match=r"flash_attention_2: rows that ranks share .* need documents, or sdpa with a mask"
     ):
-        choose("flash_attention_2", tiny_config(), torch.float32, True, True)
+        preflight([LONG, *CHESS, "--attn_implementation", "flash_attention_2"])
     alone = ["--num_processes", "1", "--parallelism_config_cp_size", "1"]
     with pytest.raises(ConfigError, match=r"if all are meant to be 1, take accelerate_configs/fsdp_full\.yaml"):
         preflight([LONG, *alone, *CHESS])

@@ -26,15 +26,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.disk import read_json
-from accelerate_recipes.encoder_decoders import load_encoder_decoder
-from accelerate_recipes.models import load_model, new_model
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.encoder_decoders import load_encoder_decoder
+from accelerate_recipes.models.loading import load_model, new_model
+from accelerate_recipes.models.tokenizers import load_tokenizer, new_bpe_tokenizer
 from accelerate_recipes.run import Run
-from accelerate_recipes.tokenizers import load_tokenizer, new_bpe_tokenizer
 from accelerate_recipes.vision.classifiers import with_classes
 
 VERSIONS = {4: REPOSITORY / ".venv/serving/bin/python", 5: REPOSITORY / ".venv/bin/python"}

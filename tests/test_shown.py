@@ -16,8 +16,8 @@ from accelerate_recipes.data import shown
 from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.data.shown import Token
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.models.tokenizers import new_bpe_tokenizer, new_word_tokenizer
 from accelerate_recipes.run import Run
-from accelerate_recipes.tokenizers import new_bpe_tokenizer, new_word_tokenizer
 
 WORDS = new_word_tokenizer(["a", "b", "c", "d"])  # tokens 4 to 7, after <pad>, <s>, </s>, <unk>
 

@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import BartConfig, ConvNextConfig, PreTrainedTokenizerFast, SwinConfig
 
-from accelerate_recipes.launcher import launch_environment
+from accelerate_recipes.launch.settings import launch_environment
 from accelerate_recipes.plan.simulate import Job, Simulator
 
 SCRIPT = CHILDREN / "ledger_of_run.py"

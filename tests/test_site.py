@@ -16,8 +16,8 @@ from urllib.parse import unquote
 import pytest
 from helpers import REPOSITORY, environment
 
-from accelerate_recipes.arguments import recipe_parser, shown_arguments
-from accelerate_recipes.recipe import load
+from accelerate_recipes.arguments.help import recipe_parser, shown_arguments
+from accelerate_recipes.arguments.shipped import load
 
 WIDTHS = (360, 1280, 1400)
 # Loads each page in a frame of each width, and posts what is wrong as JSON.
@@ -189,7 +189,9 @@ def test_site_in_a_browser(site, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word, name", [("rate", None), ("or_resume", "accelerate_recipes.tokenizers.make_or_resume")])
+@pytest.mark.parametrize(
+    "word, name", [("rate", None), ("or_resume", "accelerate_recipes.models.tokenizers.make_or_resume")]
+)
 def test_search_of_a_folder(word, name, site, tmp_path):
     """Without a server, a search shows where the word stands; it is no part of another word, but one of a name."""
     address = f"{(site / 'search.html').as_uri()}?q={word}"

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from tiny import SIZES, tiny_composite, tiny_model
 from transformers import AutoModelForCausalLM, DeepseekV3Config, KimiLinearConfig, PreTrainedModel
 
-from accelerate_recipes import slices
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.models import slices
 from accelerate_recipes.ranks import rank
 
 # Its convolutions are three tensors in the files, joined in the dimension that ranks share.

@@ -28,8 +28,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs, resolve
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.resume import changed_arguments, check_arguments
 from accelerate_recipes.data import documents, streams
 from accelerate_recipes.data.documents import Retry, all_texts, lines, read_documents, text_of
@@ -42,8 +42,8 @@ from accelerate_recipes.data.text import TextArgs, TextShards, validation_rows
 from accelerate_recipes.data.token_shards import TokenShards, open_text, pretokenize
 from accelerate_recipes.disk import is_full
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.sequence import IGNORE_INDEX
-from accelerate_recipes.tokenizers import new_word_tokenizer
+from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.tokenizers import new_word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("worker_server")
 
@@ -485,7 +485,7 @@ def test_streams_divide_among_the_ranks(text_shards):
 
 def test_streams_follow_the_first_launch_and_stay(tmp_path):
     """Left open, their number is the smallest multiple of 24 that the processes divide; a resume takes the checkpoint's."""
-    c4 = recipe.load(ROOT / "recipes/c4.py").Args
+    c4 = shipped.load(ROOT / "recipes/c4.py").Args
 
     def args_on(world_size: int, *more: str):
         args, problems = resolve(c4, ["--max_steps", "1", "--total_batch_size", "32", *more], world_size)
@@ -749,7 +749,7 @@ def epochs_of(source, order, stream: int, epochs: int = 1) -> list:
 
 def test_named_files_are_looked_at_before_a_launch(tmp_path):
     """Of files here, what is wrong is said with the other arguments; --max_steps is needed only for those elsewhere."""
-    args = recipe.load(ROOT / "recipes/c4.py").Args
+    args = shipped.load(ROOT / "recipes/c4.py").Args
     file = write_shard(tmp_path / "a.jsonl", ["a"])
 
     def problems(*train_files: str, **changes) -> list[str]:

@@ -15,12 +15,12 @@ from tiny import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig
 
-from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
-from accelerate_recipes.encoder_decoders import new_encoder_decoder
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import sequence_to_sequence_loss
 from accelerate_recipes.metrics import flops_per_target
+from accelerate_recipes.models.encoder_decoders import new_encoder_decoder
 
 T5 = SCRIPT = ROOT / "recipes" / "t5.py"
 STEPS = 6
@@ -168,7 +168,7 @@ def test_ranks_generate_what_one_process_generates_from_the_export(run, num_proc
     tokenizer = AutoTokenizer.from_pretrained(out / "export")
     model = AutoModelForSeq2SeqLM.from_pretrained(out / "export").eval()
     assert model.generation_config.num_beams == num_beams, "the export generates as the evaluation did"
-    prefix = recipe.load(T5).Args().task_prefix
+    prefix = shipped.load(T5).Args().task_prefix
     for row in predictions(out):
         inputs = tokenizer(prefix + row["source"], return_tensors="pt", truncation=True, max_length=64)
         (tokens,) = model.generate(**inputs)
@@ -179,7 +179,7 @@ def test_export_gives_the_loss_of_the_last_evaluation(undisturbed):
     out, _ = undisturbed
     tokenizer = AutoTokenizer.from_pretrained(out / "export")
     model = AutoModelForSeq2SeqLM.from_pretrained(out / "export").eval()
-    prefix, loss_sum, num_targets = recipe.load(T5).Args().task_prefix, 0.0, 0
+    prefix, loss_sum, num_targets = shipped.load(T5).Args().task_prefix, 0.0, 0
     for row in predictions(out):
         source, target = tokenizer(prefix + row["source"])["input_ids"], tokenizer(row["target"])["input_ids"]
         source, target = (
@@ -289,7 +289,7 @@ def test_all_problems_at_once(pairs_file):
         "--num_eval_pairs", "0", "--max_target_length", "1", "--dropout_rate", "1", "--metric_for_best_model", "gleu",
     ]  # fmt: skip
     with pytest.raises(ConfigError) as caught:
-        parse(recipe.load(T5).Args, wrong, world_size=1)
+        parse(shipped.load(T5).Args, wrong, world_size=1)
     for expected in (
         "pairs.txt: no such file",
         "--eval_split test names a split of a dataset, but there are --train_files",
@@ -302,7 +302,7 @@ def test_all_problems_at_once(pairs_file):
     ):
         assert expected in str(caught.value)
     with pytest.raises(ConfigError, match=r"--heldout_share is 1\.5; it must be above 0, and below 1"):
-        parse(recipe.load(T5).Args, ["--heldout_share", "1.5"], world_size=1)
+        parse(shipped.load(T5).Args, ["--heldout_share", "1.5"], world_size=1)
 
 
 def test_flops_are_what_a_counter_counts():

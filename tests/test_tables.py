@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT
 
-from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.chess.games import GamesArgs
 from accelerate_recipes.data import tables
 from accelerate_recipes.data.files import read_files, read_split
 from accelerate_recipes.data.heldout import RowsArgs
@@ -23,7 +24,6 @@ from accelerate_recipes.data.shards import named_shards
 from accelerate_recipes.data.text_pairs import PairArgs
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.games.games import GamesArgs
 from accelerate_recipes.hub.cache import HubDataset
 
 
@@ -180,7 +180,7 @@ def test_json_in_other_forms(tmp_path):
 def test_a_prediction_may_hold_any_line_end(tmp_path):
     """Those of Unicode stand in our own files as they are."""
     texts = ["a\u2028b\u2029c\x85d\x0be\r\nf", "é"]
-    t5 = recipe.load(ROOT / "recipes/t5.py")
+    t5 = shipped.load(ROOT / "recipes/t5.py")
     t5.write_predictions(tmp_path / "step-3.jsonl", texts, [["x"]] * 2, texts)
     assert [line["prediction"] for line in read_json_lines(tmp_path / "step-3.jsonl")] == texts
 
@@ -259,7 +259,7 @@ def test_a_pointer_of_git_is_no_data(suffix, tmp_path):
     (file := tmp_path / f"a/train.{suffix}").write_text(
         "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
     )
-    chess = recipe.load(ROOT / "recipes/chess.py")
+    chess = shipped.load(ROOT / "recipes/chess.py")
     found = [Rows(train_files=[str(file)]).problems(1), Rows(eval_files=[str(tmp_path / "a")]).problems(1)]
     found += [chess.Args(train_files=[str(file)]).problems(1)] if suffix != "csv" else []
     for problems in map(str, found):

@@ -13,14 +13,14 @@ from helpers import ROOT, blocks, log_of, losses, read_metrics
 from tiny import tiny_model
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
 
-from accelerate_recipes import recipe
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.files import candidates, step_of
 from accelerate_recipes.checkpoint.resume import find_resume
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.attempts import read_attempts
-from accelerate_recipes.models import load_classifier
-from accelerate_recipes.report import read_run
-from accelerate_recipes.tokenizers import new_word_tokenizer
+from accelerate_recipes.models.loading import load_classifier
+from accelerate_recipes.models.tokenizers import new_word_tokenizer
+from accelerate_recipes.report.report import read_run
 
 PAGE = (ROOT / "docs/your-recipe.md").read_text()
 WORDS = [f"w{i}" for i in range(40)]
@@ -82,7 +82,7 @@ def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, arguments, tmp
     assert forks.run(killed, *arguments, "--model_name_or_path", moved, script=typed) == 0, log_of(killed)[-3000:]
     assert f"--model_name_or_path is now '{moved}'; until step 6 it was '{model}'" in log_of(killed)
     (moved / "config.json").write_text((moved / "config.json").read_text() + " ")
-    args = recipe.load(ROOT / "recipes/template.py").Args(
+    args = shipped.load(ROOT / "recipes/template.py").Args(
         output_dir=str(whole), model_name_or_path=str(moved), resume_from_checkpoint="latest"
     )
     with pytest.raises(ConfigError, match=f"--model_name_or_path was '{model}' and is now '{moved}'; set it back"):
@@ -168,7 +168,7 @@ def test_a_base_with_classes_of_its_own(arguments, tmp_path):
     """The rows of a base go by the names of its labels, also where their number differs, and both tables of names agree."""
     base = tiny_model("bert", AutoModelForSequenceClassification, id2label={0: "even", 1: "odd", 2: "zero"})
     base.save_pretrained(tmp_path)
-    module = recipe.load(ROOT / "recipes/template.py")
+    module = shipped.load(ROOT / "recipes/template.py")
     args = module.Args(model_name_or_path=str(tmp_path), train_files=["texts.jsonl"])
     for labels, rows in ((["zero", "even", "odd"], [2, 0, 1]), (["odd", "even"], [1, 0])):
         model = module.make_model(args, labels)

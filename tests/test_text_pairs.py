@@ -16,16 +16,16 @@ from helpers import ROOT
 from tiny import tiny_model
 from transformers import ByT5Tokenizer
 
-from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.data.prepared import tokens_key
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader
 from accelerate_recipes.data.text_pairs import PairArgs, Pairs, prepare_pairs
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.losses import count_labels, sequence_to_sequence_loss
-from accelerate_recipes.sequence import IGNORE_INDEX
-from accelerate_recipes.tokenizers import new_bpe_tokenizer
+from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
 
 SHIPPED = ROOT / "data/en_fr/libreoffice.jsonl"
 TEXTS = [("Good morning", "Bonjour"), ("Open the file", "Ouvrir le fichier"), ("None", "NA")]
@@ -94,7 +94,7 @@ def test_every_kind_of_source(kind, prepare, tokenizer, tmp_path):
             (tmp_path / part).mkdir()
             (write_jsonl if part == "files" else write_pairs)(tmp_path / part / "pairs.jsonl", some)
         files = {"train_files": [tmp_path / "files"], "eval_files": [tmp_path / "more"]}
-        args = recipe.load(ROOT / "recipes/t5.py").Args(train_files=[str(tmp_path / "files")])
+        args = shipped.load(ROOT / "recipes/t5.py").Args(train_files=[str(tmp_path / "files")])
         assert not [problem for problem in args.problems(1) if "train_files" in problem]
     if kind == "dataset":
         folder = tmp_path / "dataset"

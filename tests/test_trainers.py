@@ -30,20 +30,21 @@ from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs, parse, resolve
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.files import complete_checkpoints
 from accelerate_recipes.checkpoint.resume import changed_arguments, check_arguments
+from accelerate_recipes.chess import rules
+from accelerate_recipes.chess.preferences import is_worse
+from accelerate_recipes.chess.rewards import REWARDS, stockfish_reward
 from accelerate_recipes.data.heldout import beginning
 from accelerate_recipes.data.rows import rows_of_step
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.games import rules
-from accelerate_recipes.games.preferences import is_worse
-from accelerate_recipes.games.rewards import REWARDS, stockfish_reward
 from accelerate_recipes.launch.preflight import preflight
+from accelerate_recipes.models.tokenizers import new_bpe_tokenizer, new_word_tokenizer
 from accelerate_recipes.posttraining.settings import trl_config
 from accelerate_recipes.posttraining.supervised import check_same_targets, load_sides
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.run import Run
-from accelerate_recipes.tokenizers import new_bpe_tokenizer, new_word_tokenizer
 
 SFT = SCRIPT = ROOT / "recipes/sft.py"
 DPO, GRPO = ROOT / "recipes/chess_dpo.py", ROOT / "recipes/chess_grpo.py"
@@ -112,7 +113,7 @@ def test_one_process_trains_on_one_gpu(name, config_class, tmp_path, monkeypatch
     The name in --push_to_hub, which transformers would take for true, does not reach its trainer.
     """
     given = {"model_name_or_path": "x", "output_dir": str(tmp_path / "out"), "push_to_hub": "me/tiny"}
-    args = recipe.load(ROOT / f"recipes/{name}.py").Args(**given)
+    args = shipped.load(ROOT / f"recipes/{name}.py").Args(**given)
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     PartialState()
@@ -218,7 +219,7 @@ def rows_of(name: str, batch: dict[str, torch.Tensor], rows: list[int]) -> dict[
 )
 def test_logged_values_do_not_depend_on_micro_batches(chats, name, given):
     """A mean over tokens or pairs is that of the whole step, however it is divided: rows have 2 to 5 targets."""
-    module = recipe.load(ROOT / f"recipes/{name}.py")
+    module = shipped.load(ROOT / f"recipes/{name}.py")
     sizes = {"max_prompt_length": 5, "max_completion_length": 6, "beta": 0.1} if name == "grpo" else {"max_length": 11}
     args = module.Args(model_name_or_path=str(chats / "base"), per_device_train_batch_size=4, **sizes, **given)
     trial = module.trial(args)
@@ -259,7 +260,7 @@ def test_flags_of_trl_are_kept_or_refused_by_name(name, config):
     """The page names each field of trl's own that is refused, and of those of transformers the ones that a loss would use."""
     page = (ROOT / "docs/names.md").read_text().partition("## Flags of trl")[2].partition("\n## ")[0]
     named = set(re.findall(r"`--(\w+)`", page))
-    args = recipe.load(ROOT / f"recipes/{name}.py").Args
+    args = shipped.load(ROOT / f"recipes/{name}.py").Args
     inherited = {field.name for field in fields(TrainingArguments)}
     own = {field.name for field in fields(config)} - inherited
     assert own & args.owned_elsewhere.keys() <= named
@@ -391,7 +392,7 @@ def test_what_trl_changes_is_exported(forks, arguments, chats, plain_base, tmp_p
 
 def loss_of(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, out: Path, side: str = "test") -> float:
     """Compute a model's loss in one process, in nats per token, on the rows that the run held out, or trained on."""
-    module = recipe.load(SFT)
+    module = shipped.load(SFT)
     args = parse(module.Args, ["--config", str(out / "args.yaml")], world_size=2)
     loss_sum, num_targets = 0.0, 0
     for row in load_sides(args, tokenizer)[0][side]:
@@ -612,7 +613,7 @@ def test_all_problems_at_once(monkeypatch):
 
 def test_held_out_by_hash(chats, tmp_path):
     """Rows that begin alike lie on one side, in any order and among any other rows; an empty side is an error."""
-    module, tokenizer = recipe.load(SFT), AutoTokenizer.from_pretrained(chats / "base")
+    module, tokenizer = shipped.load(SFT), AutoTokenizer.from_pretrained(chats / "base")
     formats = {
         "text": lambda i, copy: {"text": f"Text {i}".upper() if copy else f" Text  {i}\n"},
         "prompt": lambda i, copy: {"prompt": f"Question {i}", "completion": f"{copy}"},
@@ -654,7 +655,7 @@ def test_what_a_resume_must_not_change(chess, chats, arguments, tmp_path):
          {"dataset_text_field": "story", "chat_template_path": "no/model", "eos_token": "</s>", "truncation_mode": "keep_end",
           "shuffle_dataset": "true", "max_length": "20"}),
     ):  # fmt: skip
-        module = recipe.load(script)
+        module = shipped.load(script)
         argv = [str(arg) for arg in args]
         parse(module.Args, argv, world_size=1).save(tmp_path / "args.yaml")
         changed = [part for name, value in changes.items() for part in (f"--{name}", value)]
@@ -679,7 +680,7 @@ def test_machines_with_other_rows_to_evaluate_on(forks, chats, arguments, tmp_pa
 
 def test_a_resume_keeps_its_targets(chats, arguments, tmp_path):
     """Left open, --assistant_only_loss is that of the checkpoint, which earlier versions wrote as a bool; what it means counts."""
-    module = recipe.load(SFT)
+    module = shipped.load(SFT)
     argv = [*map(str, arguments), "--model_name_or_path", str(chats / "base")]
     messages = Features({"messages": List({"role": Value("string"), "content": Value("string")})})
     texts = Features({"text": Value("string")})
@@ -756,13 +757,13 @@ def test_preflight_and_help(chats, arguments, monkeypatch, tmp_path, capsys):
     args = [*map(str, arguments), "--model_name_or_path", str(chats / "base"), "--output_dir", str(tmp_path / "out")]
     said, _ = preflight(["accelerate_configs/fsdp_full.yaml", "recipes/sft.py", *args])
     assert re.search(r"Ready: fsdp_full.yaml with 2 processes; 8 sequences a step(.|\n)*Parameters: [\d,]+;", said)
-    module = recipe.load(SFT)
+    module = shipped.load(SFT)
     for template, needed in (("other/model", ["other/model"]), ("a.jinja", [])):
         named, _ = resolve(module.Args, [*args, "--chat_template_path", template], world_size=1)
         needs = [need.name for need in module.requirements(named).needs]
         assert needs == [str(chats / "base"), *needed], "downloaded beforehand"
     with pytest.raises(SystemExit):
-        parse(recipe.load(SFT).Args, ["--help"], world_size=1)
+        parse(shipped.load(SFT).Args, ["--help"], world_size=1)
     shown = capsys.readouterr().out
     assert "--packing" in shown and "--total_batch_size" in shown
     assert "--gradient_checkpointing" not in shown and "--save_strategy" not in shown

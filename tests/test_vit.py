@@ -22,12 +22,13 @@ from test_streams import Server
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
-from accelerate_recipes.deepvit import DeepViTConfig, DeepViTForImageClassification, ReAttention
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.models import classifier_on_meta
-from accelerate_recipes.picture import draw_matrix
+from accelerate_recipes.life.picture import draw_matrix
+from accelerate_recipes.models.deepvit import DeepViTConfig, DeepViTForImageClassification, ReAttention
+from accelerate_recipes.models.loading import classifier_on_meta
+from accelerate_recipes.models.weights import initialize
 from accelerate_recipes.vision.classifiers import (
     LAYERS,
     flops_per_image,
@@ -37,11 +38,10 @@ from accelerate_recipes.vision.classifiers import (
     new_classifier,
     new_vision_config,
 )
-from accelerate_recipes.weights import initialize
 
 SCRIPT = ROOT / "recipes" / "vit.py"
 STEPS = 6
-Args = recipe.load(SCRIPT).Args
+Args = shipped.load(SCRIPT).Args
 
 
 @pytest.fixture(scope="module")

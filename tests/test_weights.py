@@ -11,8 +11,8 @@ from tiny import tiny_config
 from transformers import PreTrainedConfig, Qwen3NextConfig
 
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.models import new_model
-from accelerate_recipes.weights import initialize
+from accelerate_recipes.models.loading import new_model
+from accelerate_recipes.models.weights import initialize
 
 SIZES = {
     "vocab_size": 500, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,

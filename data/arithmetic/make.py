@@ -11,7 +11,7 @@ import random
 from itertools import combinations_with_replacement
 from pathlib import Path
 
-from accelerate_recipes.tokenizers import new_character_tokenizer
+from accelerate_recipes.models.tokenizers import new_character_tokenizer
 
 NUMBERS = range(10, 100)
 PARTS = {"sft": 0.4, "rl": 0.4, "test": 0.2}

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from accelerate_recipes.arguments.gpus import GPUS
 from accelerate_recipes.disk import print_any_text
 from accelerate_recipes.errors import ConfigError, DataError, printable, suggestion
-from accelerate_recipes.gpus import GPUS
 
 EXAMPLES = """\
 examples, in the order of a run's life:
@@ -178,7 +178,7 @@ def add_export_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 def download_needs(args: argparse.Namespace) -> None:
     from accelerate_recipes.hub.download import download
-    from accelerate_recipes.recipe import needs_of
+    from accelerate_recipes.launch.requirements import needs_of
 
     command = [args.recipe, *args.rest]
     download(needs_of(command), command, max_shards=args.max_shards, update=args.update)
@@ -204,13 +204,14 @@ def prepare_rows(args: argparse.Namespace) -> None:
 
 
 def describe_arguments(args: argparse.Namespace) -> None:
-    from accelerate_recipes import arguments, recipe
+    from accelerate_recipes.arguments import help as arguments
+    from accelerate_recipes.arguments import shipped
 
-    print(json.dumps(arguments.schema(recipe.load(args.recipe).Args, args.recipe), indent=1))
+    print(json.dumps(arguments.schema(shipped.load(args.recipe).Args, args.recipe), indent=1))
 
 
 def complete(args: argparse.Namespace) -> None:
-    from accelerate_recipes.arguments import completion_script
+    from accelerate_recipes.arguments.help import completion_script
 
     print(completion_script(command_parser(), args.shell))
 
@@ -297,7 +298,7 @@ def list_checkpoints(args: argparse.Namespace) -> None:
 
 
 def report_runs(args: argparse.Namespace) -> None:
-    from accelerate_recipes.report import compare
+    from accelerate_recipes.report.report import compare
 
     print(compare(args.runs, args.out))
 

@@ -16,9 +16,9 @@ from accelerate_recipes.life import stop, watch
 from accelerate_recipes.life.status import read_status, update_status
 from accelerate_recipes.life.stop import Stopped
 from accelerate_recipes.metrics import Flops, MetricsLog, Window, peak_memory_gib
-from accelerate_recipes.profiling import StepProfiler
 from accelerate_recipes.ranks import max_over_ranks
-from accelerate_recipes.report import write_report
+from accelerate_recipes.report.profile import StepProfiler
+from accelerate_recipes.report.report import write_report
 from accelerate_recipes.upstream import forget_evaluated_shapes
 
 EvaluateFn = Callable[[int], dict[str, float]]

@@ -17,11 +17,20 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import yaml
 
-from accelerate_recipes.adapter_args import AdapterArgs
-from accelerate_recipes.arguments import help_text, recipe_parser
+from accelerate_recipes.arguments.adapters import AdapterArgs
+from accelerate_recipes.arguments.declaring import (
+    Merge,
+    Range,
+    arg,
+    declarations,
+    flag_problem,
+    group_flags,
+    read_preset,
+    words_of,
+)
+from accelerate_recipes.arguments.help import help_text, recipe_parser
 from accelerate_recipes.disk import IS_POINTER, is_pointer
 from accelerate_recipes.errors import noting, raise_problems
-from accelerate_recipes.flags import Merge, Range, arg, declarations, flag_problem, group_flags, read_preset, words_of
 from accelerate_recipes.ranks import data_world_size, is_first, ranks_a_row, readers
 
 # Flags of other scripts, with what decides them here: the accelerate YAML, or another argument.

@@ -6,6 +6,7 @@ errors of the libraries.
 """
 
 import contextlib
+import math
 import os
 import sys
 import tempfile
@@ -35,29 +36,29 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 
-from accelerate_recipes import slices, upstream
+from accelerate_recipes import upstream
 from accelerate_recipes.args import DTYPES, TrainArgs
-from accelerate_recipes.attention import keep_cudnn_from_masks
-from accelerate_recipes.environment import computes_in_bf16, is_compiled
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.launch_checks import environment_warnings, fp8_layers, lever_warnings, num_accelerators
 from accelerate_recipes.life import parent
-from accelerate_recipes.machine import ALLOCATOR_SETTINGS
-from accelerate_recipes.mixers import check_units, recompute_documents, unpack_documents
+from accelerate_recipes.models import slices
+from accelerate_recipes.models.attention import keep_cudnn_from_masks
+from accelerate_recipes.models.mixers import check_units, recompute_documents, unpack_documents
+from accelerate_recipes.models.probes import mixers_in
+from accelerate_recipes.models.rotary import embed_by_length
+from accelerate_recipes.models.shared_rows import share_attention
+from accelerate_recipes.models.weights import initialize
 from accelerate_recipes.optim import local_shard, optimizer_fn
-from accelerate_recipes.probes import mixers_in
-from accelerate_recipes.ranks import is_first_of_machine, on_first_rank, rank, ranks_a_row
-from accelerate_recipes.rotary import embed_by_length
-from accelerate_recipes.sequence import share_attention
-from accelerate_recipes.strategy import (
-    environment_warnings,
-    fp8_layers,
-    lever_warnings,
-    num_accelerators,
-    num_replicas,
-    shard_world_size,
-    strategy_name,
+from accelerate_recipes.ranks import (
+    computes_in_bf16,
+    is_compiled,
+    is_first_of_machine,
+    on_first_rank,
+    rank,
+    ranks_a_row,
 )
-from accelerate_recipes.weights import initialize
+
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name
 
 
 def make_accelerator(args: TrainArgs) -> Accelerator:
@@ -378,3 +379,38 @@ def accumulate(
         else:
             model.set_reshard_after_backward(is_last)  # pyright: ignore[reportCallIssue]
     yield
+
+
+def shard_world_size(accelerator: Accelerator) -> int:
+    """Count the ranks among which one copy of the parameters is divided."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return 1
+    mesh = accelerator.torch_device_mesh
+    if mesh is None:
+        return accelerator.num_processes
+    return math.prod(mesh[name].size() for name in ("dp_shard", "cp") if name in mesh.mesh_dim_names)
+
+
+def num_replicas(accelerator: Accelerator) -> int:
+    """Count the whole copies of the parameters over all ranks."""
+    return accelerator.num_processes // shard_world_size(accelerator)
+
+
+def strategy_name(accelerator: Accelerator) -> str:
+    """Name the strategy in words, for the first log line, the checkpoint and the model card."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return "DDP" if accelerator.num_processes > 1 else "single process"
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.fsdp_version == 1:
+        name = f"FSDP1 {plugin.sharding_strategy.name}"
+    else:
+        name = f"FSDP2 {'full shard' if plugin.reshard_after_forward else 'gradients and optimizer sharded'}"
+    if num_replicas(accelerator) > 1:
+        name += f" in {num_replicas(accelerator)} replicas"
+    if ranks_a_row() > 1:
+        name += f", rows shared by {ranks_a_row()}"
+    if plugin.activation_checkpointing:
+        name += ", activation checkpointing"
+    if getattr(plugin.cpu_offload, "offload_params", isinstance(plugin.cpu_offload, CPUOffloadPolicy)):
+        name += ", CPU offload"
+    return name

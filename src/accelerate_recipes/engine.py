@@ -20,14 +20,14 @@ from torch import nn
 
 from accelerate_recipes.agenda import Agenda, EvaluateFn
 from accelerate_recipes.checkpoint.files import SaveError, complete_checkpoints, step_of
-from accelerate_recipes.composites import check_tokens
 from accelerate_recipes.distributed import accumulate, clip_gradients
 from accelerate_recipes.errors import DataError, NonFiniteError
 from accelerate_recipes.life import stop
 from accelerate_recipes.metrics import Window
+from accelerate_recipes.models.composites import check_tokens
+from accelerate_recipes.models.shared_rows import part_of_rows, row_group
 from accelerate_recipes.ranks import on_all_data_ranks, on_all_ranks, sum_over_ranks
 from accelerate_recipes.run import Run
-from accelerate_recipes.sequence import part_of_rows, row_group
 
 Batch = dict[str, Any]  # tensors, and plain numbers such as the longest document
 # A LossFn returns one sum, or a sum for each part of the loss. A CountFn returns the number of targets that divides each

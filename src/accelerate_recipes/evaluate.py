@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
+from accelerate_recipes.arguments.shipped import HOME
 from accelerate_recipes.checkpoint.export import add_to_list, exported_files
-from accelerate_recipes.composites import is_composite
 from accelerate_recipes.disk import read_json, write_atomically
 from accelerate_recipes.errors import ConfigError, raise_problems, suggestion
 from accelerate_recipes.hub import cache
-from accelerate_recipes.shipped import HOME
+from accelerate_recipes.models.composites import is_composite
 
 RESULTS = "evaluation.json"
 HEADING = "## Evaluation by lm-evaluation-harness"

@@ -12,11 +12,12 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig
 from transformers.utils import ModelOutput
 
-from accelerate_recipes.attention import READ_BOUNDARIES, boundaries, boundary_arguments, document_masks
-from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.probes import Packing, check_packing, crosses, packing_of, unwrapped
-from accelerate_recipes.sequence import IGNORE_INDEX, balance_of_rows, balance_weight, whole_rows
+from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.attention import READ_BOUNDARIES, boundaries, boundary_arguments, document_masks
+from accelerate_recipes.models.probes import Packing, check_packing, crosses, packing_of, unwrapped
+from accelerate_recipes.models.shared_rows import balance_of_rows, balance_weight, whole_rows
+from accelerate_recipes.ranks import computes_in_bf16
 
 # Size of a chunk of logits: BYTES_OF_A_WORD for each word of the vocabulary or, if more, the size of the hidden states in
 # fp32, but at most BYTES_OF_A_CHUNK. In bf16, with 131,072 words, a chunk has 768 to 2,048 rows.

@@ -15,9 +15,9 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from accelerate_recipes.attention import of_layers, width_of_heads
+from accelerate_recipes.arguments.gpus import bf16_peak
 from accelerate_recipes.disk import naming, read_json_lines, write_atomically
-from accelerate_recipes.gpus import bf16_peak
+from accelerate_recipes.models.attention import of_layers, width_of_heads
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.models.weights import WRAPPERS
 from accelerate_recipes.ranks import is_first
-from accelerate_recipes.weights import WRAPPERS
 
 # Bytes of a parameter in a checkpoint: the weight and its optimizer state. The means of Adafactor are negligible.
 _STATE_BYTES = {"adamw_torch_fused": 12, "adamw_bf16_kahan": 8, "adafactor": 4, "adamw_8bit": 6}
@@ -102,7 +102,7 @@ def add_compensated_(weights: list[torch.Tensor], compensations: list[torch.Tens
     for weight, pending in zip(weights, compensations, strict=True):
         is_flat = weight.is_contiguous() and pending.is_contiguous()
         if weight.device.type == "cuda" and weight.dtype == torch.bfloat16 and is_flat and has_compiler:
-            from accelerate_recipes.kernels import add_compensated  # Triton comes with torch for GPUs
+            from accelerate_recipes.models.kernels import add_compensated  # Triton comes with torch for GPUs
 
             add_compensated(weight, pending, decay)
         else:

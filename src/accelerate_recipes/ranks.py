@@ -1,10 +1,10 @@
-"""Ranks: the number of this process, and collectives among the ranks.
+"""Ranks: this process in its launch, as the launcher's variables describe it, and collectives among the ranks.
 
-The launcher's environment gives the numbers, so they are known before there is a process group. Without a launcher there
-is one process. The collectives also work without a process group.
+The variables give numbers, precision and compilation, so these are known before there is a process group. Without a launcher
+there is one process. The collectives also work without a process group.
 
-With `parallelism_config_cp_size: N` in the accelerate YAML, N neighbouring ranks share each row (see `sequence`). They
-read the same rows, so they count as one rank for the data.
+With `parallelism_config_cp_size: N` in the accelerate YAML, N neighbouring ranks share each row (see `models.shared_rows`).
+They read the same rows, so they count as one rank for the data.
 """
 
 import os
@@ -15,6 +15,38 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+# Names of the sizes in a `parallelism_config`.
+PARALLEL_SIZES = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE")
+
+
+def variables(env: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Return the launcher's variables; by default those of this process.
+
+    No default argument holds `os.environ`: `datasets` 5.2 puts a copy in its place after a `map` with workers.
+    """
+    return os.environ if env is None else env
+
+
+def is_on(env: Mapping[str, str], name: str) -> bool:
+    return env.get(name, "false").lower() in ("true", "1")
+
+
+def is_one_of(env: Mapping[str, str], name: str, *values: str) -> bool:
+    return env.get(name, "").upper() in values
+
+
+def is_compiled(env: Mapping[str, str] | None = None) -> bool:
+    return variables(env).get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO"
+
+
+def computes_in_bf16(precision: str | None = None) -> bool:
+    """Tell whether layers compute in bf16 while weights are in fp32.
+
+    `precision` is `mixed_precision` of the accelerate YAML; default: that of this launch. With fp8, the linear layers
+    get their inputs in bf16, and everything else computes in bf16.
+    """
+    return (precision or os.environ.get("ACCELERATE_MIXED_PRECISION")) in ("bf16", "fp8")
 
 
 def rank() -> int:
@@ -32,9 +64,10 @@ def is_first_of_machine() -> bool:
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
-def ranks_a_row(env: Mapping[str, str] = os.environ) -> int:
+def ranks_a_row(env: Mapping[str, str] | None = None) -> int:
     """Return how many ranks share a row; at least 1."""
-    is_used = env.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() in ("true", "1")
+    env = variables(env)
+    is_used = is_on(env, "ACCELERATE_USE_PARALLELISM_CONFIG")
     return max(1, int(env.get("PARALLELISM_CONFIG_CP_SIZE", 1))) if is_used else 1
 
 
@@ -43,8 +76,9 @@ def data_rank() -> int:
     return rank() // ranks_a_row()
 
 
-def data_world_size(env: Mapping[str, str] = os.environ) -> int:
+def data_world_size(env: Mapping[str, str] | None = None) -> int:
     """Return the number of shares of the data: the number of processes, or of groups that share rows."""
+    env = variables(env)
     return max(1, int(env.get("WORLD_SIZE", 1)) // ranks_a_row(env))
 
 

@@ -26,13 +26,10 @@ from torch import nn
 from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes import ranks
-from accelerate_recipes.adapters import Adapter, add_adapters
 from accelerate_recipes.args import Args
-from accelerate_recipes.attention import DOCUMENTS, choose, use_flash_3
-from accelerate_recipes.base import described, is_decoder, open_base, untrained
 from accelerate_recipes.checkpoint.check_export import ROWS, compare_rows
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
-from accelerate_recipes.checkpoint.export import export, exported_files
+from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.checkpoint.resume import agree_on_resume
@@ -40,21 +37,23 @@ from accelerate_recipes.data import shown
 from accelerate_recipes.data.prepared import same_on_machines
 from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.disk import read_json
-from accelerate_recipes.distributed import make_accelerator, prepare
+from accelerate_recipes.distributed import make_accelerator, prepare, strategy_name
 from accelerate_recipes.errors import printable
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life.attempts import begin_attempt
+from accelerate_recipes.life.picture import Bars, Curves, draw_run, spoken
 from accelerate_recipes.life.status import attempt
-from accelerate_recipes.machine import library_versions
 from accelerate_recipes.metrics import Flops, device_name, is_evaluation
-from accelerate_recipes.models import tie_as_read
+from accelerate_recipes.models.adapters import Adapter, add_adapters
+from accelerate_recipes.models.attention import DOCUMENTS, choose, use_flash_3
+from accelerate_recipes.models.loading import tie_as_read
+from accelerate_recipes.models.probes import mixers_in
+from accelerate_recipes.models.shared_rows import UNBALANCED
+from accelerate_recipes.models.shared_rows_check import check_shared_masks
+from accelerate_recipes.models.untrained import described, is_decoder, open_base, untrained
 from accelerate_recipes.optim import make_scheduler
-from accelerate_recipes.picture import Bars, Curves, draw_run, spoken
-from accelerate_recipes.probes import mixers_in
 from accelerate_recipes.ranks import on_first_rank, ranks_a_row
-from accelerate_recipes.sequence import UNBALANCED
-from accelerate_recipes.sharing import check_shared_masks
-from accelerate_recipes.strategy import strategy_name
+from accelerate_recipes.upstream import library_versions
 
 # Keeps the runs of this process until `recipe.leave` ends it without teardown. If a run were freed when a recipe's `main`
 # returns, gloo would hold the interpreter's lock while it waits for its threads, and one of these may need that lock: under
@@ -318,14 +317,13 @@ def before_and_after(before: dict, after: dict) -> Result:
 def finish(
     run: Run, records: list[dict], description: str, result_fn: Callable[[dict, dict], Result] = before_and_after
 ) -> None:
-    """Draw, export and print the result of a run that has trained to its end; push the export if --push_to_hub is set.
+    """Draw, export and print the result of a run that has trained to its end. `run_recipe` pushes the export.
 
     `description` begins the model card. `result_fn(first, last)` is called on rank 0 with the first and the last record
     of an evaluation; the default prints all measures.
 
     Raises:
-        ConfigError: if the export does not render rows as they were trained, and if the push fails. The push comes last; the
-            message holds the command that repeats it.
+        ConfigError: if the export does not render rows as they were trained.
     """
     out = run.output_dir / "export"
     if run.is_first:
@@ -343,7 +341,3 @@ def finish(
         if (run.output_dir / ROWS).exists():
             run.print(compare_rows(out, run.output_dir))
     run.accelerator.end_training()
-    if run.is_first and run.args.push_to_hub:  # the other ranks do not wait for the push
-        from accelerate_recipes.hub.push import push  # imports `datasets`, which training does not need
-
-        push(out, exported_files(out), run.args.push_to_hub)

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.data.text_pairs import PAD_MULTIPLE
-from accelerate_recipes.encoder_decoders import check_encoder_decoder, dropouts, encoder_decoder_on_meta
 from accelerate_recipes.errors import ConfigError, that_apply
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import count_labels, count_next_tokens, sequence_to_sequence_loss
-from accelerate_recipes.models import new_model
-from accelerate_recipes.pretrained import load_text_config, output_is_embedding
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.encoder_decoders import check_encoder_decoder, dropouts, encoder_decoder_on_meta
+from accelerate_recipes.models.loading import new_model
+from accelerate_recipes.models.pretrained import load_text_config, output_is_embedding
 
 
 class NotSimulatedError(Exception):

@@ -12,15 +12,23 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import accelerate
 import psutil
 import torch
+import transformers
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, TorchDynamoPlugin
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from transformers import PreTrainedModel
 
-from accelerate_recipes.environment import is_compiled
+import accelerate_recipes
+from accelerate_recipes.ranks import is_compiled
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of what computes, by name."""
+    return {module.__name__: module.__version__ for module in (accelerate_recipes, torch, accelerate, transformers)}
 
 
 def let_torch_choose_dynamic_shapes() -> None:

@@ -11,19 +11,19 @@ import faults
 import torch
 import toy
 
-from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader
 from accelerate_recipes.engine import evaluate_loss, train
-from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import check_document_mask, count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import Flops
-from accelerate_recipes.models import load_model
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.generation import generate_texts
+from accelerate_recipes.models.loading import load_model
+from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import start
-from accelerate_recipes.tokenizers import load_tokenizer
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 NEW_TOKENS = 5

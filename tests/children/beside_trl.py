@@ -17,15 +17,15 @@ import torch
 from torch.utils.data import SequentialSampler
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from accelerate_recipes import recipe
 from accelerate_recipes.agenda import EvaluateFn
-from accelerate_recipes.generation import drawn_by, numbers_of
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.models.generation import drawn_by, numbers_of
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
 from accelerate_recipes.posttraining import settings
 from accelerate_recipes.posttraining.settings import make_model, trl_config
 
 NAME = os.environ["RECIPE"]
-module = recipe.load(Path(__file__).resolve().parents[2] / f"recipes/{NAME}.py")
+module = shipped.load(Path(__file__).resolve().parents[2] / f"recipes/{NAME}.py")
 Args, requirements, main = module.Args, module.requirements, module.main
 # In float64, since ten steps of Adam make of the rounding of fp32 what one processor rounds otherwise than the next.
 settings.load_settings = lambda args: {

@@ -12,15 +12,16 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs, arg
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.data.rows import Rows, make_eval_loader, make_train_loader
 from accelerate_recipes.launch.planning import plan
 from accelerate_recipes.launch.preflight import preflight
-from accelerate_recipes.pretrained import read_tokenizer
+from accelerate_recipes.models.pretrained import read_tokenizer
 from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial, config_of
 
 ROOT = Path(__file__).resolve().parents[2]
-template = recipe.load(ROOT / "recipes/template.py")
+template = shipped.load(ROOT / "recipes/template.py")
 requirements, main = template.requirements, template.main
 
 
@@ -60,7 +61,7 @@ template.make_data = make_data
 if __name__ == "__main__":
     model, out = sys.argv[1:]
     for name in ("c4", "t5", "vit"):
-        recipe.load(ROOT / f"recipes/{name}.py")
+        shipped.load(ROOT / f"recipes/{name}.py")
     words = ["--model_name_or_path", model, "--output_dir", out, "--max_steps", "4", "--dataloader_num_workers", "1"]
     run = [str(ROOT / "accelerate_configs/single.yaml"), "--mixed_precision", "no", __file__, *words]
     print(preflight(["--no-plan", *run])[0])

@@ -11,6 +11,7 @@ from pathlib import Path
 from transformers.utils import chat_template_utils
 
 from accelerate_recipes import recipe
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.data import dates
 
 days = count()
@@ -23,7 +24,7 @@ class Clock(datetime):
 
 
 chat_template_utils.datetime = dates.datetime = Clock
-module = recipe.load(Path(__file__).resolve().parents[2] / f"recipes/{os.environ['RECIPE']}.py")
+module = shipped.load(Path(__file__).resolve().parents[2] / f"recipes/{os.environ['RECIPE']}.py")
 Args, requirements, main = module.Args, module.requirements, module.main
 
 if __name__ == "__main__":

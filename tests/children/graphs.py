@@ -16,15 +16,15 @@ from tiny import tiny_config
 from torch._dynamo.backends import registry
 from toy import requirements
 
-from accelerate_recipes.attention import boundaries
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import evaluate_loss, train_step
-from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_next_tokens, next_token_loss_without_logits
-from accelerate_recipes.models import new_model
+from accelerate_recipes.models.attention import boundaries
+from accelerate_recipes.models.generation import generate_texts
+from accelerate_recipes.models.loading import new_model
+from accelerate_recipes.models.tokenizers import new_word_tokenizer
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
-from accelerate_recipes.tokenizers import new_word_tokenizer
 
 # Documents in a row; each act computes all of them.
 ACTS = {

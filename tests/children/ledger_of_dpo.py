@@ -4,9 +4,9 @@ from pathlib import Path
 
 from ledger_of_trl import Watched
 
-from accelerate_recipes import recipe
+from accelerate_recipes.arguments import shipped
 
-dpo = recipe.load(Path(__file__).resolve().parents[2] / "recipes/dpo.py")
+dpo = shipped.load(Path(__file__).resolve().parents[2] / "recipes/dpo.py")
 Args, requirements, main = dpo.Args, dpo.requirements, dpo.main
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from ledger_of_trl import Watched
 
-from accelerate_recipes import recipe
+from accelerate_recipes.arguments import shipped
 
-grpo = recipe.load(Path(__file__).resolve().parents[2] / "recipes/grpo.py")
+grpo = shipped.load(Path(__file__).resolve().parents[2] / "recipes/grpo.py")
 Args, requirements, main = grpo.Args, grpo.requirements, grpo.main
 
 

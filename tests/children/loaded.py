@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from accelerate_recipes import slices
-from accelerate_recipes.models import load_model
+from accelerate_recipes.models import slices
+from accelerate_recipes.models.loading import load_model
+from accelerate_recipes.models.weights import all_places
 from accelerate_recipes.ranks import on_all_ranks
-from accelerate_recipes.weights import all_places
 
 CPU = torch.device("cpu")
 BY_SLICES = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_VERSION": "2"}

@@ -16,14 +16,14 @@ from transformers import CONFIG_MAPPING
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.distributed import fsdp_units, make_accelerator
 from accelerate_recipes.engine import train_step
-from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_next_tokens, next_token_loss, next_token_loss_without_logits
-from accelerate_recipes.models import new_model
+from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.generation import generate_texts
+from accelerate_recipes.models.loading import new_model
+from accelerate_recipes.models.tokenizers import new_word_tokenizer
+from accelerate_recipes.models.weights import WRAPPERS
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Run
-from accelerate_recipes.sequence import IGNORE_INDEX
-from accelerate_recipes.tokenizers import new_word_tokenizer
-from accelerate_recipes.weights import WRAPPERS
 
 MODELS = {
     "llama": {},

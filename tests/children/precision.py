@@ -16,7 +16,7 @@ from toy import requirements
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import evaluate_loss, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import new_model
+from accelerate_recipes.models.loading import new_model
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from forked import use_hub
 
-from accelerate_recipes import recipe
+from accelerate_recipes.arguments import shipped
 
 use_hub(os.environ["TESTED_ENDPOINT"])
-template = recipe.load(Path(__file__).resolve().parents[2] / "recipes/template.py")
+template = shipped.load(Path(__file__).resolve().parents[2] / "recipes/template.py")
 main, Args, requirements = template.main, template.Args, template.requirements

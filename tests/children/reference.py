@@ -13,13 +13,13 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from trl.trainer import dpo_trainer
 
-from accelerate_recipes import recipe
 from accelerate_recipes.agenda import EvaluateFn
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.distributed import local_numel
 from accelerate_recipes.posttraining.settings import make_model
 from accelerate_recipes.ranks import max_over_ranks
 
-dpo = recipe.load(Path(__file__).resolve().parents[2] / "recipes/dpo.py")
+dpo = shipped.load(Path(__file__).resolve().parents[2] / "recipes/dpo.py")
 Args, requirements, main = dpo.Args, dpo.requirements, dpo.main
 TOTAL = 0  # of the model's elements
 

@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 from toy import requirements
 from transformers import AutoModelForCausalLM
 
-from accelerate_recipes.attention import choose
 from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.losses import next_token_loss
+from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.shared_rows import part_of_rows, row_group, whole_rows
 from accelerate_recipes.ranks import sum_over_ranks
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
-from accelerate_recipes.sequence import part_of_rows, row_group, whole_rows
 
 WEIGHTS = {"initializer_range": 0.2, "pad_token_id": 0}
 KINDS = ["sliding_attention", "full_attention"]

@@ -19,11 +19,11 @@ from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.data.rows import make_train_loader
 from accelerate_recipes.distributed import fsdp_units, local_numel, make_accelerator
 from accelerate_recipes.engine import on_this_rank, train_step
-from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
+from accelerate_recipes.models.generation import generate_texts
+from accelerate_recipes.models.weights import WRAPPERS
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
-from accelerate_recipes.weights import WRAPPERS
 
 STEPS = 4
 

@@ -24,21 +24,22 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from accelerate_recipes import recipe
-from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.agenda import EvaluateFn
 from accelerate_recipes.args import TrainArgs, arg
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.data.rows import RowLoader, StepLoader, make_eval_loader, make_train_loader
 from accelerate_recipes.engine import Batch, LossFn, evaluate_loss, train
 from accelerate_recipes.errors import DataError
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import load_model, new_model
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.loading import load_model, new_model
+from accelerate_recipes.models.tokenizers import new_word_tokenizer
+from accelerate_recipes.models.weights import WRAPPERS
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.recipe import Requirements
 from accelerate_recipes.run import Run
-from accelerate_recipes.tokenizers import new_word_tokenizer
-from accelerate_recipes.weights import WRAPPERS
 
 LENGTH = 32
 
@@ -147,7 +148,7 @@ def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
-template = recipe.load(Path(__file__).resolve().parents[2] / "recipes/template.py")
+template = shipped.load(Path(__file__).resolve().parents[2] / "recipes/template.py")
 template.make_data, template.make_model = make_data, lambda args, labels: make_model(args)[0]
 template.loss, template.count, template.evaluate = next_token_loss, count_next_tokens, evaluate
 template.train = train_with_faults

@@ -20,7 +20,7 @@ from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.rendering import Rendering, differences, prompt_alone, shown_ends
 from accelerate_recipes.disk import read_json, write_atomically
 from accelerate_recipes.errors import ConfigError, first_line, raise_problems
-from accelerate_recipes.positions import max_positions
+from accelerate_recipes.models.positions import max_positions
 
 ROWS = "rows.json"  # in the output directory, beside export/
 

@@ -29,22 +29,22 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from transformers import GenerationConfig, PreTrainedConfig
 
-from accelerate_recipes import adapters
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
 from accelerate_recipes.checkpoint.weight_files import saved_tensors, write_adapter, write_safetensors
 from accelerate_recipes.disk import fsync, read_json, read_json_lines, readable
+from accelerate_recipes.distributed import strategy_name
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import update_status
-from accelerate_recipes.machine import library_versions
+from accelerate_recipes.models import adapters
+from accelerate_recipes.models.pretrained import check_generation_config, model_checksum
+from accelerate_recipes.models.weights import WRAPPERS
 from accelerate_recipes.optim import local_shard
-from accelerate_recipes.pretrained import check_generation_config, model_checksum
 from accelerate_recipes.ranks import is_first, on_all_ranks, on_first_rank
-from accelerate_recipes.strategy import strategy_name
-from accelerate_recipes.weights import WRAPPERS
+from accelerate_recipes.upstream import library_versions
 
 PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
 

@@ -12,17 +12,17 @@ import yaml
 from huggingface_hub.serialization._base import parse_size_to_int
 from transformers import AutoConfig
 
-from accelerate_recipes import adapters
-from accelerate_recipes.base import Base, described, folder_of_base, open_base, untrained
 from accelerate_recipes.checkpoint import files, weight_files
 from accelerate_recipes.checkpoint.files import EXPORT, SaveError
 from accelerate_recipes.checkpoint.published import COMPOSITE
 from accelerate_recipes.disk import read_json, read_json_lines, write_atomically
-from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.metrics import is_evaluation
-from accelerate_recipes.pretrained import mapped_weights, model_checksum
+from accelerate_recipes.models import adapters
+from accelerate_recipes.models.pretrained import mapped_weights, model_checksum
+from accelerate_recipes.models.untrained import Base, described, folder_of_base, open_base, untrained
+from accelerate_recipes.ranks import computes_in_bf16
 
 
 def export(

@@ -15,10 +15,10 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from accelerate_recipes.composites import is_text_part
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.hub import cache
-from accelerate_recipes.pretrained import load_config, load_text_config
+from accelerate_recipes.models.composites import is_text_part
+from accelerate_recipes.models.pretrained import load_config, load_text_config
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 SPECIAL, ADDED = "special_tokens_map.json", "added_tokens.json"

@@ -8,10 +8,10 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.base import is_decoder, open_base
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.disk import existing, readable
 from accelerate_recipes.hub import cache
+from accelerate_recipes.models.untrained import is_decoder, open_base
 from accelerate_recipes.optim import checkpoint_bytes
 
 

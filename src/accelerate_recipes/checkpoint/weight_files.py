@@ -11,14 +11,14 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from accelerate_recipes import adapters
-from accelerate_recipes.base import Base, as_in_files, form_differences, kept_in_fp32, parts_in_files
 from accelerate_recipes.checkpoint.published import COMPOSITE
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
-from accelerate_recipes.composites import layers_in_whole, name_in_whole, places_of_parts
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.pretrained import NUM_NAMED, conversions, model_class, output_is_embedding
+from accelerate_recipes.models import adapters
+from accelerate_recipes.models.composites import layers_in_whole, name_in_whole, places_of_parts
+from accelerate_recipes.models.pretrained import NUM_NAMED, conversions, model_class, output_is_embedding
+from accelerate_recipes.models.untrained import Base, as_in_files, form_differences, kept_in_fp32, parts_in_files
 
 
 def write_safetensors(

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.errors import DataError
-from accelerate_recipes.sequence import IGNORE_INDEX
+from accelerate_recipes.models import IGNORE_INDEX
 
 RATIO = 4 / 3  # largest ratio of the sides of a random crop
 TORCHS_GENERATOR = threading.Lock()  # several threads may augment at the same time if a stream has no workers

@@ -12,7 +12,7 @@ from accelerate_recipes.data.dates import ASKS, first_prepared, frozen_date, is_
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
-from accelerate_recipes.pretrained import load_config, read_tokenizer
+from accelerate_recipes.models.pretrained import load_config, read_tokenizer
 from accelerate_recipes.ranks import on_first_rank
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from accelerate_recipes.data.answer_spans import WEIGHTS, is_answer, is_trained,
 from accelerate_recipes.data.prepared import chunks_of
 from accelerate_recipes.data.rendering import SETTINGS, parsed, with_objects, without_tail
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.sequence import IGNORE_INDEX
+from accelerate_recipes.models import IGNORE_INDEX
 
 IMAGES = {"image", "images", "pixel_values"}
 NUM_COMPARED = 16  # number of rows whose rendering is compared

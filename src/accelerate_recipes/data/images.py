@@ -35,8 +35,8 @@ from accelerate_recipes.data.streams import StreamArgs
 from accelerate_recipes.data.tars import TAR, Member, images_and_labels, text_of_label, with_labels
 from accelerate_recipes.errors import ConfigError, DataError, first_line, suggestion
 from accelerate_recipes.hub import cache
+from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.ranks import is_first, on_first_of_machine_before_others, on_first_rank
-from accelerate_recipes.sequence import IGNORE_INDEX
 
 if TYPE_CHECKING:
     import datasets

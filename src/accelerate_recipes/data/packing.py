@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from accelerate_recipes.attention import boundaries
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
-from accelerate_recipes.sequence import IGNORE_INDEX
+from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.attention import boundaries
 
 if TYPE_CHECKING:
     from datasets import Dataset

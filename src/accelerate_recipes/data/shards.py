@@ -16,13 +16,13 @@ from pathlib import Path
 
 import xxhash
 from huggingface_hub import HfApi, constants
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import EntryNotFoundError
 
 from accelerate_recipes.data.documents import TXT, is_remote
 from accelerate_recipes.disk import IS_POINTER, is_pointer
 from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.hub import cache
-from accelerate_recipes.hub.download import tree
 
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst", ".json", ".jsonl", TXT, ".parquet")
 HUB = "hf://"
@@ -152,9 +152,11 @@ def on_hub(dataset_name: str, pattern: str, revision: str = "") -> list[str]:
     api = HfApi(endpoint=constants.ENDPOINT)
     try:
         commit = api.dataset_info(dataset_name, revision=revision or pinned_commit(dataset_name)).sha
-        listed = tree(api, "dataset", dataset_name, commit, *cache.place_of(pattern))
+        folder, recursive = cache.place_of(pattern)
+        place = {"path_in_repo": folder or None, "recursive": recursive, "revision": commit, "repo_type": "dataset"}
+        listed = [entry.path for entry in api.list_repo_tree(dataset_name, **place) if isinstance(entry, RepoFile)]
     except EntryNotFoundError:
-        commit, listed = "", {}
+        commit, listed = "", []
     except Exception as error:  # connection errors of the Hub's client are not OSErrors
         raise ConfigError(
             f"dataset {dataset_name!r} cannot be read from {constants.ENDPOINT}: {first_line(error)}. If it is gated or "

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.disk import write_atomically
 from accelerate_recipes.errors import ConfigError, printable
-from accelerate_recipes.page import Html, element, write_page
-from accelerate_recipes.picture import draw_images
-from accelerate_recipes.sequence import IGNORE_INDEX
+from accelerate_recipes.life.page import Html, element, write_page
+from accelerate_recipes.life.picture import draw_images
+from accelerate_recipes.models import IGNORE_INDEX
 
 NUM_ROWS = 3  # number of rows shown of each kind
 MAX_TOKENS = 2000  # number of tokens shown of a row

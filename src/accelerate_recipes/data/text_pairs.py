@@ -16,8 +16,8 @@ from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_r
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.errors import ConfigError, other_recipe, suggestion
 from accelerate_recipes.hub import cache
+from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.ranks import is_first
-from accelerate_recipes.sequence import IGNORE_INDEX
 
 if TYPE_CHECKING:
     import datasets

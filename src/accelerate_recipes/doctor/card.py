@@ -7,7 +7,7 @@ from pathlib import Path
 
 from accelerate_recipes.disk import write_atomically
 from accelerate_recipes.doctor.proofs import Figure
-from accelerate_recipes.machine import versions
+from accelerate_recipes.launch.machine import versions
 
 
 def write_card(folder: Path, command: str, machine: Mapping[str, str], figures: Sequence[Figure]) -> str:

@@ -7,13 +7,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from accelerate_recipes import machine
 from accelerate_recipes.doctor.card import write_card
 from accelerate_recipes.doctor.links import Links, measure_links
 from accelerate_recipes.doctor.proofs import PROOFS, Runs, prove
 from accelerate_recipes.errors import ConfigError, error_list
-from accelerate_recipes.machine import Found
-from accelerate_recipes.strategy import num_accelerators
+from accelerate_recipes.launch import machine
+from accelerate_recipes.launch.machine import Found
+from accelerate_recipes.launch_checks import num_accelerators
 
 
 def doctor(output_dir: Path, only: Sequence[str], *, proves: bool) -> bool:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from accelerate_recipes.gpus import GPUS, known_as
-from accelerate_recipes.machine import Found
+from accelerate_recipes.arguments.gpus import GPUS, known_as
+from accelerate_recipes.launch.machine import Found
 
 SIZE = 256 * 2**20  # bytes that are summed; NCCL reaches its speed with as many
 SMALL = 4 * 2**20  # on a CPU

@@ -17,17 +17,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from accelerate_recipes import shipped
 from accelerate_recipes.args import parse
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.arguments.gpus import GIB, known_as
 from accelerate_recipes.checkpoint.files import candidates, step_of
 from accelerate_recipes.data.rows import rows_of_step
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.doctor import workload
 from accelerate_recipes.errors import one_line
-from accelerate_recipes.gpus import GIB, known_as
-from accelerate_recipes.launcher import launch_environment, launch_flags
+from accelerate_recipes.launch.settings import launch_environment, launch_flags
+from accelerate_recipes.launch_checks import environment_problems, num_accelerators
 from accelerate_recipes.plan.simulate import Job, Outcome, Simulator
-from accelerate_recipes.strategy import environment_problems, num_accelerators
 
 CONFIGS = shipped.HOME / "accelerate_configs"
 # Configs, and the processes that they need at least.

@@ -18,10 +18,10 @@ from accelerate_recipes.disk import write_atomically
 from accelerate_recipes.engine import Batch, evaluate_loss, train
 from accelerate_recipes.losses import count_next_tokens, next_token_loss_fn
 from accelerate_recipes.metrics import flops_per_token
-from accelerate_recipes.models import new_model
+from accelerate_recipes.models.loading import new_model
+from accelerate_recipes.models.tokenizers import new_word_tokenizer
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Run, finish, start
-from accelerate_recipes.tokenizers import new_word_tokenizer
 from accelerate_recipes.trial import Trial, packed_trial
 
 # Words, width, inner width, layers, heads.

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from accelerate_recipes.args import arg
+from accelerate_recipes.arguments.declaring import Range, read_yaml
 from accelerate_recipes.errors import that_apply
-from accelerate_recipes.flags import Range, read_yaml
 
 CHECKPOINTS, CACHE = "/checkpoints", "/cache"  # where pods mount the volumes
 INSTANCES = read_yaml(Path(__file__).parent / "instances.yaml")

@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from accelerate_recipes.args import resolve
+from accelerate_recipes.arguments.declaring import read_yaml
 from accelerate_recipes.errors import noting, raise_problems, that_apply
-from accelerate_recipes.flags import read_yaml
 from accelerate_recipes.launch.job_args import (
     CACHE,
     CHECKPOINTS,

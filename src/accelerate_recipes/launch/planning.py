@@ -16,18 +16,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from accelerate_recipes.arguments.declaring import group_flags
+from accelerate_recipes.arguments.gpus import GIB, GPUS
 from accelerate_recipes.disk import file_refusal
 from accelerate_recipes.errors import ConfigError, raise_problems
-from accelerate_recipes.flags import group_flags
-from accelerate_recipes.gpus import GIB, GPUS
 from accelerate_recipes.launch.request import Request, read_request
-from accelerate_recipes.launcher import launch_environment, yaml_problems
+from accelerate_recipes.launch.settings import launch_environment, yaml_problems
+from accelerate_recipes.launch_checks import environment_problems
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.ledger import HOST, Event
 from accelerate_recipes.plan.predict import Prediction
 from accelerate_recipes.plan.search import Change, Proposal, Search, nodes_of, prediction_of, reason_of
 from accelerate_recipes.plan.simulate import Job, Outcome, Refusal, SimulationError, Simulator
-from accelerate_recipes.strategy import environment_problems
 from accelerate_recipes.trial import NotSimulatedError
 
 SHOWN = 6  # proposals of each sort

@@ -20,23 +20,24 @@ from unittest import mock
 
 from transformers import PreTrainedModel
 
-from accelerate_recipes import recipe
-from accelerate_recipes.adapters import add_adapters
 from accelerate_recipes.args import TrainArgs, resolve
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.resume import resume_problems
 from accelerate_recipes.checkpoint.space import space_problems
 from accelerate_recipes.data.prepared import tokenizing_warnings
 from accelerate_recipes.disk import shared_disk_warnings
 from accelerate_recipes.errors import ConfigError, noting, raise_problems
 from accelerate_recipes.hub import cache
+from accelerate_recipes.launch import requirements
+from accelerate_recipes.launch.machine import versions
 from accelerate_recipes.launch.planning import memory_problems
 from accelerate_recipes.launch.pods import is_below, move_to_volumes, read_in_pod
 from accelerate_recipes.launch.request import read_request
+from accelerate_recipes.launch_checks import launch_problems, lever_warnings
 from accelerate_recipes.life.status import read_status
-from accelerate_recipes.machine import versions
+from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.optim import warmup_warnings
 from accelerate_recipes.ranks import data_world_size, ranks_a_row, readers
-from accelerate_recipes.strategy import launch_problems, lever_warnings
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
         ConfigError: if there is nothing to check.
     """
     request = read_request(argv)
-    module = recipe.load(request.command[0])
+    module = shipped.load(request.command[0])
     problems, warnings = versions()
     env, found = request.environment()
     problems += found
@@ -115,7 +116,7 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
     if env:
         problems += launch_problems(args, env, request.num_devices)
         warnings += lever_warnings(args, env, request.num_devices)
-    problems += recipe.push_to_hub_problems(args, from_here=not volumes)
+    problems += requirements.push_to_hub_problems(args, from_here=not volumes)
     resumed_from = None
     if volumes:
         unwritable = move_to_volumes(args, volumes)
@@ -124,7 +125,7 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
         warnings += shared_disk_warnings(Path(args.output_dir), world_size // int(env.get("LOCAL_WORLD_SIZE", 1)))
         resumed_from, found, doubts = resume_problems(args, reads=request.reads_checksums)
         problems, warnings = problems + found, warnings + doubts
-        unwritable = recipe.write_problems(args)
+        unwritable = requirements.write_problems(args)
         has_place = not unwritable
     problems += unwritable
 
@@ -132,12 +133,14 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
         needed = module.requirements(args)
     except ConfigError as error:
         return None, [*problems, str(error)]
-    found, doubts = read_in_pod(args, needed, volumes) if volumes else recipe.needs_problems(needed, request.command)
+    found, doubts = (
+        read_in_pod(args, needed, volumes) if volumes else requirements.needs_problems(needed, request.command)
+    )
     problems, warnings = problems + found, warnings + doubts
     warnings += [] if volumes else tokenizing_warnings(args, needed.datasets)
     warnings += warmup_warnings(args, args.max_steps) if args.max_steps > 0 else []
     with mock.patch.dict(os.environ, env):
-        models, found = recipe.check_models(args, needed, makes_new=not problems)
+        models, found = requirements.check_models(args, needed, makes_new=not problems)
         problems += found or with_adapters(models, args)
     lines = [
         f"Ready: {request.config.name} with {world_size} processes; {args.total_batch_size} sequences a step = "

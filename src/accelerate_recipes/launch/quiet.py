@@ -17,9 +17,9 @@ from accelerate.commands.launch import launch_command
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from accelerate_recipes import shipped
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError, raise_problems, suggestion
-from accelerate_recipes.launcher import completed, parse_flags, yaml_problems
+from accelerate_recipes.launch.settings import completed, parse_flags, yaml_problems
 
 # It logs what the ranks have said already: that a process failed, and that the others get a signal.
 LOGGER = "torch.distributed.elastic.multiprocessing.api"

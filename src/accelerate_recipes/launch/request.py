@@ -7,11 +7,17 @@ from typing import NamedTuple
 
 import torch
 
-from accelerate_recipes import shipped
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.arguments.gpus import check_gpu, known_as
 from accelerate_recipes.errors import ConfigError, that_apply
-from accelerate_recipes.gpus import check_gpu, known_as
-from accelerate_recipes.launcher import ignored_flags, launch_environment, launch_flags, parse_flags, yaml_problems
-from accelerate_recipes.strategy import num_accelerators
+from accelerate_recipes.launch.settings import (
+    ignored_flags,
+    launch_environment,
+    launch_flags,
+    parse_flags,
+    yaml_problems,
+)
+from accelerate_recipes.launch_checks import num_accelerators
 
 
 class Request(NamedTuple):

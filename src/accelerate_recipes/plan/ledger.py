@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from accelerate_recipes.gpus import EFFICIENCY, GPUS, Gpu
+from accelerate_recipes.arguments.gpus import EFFICIENCY, GPUS, Gpu
 
 aten, fsdp = torch.ops.aten, torch.ops.fsdp
 PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS = "parameters", "gradients", "optimizer", "buffers"

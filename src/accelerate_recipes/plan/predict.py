@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.gpus import EFFICIENCY, GIB, OUTSIDE, Gpu
+from accelerate_recipes.arguments.gpus import EFFICIENCY, GIB, OUTSIDE, Gpu
 from accelerate_recipes.optim import checkpoint_bytes
 from accelerate_recipes.plan.simulate import Outcome
 

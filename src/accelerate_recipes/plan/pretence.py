@@ -28,8 +28,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import masking_utils
 
-from accelerate_recipes import distributed, mixers
+from accelerate_recipes import distributed
 from accelerate_recipes.losses import LinearCrossEntropy
+from accelerate_recipes.models import mixers
 
 aten = torch.ops.aten
 CUDA, META = torch.device("cuda", 0), torch.device("meta")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.arguments.gpus import Gpu
 from accelerate_recipes.errors import ConfigError, first_line
-from accelerate_recipes.gpus import Gpu
 from accelerate_recipes.plan.layers import arriving_outcomes
 from accelerate_recipes.plan.predict import Prediction, in_gib
 from accelerate_recipes.plan.simulate import Job, Outcome, Simulator, load_trial

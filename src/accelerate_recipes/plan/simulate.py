@@ -22,20 +22,20 @@ from unittest import mock
 import torch
 from transformers import PreTrainedConfig
 
-from accelerate_recipes import distributed, recipe
-from accelerate_recipes.adapters import WithoutAdapters, add_adapters
+from accelerate_recipes import distributed
 from accelerate_recipes.args import TrainArgs, resolve
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.arguments.gpus import GPUS
 from accelerate_recipes.engine import train_step
-from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError, raise_problems, that_apply
-from accelerate_recipes.gpus import GPUS
+from accelerate_recipes.launch_checks import launch_problems, num_accelerators
+from accelerate_recipes.models.adapters import WithoutAdapters, add_adapters
+from accelerate_recipes.models.probes import mixers_in
+from accelerate_recipes.models.shared_rows import part_of_rows, row_group
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.ledger import ACTIVATIONS, BUCKETS, GRADIENTS, PARAMETERS, Clock, Ledger
-from accelerate_recipes.probes import mixers_in
-from accelerate_recipes.ranks import data_world_size, ranks_a_row
+from accelerate_recipes.ranks import computes_in_bf16, data_world_size, ranks_a_row
 from accelerate_recipes.run import Run
-from accelerate_recipes.sequence import part_of_rows, row_group
-from accelerate_recipes.strategy import launch_problems, num_accelerators
 from accelerate_recipes.trial import NotSimulatedError, Trial, is_staged
 
 MICRO_BATCHES = 2  # more of them take time, but no memory
@@ -154,7 +154,7 @@ def load_trial(job: Job) -> tuple[Any, Trial]:
         ConfigError: for arguments that are wrong.
         NotSimulatedError: for a recipe that has no trial.
     """
-    module = recipe.load(job.command[0])
+    module = shipped.load(job.command[0])
     if not hasattr(module, "trial"):
         raise NotSimulatedError(f"{job.command[0]}: it defines no trial(args)")
     shares, row_size = data_world_size(job.env), ranks_a_row(job.env)
@@ -225,7 +225,7 @@ def simulate_here(job: Job) -> Outcome:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
     world_size, gpus_per_node = int(job.env["WORLD_SIZE"]), int(job.env["LOCAL_WORLD_SIZE"])
-    recipe.load(job.command[0])  # before the patch, so that imported modules do not see a GPU
+    shipped.load(job.command[0])  # before the patch, so that imported modules do not see a GPU
     with mock.patch("torch.cuda.is_available", lambda: job.device == "cuda"):  # decides the choice of attention
         args, trial = load_trial(job)
         if found := unsupported(args, trial, job.env):

@@ -21,6 +21,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
 from accelerate_recipes.args import arg
+from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.checkpoint.check_export import as_exported
 from accelerate_recipes.data.conversations import NUM_COMPARED
 from accelerate_recipes.data.dates import frozen_date
@@ -35,15 +36,14 @@ from accelerate_recipes.data.rendering import (
     shown_ends,
 )
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.flags import Range
-from accelerate_recipes.generation import drawn_by, numbers_of, own_draws
-from accelerate_recipes.positions import max_positions
+from accelerate_recipes.models.generation import drawn_by, numbers_of, own_draws
+from accelerate_recipes.models.positions import max_positions
+from accelerate_recipes.models.weights import seed_of
 from accelerate_recipes.posttraining.objective import Objective, Outputs
-from accelerate_recipes.posttraining.samples import expected
 from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs
 from accelerate_recipes.ranks import on_first_rank
+from accelerate_recipes.report.samples import expected
 from accelerate_recipes.run import Run
-from accelerate_recipes.weights import seed_of
 
 # Fields of trl's config; trl declares no ranges for them.
 NOT_NEGATIVE = (

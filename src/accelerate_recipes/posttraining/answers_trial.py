@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import Cache, GenerationConfig
 
-from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.attention import choose
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.attention import choose
 from accelerate_recipes.posttraining.answers import AnswerTrainer, room_for_prompts
 from accelerate_recipes.posttraining.objective import bare
 from accelerate_recipes.posttraining.settings import pad_multiple, with_fused_head

@@ -35,7 +35,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.trainer_utils import align_special_tokens
 from trl.trainer.utils import add_fused_lm_head
 
-from accelerate_recipes.adapters import WithoutAdapters, add_adapters
 from accelerate_recipes.agenda import EvaluateFn
 from accelerate_recipes.checkpoint.check_export import (
     Exported,
@@ -53,11 +52,13 @@ from accelerate_recipes.data.shown import NUM_ROWS, HasRows
 from accelerate_recipes.engine import DrawFn, train
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.metrics import Flops
+from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.adapters import WithoutAdapters, add_adapters
+from accelerate_recipes.models.shared_rows import balance_weight
 from accelerate_recipes.posttraining.settings import TrainerArgs, check_trl_packing, make_model
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.ranks import data_world_size, on_first_of_machine_before_others, sum_over_ranks
 from accelerate_recipes.run import Run
-from accelerate_recipes.sequence import IGNORE_INDEX, balance_weight
 
 # trl 1.16 uses an old name of transformers 5.23 in every step that generates.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)

@@ -21,9 +21,8 @@ from trl import DPOConfig, DPOTrainer
 from trl.data_utils import maybe_extract_prompt
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-from accelerate_recipes.adapters import load_settings, without_adapters
 from accelerate_recipes.args import arg
-from accelerate_recipes.attention import choose
+from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.checkpoint.check_export import Exported, as_exported
 from accelerate_recipes.data.conversations import NUM_COMPARED, NUM_LAST, cut_at, select, without_added_nulls
 from accelerate_recipes.data.dates import frozen_date, with_date_as_key
@@ -34,9 +33,10 @@ from accelerate_recipes.data.rendering import SETTINGS, Rendering, render, shown
 from accelerate_recipes.data.unwritten import same_answers
 from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.flags import Range
 from accelerate_recipes.life import stop
-from accelerate_recipes.positions import max_positions
+from accelerate_recipes.models.adapters import load_settings, without_adapters
+from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.posttraining.objective import Objective, Outputs, bare
 from accelerate_recipes.posttraining.references import REFERENCE, with_reference
 from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs, pad_multiple, with_fused_head

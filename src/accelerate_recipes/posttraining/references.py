@@ -13,10 +13,10 @@ import xxhash
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.data.prepared import content_of
 from accelerate_recipes.disk import own_suffix, read_json, write_atomically
-from accelerate_recipes.pretrained import model_checksum
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.pretrained import model_checksum
 from accelerate_recipes.ranks import is_first, is_first_of_machine, on_all_ranks, on_first_rank
 
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # columns that the loss reads

@@ -23,8 +23,8 @@ import datasets
 import torch
 
 from accelerate_recipes.errors import ConfigError, first_line
-from accelerate_recipes.generation import own_draws
-from accelerate_recipes.weights import seed_of
+from accelerate_recipes.models.generation import own_draws
+from accelerate_recipes.models.weights import seed_of
 
 LARGEST = 1e16  # largest reward: trl computes variances in fp32
 BUILT_IN = ("accuracy_reward", "think_format_reward")

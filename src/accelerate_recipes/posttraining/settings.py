@@ -10,22 +10,21 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
-from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.architecture import Architecture, check_belong_together, new_config
 from accelerate_recipes.args import OWNED_ELSEWHERE, TrainArgs, arg
-from accelerate_recipes.attention import DOCUMENTS
-from accelerate_recipes.environment import computes_in_bf16
+from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.flags import Range
 from accelerate_recipes.hub import cache
-from accelerate_recipes.models import load_model, new_model
-from accelerate_recipes.pretrained import load_text_config
-from accelerate_recipes.probes import UNTRIED, Packing, packing_of
-from accelerate_recipes.ranks import ranks_a_row
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.attention import DOCUMENTS
+from accelerate_recipes.models.configurations import Architecture, check_belong_together, new_config
+from accelerate_recipes.models.loading import load_model, new_model
+from accelerate_recipes.models.pretrained import load_text_config
+from accelerate_recipes.models.probes import UNTRIED, Packing, packing_of
+from accelerate_recipes.models.shared_rows import balance_weight
+from accelerate_recipes.models.slices import source_of
+from accelerate_recipes.models.weights import initialize, seed_of
+from accelerate_recipes.ranks import computes_in_bf16, ranks_a_row
 from accelerate_recipes.run import Run
-from accelerate_recipes.sequence import balance_weight
-from accelerate_recipes.slices import source_of
-from accelerate_recipes.weights import initialize, seed_of
 
 # Fields of transformers.TrainingArguments that are not arguments here: they would repeat or contradict the engine.
 REPLACED = {field.name for field in fields(TrainingArguments)} - set(TrainArgs.__dataclass_fields__)

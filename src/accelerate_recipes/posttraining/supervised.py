@@ -15,12 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.architecture import new_config
-from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.check_export import Exported, as_exported, stops_of
 from accelerate_recipes.checkpoint.files import saved_arguments
-from accelerate_recipes.composites import placeholders, stands_for_image
 from accelerate_recipes.data import answer_spans, rendering
 from accelerate_recipes.data.conversations import (
     EVERYTHING,
@@ -40,12 +36,16 @@ from accelerate_recipes.data.rows import StepOrder, num_steps
 from accelerate_recipes.errors import ConfigError, DataError, printable
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.metrics import Flops, flops_per_token
+from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.composites import placeholders, stands_for_image
+from accelerate_recipes.models.configurations import new_config
+from accelerate_recipes.models.pretrained import load_config
 from accelerate_recipes.posttraining.objective import Objective, Outputs, bare
 from accelerate_recipes.posttraining.settings import pad_multiple, with_fused_head
-from accelerate_recipes.pretrained import load_config
 from accelerate_recipes.ranks import is_first, on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.run import Run
-from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.trial import Trial, config_of, refuse
 
 FORMATS = (("messages",), ("prompt", "completion"))  # the first column holds the question

@@ -16,15 +16,15 @@ from transformers import (
     PreTrainedModel,
 )
 
-from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.architecture import Architecture, new_config
 from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import count_labels
 from accelerate_recipes.metrics import Flops, trained_share
-from accelerate_recipes.models import classifier_on_meta, load_classifier, with_classes
-from accelerate_recipes.pretrained import Kind, load_config
-from accelerate_recipes.sequence import IGNORE_INDEX
+from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.configurations import Architecture, new_config
+from accelerate_recipes.models.loading import classifier_on_meta, load_classifier, with_classes
+from accelerate_recipes.models.pretrained import Kind, load_config
 from accelerate_recipes.trial import NotSimulatedError, Trial, config_of
 
 # Layers that FSDP gathers one by one. transformers' own list also has embeddings, or whole stages of a Swin or a ConvNeXt.

@@ -15,9 +15,9 @@ from accelerate_recipes.data.rows import RowLoader
 from accelerate_recipes.disk import read_json_lines, write_atomically
 from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.errors import DataError
-from accelerate_recipes.picture import draw_images, draw_matrix
+from accelerate_recipes.life.picture import draw_images, draw_matrix
+from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.ranks import on_all_ranks, on_first_rank
-from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.vision.classifiers import logits_of
 
 NUM_DRAWN = 40  # held-out images on the sheet; half of them are classified wrongly, if there are enough such images

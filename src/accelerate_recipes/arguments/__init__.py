@@ -1,0 +1,1 @@
+"""How an argument is declared, parsed and explained."""

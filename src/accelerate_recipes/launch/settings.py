@@ -1,0 +1,277 @@
+"""Checks of what `accelerate launch` is told but silently drops: keys and values of its YAML, and flags.
+
+Preflight makes these checks before a job is queued. A run makes them for the launcher that started it, so that a mistake
+does not go unnoticed.
+"""
+
+import copy
+import os
+import typing
+from argparse import Action, Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+from accelerate.commands.config.config_args import ClusterConfig, default_config_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env, setup_fp8_env
+
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.arguments.declaring import read_yaml
+from accelerate_recipes.errors import ConfigError, closest, suggestion, that_apply
+
+# Sections of the YAML, each with the prefix of its keys, which are flags too.
+SECTIONS = {f"{name}_config": f"{name}_" for name in ("fsdp", "dynamo", "fp8")}
+SECTIONS["parallelism_config"] = "parallelism_config_"
+VALUES = {
+    "compute_environment": {"LOCAL_MACHINE"},
+    "distributed_type": {"NO", "MULTI_GPU", "FSDP"},
+    "mixed_precision": {"no", "bf16", "fp16", "fp8"},
+    "fsdp_version": {1, 2},
+    "fsdp_auto_wrap_policy": {"TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"},
+    "fsdp_state_dict_type": {"SHARDED_STATE_DICT", "FULL_STATE_DICT"},
+    "fsdp_sharding_strategy": {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"},
+    "fsdp_backward_prefetch": {"BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"},
+}
+# Keys that Accelerate reads with one version of FSDP and ignores with the other.
+FSDP1_ONLY = {"fsdp_sharding_strategy": "use fsdp_reshard_after_forward (true or false)"} | {
+    f"fsdp_{name}": "remove it"
+    for name in ("backward_prefetch", "forward_prefetch", "sync_module_states", "use_orig_params")
+}
+# Programs whose command `launch` takes these flags.
+LAUNCHERS = ("accelerate", "accelerate.commands.accelerate_cli", "accelerate-recipes", "accelerate_recipes")
+KINDS = {int: "a whole number", str: "a text; put it in quotes"}
+
+
+def yaml_problems(path: Path, num_processes: int | None = None) -> list[str]:
+    """List what is wrong with the keys and values of an accelerate YAML, one sentence each.
+
+    `num_processes` is the value of the launcher's flag; without it, the YAML must give the number.
+    """
+    if not path.is_file():
+        meant = closest(path.stem, shipped.names("accelerate_configs"))
+        hint = f"did you mean {shipped.config_file(meant)}?" if meant else "the shipped ones lie in accelerate_configs/"
+        return [f"{path}: no such file; {hint}"]
+    try:
+        content = read_yaml(path)
+    except ConfigError as error:
+        return [str(error)]
+    if not isinstance(content, dict):
+        return [f"{path} holds no `key: value` lines"]
+    options = {action.dest: action for action in launch_command_parser()._actions}
+    hints = typing.get_type_hints(ClusterConfig)
+    found, values, wanted = [], {}, {}
+    for key, value in content.items():
+        if key not in hints:
+            found.append(f"{path}: unknown key {key!r}{suggestion(key, hints)}")
+        elif key not in SECTIONS:
+            values[key], wanted[key] = value, wrong_kind(key, value, hints[key])
+        elif value is not None and not isinstance(value, dict):
+            found.append(f"{path}: {key} must hold `{SECTIONS[key]}...: value` lines, not {value!r:.60}")
+        else:
+            prefix = SECTIONS[key]
+            known = [option for option in options if option.startswith(prefix)]
+            for written, setting in (value or {}).items():
+                name = str(written)
+                if key != "parallelism_config" and not name.startswith(prefix):  # Accelerate adds it here
+                    name = prefix + name
+                if name in known:
+                    values[name], wanted[name] = setting, wrong_setting(options[name], setting)
+                else:
+                    hint = suggestion(name, known) or suggestion(prefix + name, known)
+                    found.append(f"{path}: {key} has an unknown key {written!r}, which Accelerate ignores{hint}")
+    found += [f"{path}: {key} is {values[key]!r:.60}; it must be {kind}" for key, kind in wanted.items() if kind]
+    if values.get("fsdp_version") == 2:
+        useless = {key: remedy for key, remedy in FSDP1_ONLY.items() if key in values}
+        found += [f"{path}: {key} has no effect with fsdp_version: 2; {remedy}" for key, remedy in useless.items()]
+    number = values.get("num_processes", 1 if values.get("distributed_type") == "NO" else None)
+    if num_processes is None and (number is None or (type(number) is int and number < 1)):
+        found.append(f"{path}: num_processes is {number!r}; accelerate needs a number")
+    return found
+
+
+def wrong_kind(key: str, value: Any, hint: Any) -> str:
+    """Say what the value of a key outside of the sections must be, by Accelerate's type of it; "" if it is that."""
+    if key in VALUES:
+        return wrong_choice(value, VALUES[key])
+    kinds = () if typing.get_origin(hint) is list else typing.get_args(hint) or (hint,)
+    return next((KINDS[kind] for kind in KINDS if kind in kinds and type(value) not in kinds), "")
+
+
+def wrong_setting(option: Action, value: Any) -> str:
+    """Say what the value of a key in a section must be, by the launcher's flag of this name; "" if it is that."""
+    if option.dest in VALUES:
+        return wrong_choice(value, VALUES[option.dest])
+    # With FSDP1 this may also name a sharding strategy.
+    if option.default in ("true", "false") and option.dest != "fsdp_reshard_after_forward":
+        return wrong_choice(value, {True, False})
+    if option.type is int:
+        return "" if type(value) is int else KINDS[int]
+    return "one value" if isinstance(value, list | dict) else ""
+
+
+def wrong_choice(value: Any, choices: Iterable[Any]) -> str:
+    """Name the choices if a value is none of them."""
+    if any(type(value) is type(choice) and value == choice for choice in choices):  # 1 equals true
+        return ""
+    names = ", ".join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in sorted(choices))
+    is_no = value is False and "no" in names.lower()
+    return f"one of {names}" + "; put it in quotes, since YAML reads no as false" * is_no
+
+
+def parse_flags(argv: Sequence[str], known: Iterable[str] = (), **defaults: object) -> Namespace:
+    """Parse what stands after `accelerate launch`, and find what is named. Raises ConfigError for what it refuses.
+
+    Args:
+        argv: what stands there.
+        known: further flags that a misspelt one may mean.
+        defaults: values of flags that are not given, instead of the launcher's.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        _, is_unknown, flags = message.partition("unrecognized arguments: ")
+        if is_unknown:
+            meant = suggestion(flags.split()[0], [*parser._option_string_actions, *known])
+            message += meant or "; arguments of the recipe come after the recipe"
+        raise ConfigError(f"accelerate launch refuses: {message}")
+
+    parser = launch_command_parser()
+    parser.set_defaults(**defaults)
+    parser.prog, parser.error = "accelerate launch", refuse
+    args = parser.parse_args(argv)
+    args.config_file = args.config_file and shipped.config_file(args.config_file)
+    args.training_script, *args.training_script_args = shipped.found_command(
+        [args.training_script, *args.training_script_args]
+    )
+    return args
+
+
+def completed(parsed: Namespace) -> Namespace:
+    """Return the flags of a launch with what its YAML adds to them, as `accelerate launch` completes them.
+
+    Raises:
+        ConfigError: for what it refuses, and for numbers at which it ends in a stack.
+    """
+    args = copy.copy(parsed)
+    try:
+        _validate_launch_command(args)
+    except ValueError as error:
+        raise ConfigError(f"accelerate launch refuses: {error}") from error
+    is_given = parsed.num_processes is not None
+    processes, args.num_machines = args.num_processes or 0, 1 if args.num_machines is None else args.num_machines
+    machines, number, port = args.num_machines, int(args.machine_rank or 0), args.main_process_port
+    problems = {
+        f"--num_machines is {machines}; it must be at least 1": machines < 1,
+        # A launcher of a single process, without a YAML, counts GPUs.
+        f"{processes} processes (--num_processes) on {machines} machines (--num_machines); give a multiple, such as as many "
+        "as the machines have GPUs": (is_given or args.use_fsdp or args.multi_gpu)
+        and (processes < 1 or processes % max(1, machines)),
+        f"--machine_rank is {number}; the {machines} machines are 0 to {machines - 1}": not 0
+        <= number
+        < max(1, machines),
+        f"--main_process_port is {port}; it must be 0, for any free one, or at most 65535": not 0
+        <= (port or 0)
+        < 2**16,
+    }
+    if found := that_apply(problems):
+        raise ConfigError(f"accelerate launch refuses: {'; '.join(found)}")
+    return args
+
+
+def launch_environment(argv: list[str]) -> dict[str, str]:
+    """Return the variables that `accelerate launch ARGV` would put into the environment of each process.
+
+    Raises:
+        ConfigError: for arguments that it refuses, or at which it fails.
+    """
+    args = completed(parse_flags(argv))
+    machines, processes = args.num_machines, args.num_processes
+    try:
+        # Nothing is opened or reached here, so any port and address will do.
+        args.main_process_port, args.main_process_ip = 0, args.main_process_ip or "head"
+        # For fp8 the launcher asks for packages; `strategy` reports what is wrong with fp8 here.
+        precision, args.mixed_precision = args.mixed_precision, "no"
+        if args.use_fsdp or args.multi_gpu:
+            env, world_size = prepare_multi_gpu_env(args), processes
+        else:
+            env, world_size = prepare_simple_launcher_cmd_env(args)[1], 1
+    except ValueError as error:
+        raise ConfigError(f"accelerate launch refuses: {error}") from error
+    if precision == "fp8":
+        env = setup_fp8_env(args, env)
+    return env | {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size // machines),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(args.gradient_accumulation_steps or 1),
+        "ACCELERATE_MIXED_PRECISION": precision.lower(),
+    }
+
+
+def launch_flags(
+    config: Path, nodes: int, processes_per_node: int, size: int | None = None, replicas: int | None = None
+) -> list[str]:
+    """Return flags of `accelerate launch`: processes; for a hybrid config, shards inside a node and replicas between nodes.
+
+    The number of shards is the number of processes / (`replicas` * `size`). `size` ranks share a row (default: the
+    number in the config). By default there is a replica for each node; where ranks share rows, only if the config has
+    replicas.
+    """
+    flags = ["--num_machines", str(nodes), "--num_processes", str(nodes * processes_per_node)]
+    sizes = read_yaml(config).get("parallelism_config")
+    if sizes is None:
+        return flags
+    sharing = max(1, size or sizes.get("parallelism_config_cp_size", 1))
+    if replicas is None:
+        replicas = nodes if sharing == 1 or sizes.get("parallelism_config_dp_replicate_size", 1) > 1 else 1
+    flags += ["--parallelism_config_dp_replicate_size", str(replicas)]
+    flags += [
+        "--parallelism_config_dp_shard_size",
+        str(max(1, nodes * processes_per_node // max(1, replicas * sharing))),
+    ]
+    return flags
+
+
+def ignored_flags(config: Path | str, flags: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """Name, in one sentence, the launcher's flags that have no effect in the environment that it makes."""
+    ignored = [flag for flag in flags if flag.startswith("--parallelism_config_")]
+    if not ignored or "ACCELERATE_USE_PARALLELISM_CONFIG" in env:
+        return []
+    return [
+        f"{', '.join(ignored)}: {config} has no parallelism_config, so accelerate launch would ignore it; take "
+        "fsdp_long.yaml for ranks that share rows, or fsdp_hybrid.yaml for replicas"
+    ]
+
+
+def launcher_problems() -> list[str]:
+    """List what is wrong with the YAML and the flags of the `accelerate launch` that started this process.
+
+    The list is empty if no such launcher exists, or if its command line or its file cannot be read here. It is also
+    empty if the launcher has restarted its processes: these have the environment that it read at first.
+    """
+    argv, folder = own_launch()
+    if not argv or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return []
+    args = parse_flags(argv)
+    config = args.config_file or ("" if args.cpu else default_config_file)
+    path = Path(config if folder == os.getcwd() else os.path.join(folder, config))
+    if not path.is_file():
+        return []
+    flags = argv[: len(argv) - 1 - len(args.training_script_args)]
+    return [*yaml_problems(path, args.num_processes), *ignored_flags(path, flags, os.environ)]
+
+
+def own_launch() -> tuple[list[str], str]:
+    """Find the nearest `accelerate launch` that started this process. Returns its arguments and its working directory."""
+    try:
+        for process in psutil.Process().parents():
+            command = process.cmdline()
+            for i, word in enumerate(command):
+                name = os.path.basename(word)
+                if name in LAUNCHERS and command[i + 1 : i + 2] == ["launch"]:
+                    return command[i + 2 :], process.cwd()
+                if name in ("accelerate-launch", "accelerate.commands.launch"):
+                    return command[i + 1 :], process.cwd()
+    except psutil.Error:  # another user's process, or one that is gone
+        pass
+    return [], ""

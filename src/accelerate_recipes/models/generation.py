@@ -1,0 +1,215 @@
+"""Text generation with a sharded model: each rank generates for its share of the prompts, and all ranks get all texts."""
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from types import MethodType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+
+from accelerate_recipes.life import stop
+from accelerate_recipes.models.attention import with_padding
+from accelerate_recipes.models.positions import max_positions
+from accelerate_recipes.models.shared_rows import whole_rows
+from accelerate_recipes.models.weights import seed_of
+from accelerate_recipes.ranks import on_all_ranks
+
+
+class Sampling(NamedTuple):
+    """Settings for drawing texts at random. A text follows from the seed and the place of its prompt among all."""
+
+    temperature: float
+    seed: int
+
+
+class Generated(NamedTuple):
+    """Texts that a model has generated, and their token ids up to the end token."""
+
+    texts: list[str]
+    ids: list[list[int]]
+
+
+@torch.no_grad()
+def generate_texts(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    batch_size: int,
+    num_beams: int = 1,
+    length_penalty: float = 1.0,
+    sampling: Sampling | None = None,
+) -> Generated:
+    """Generate a text for each prompt (token ids): greedily, with beams or by `sampling`. Every rank gets all texts.
+
+    An encoder-decoder reads the prompt; a decoder continues it. If a prompt leaves a decoder no room for the new tokens
+    among its positions, the decoder reads only the end of the prompt. No rank ever holds the whole model: the parts
+    outside the wrapped layers (embedding, output layer, last norms) stay gathered during the whole generation, a layer
+    only while it computes. So each token costs a gather of all layers, and all ranks run as many passes as the slowest
+    rank.
+
+    Raises:
+        Stopped: between two batches, if a rank was asked to stop.
+    """
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    generator = accelerator.unwrap_model(model, keep_torch_compile=False)
+    if not generator.config.is_encoder_decoder:
+        room = max_positions(generator.config)
+        max_new_tokens = min(max_new_tokens, room - 1)
+        prompts = [prompt[-(room - max_new_tokens) :] for prompt in prompts]
+    # Deal the prompts to the ranks by length, so that batches need little padding. Repeat the last prompt until all ranks
+    # have equally many full batches: their passes communicate.
+    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    missing = -len(by_length) % (world_size * batch_size)
+    mine = (by_length + by_length[-1:] * missing)[rank::world_size]
+    answers: dict[int, tuple[str, list[int]]] = {}
+    ends: list[Any] = [tokenizer.eos_token_id]
+    declared = generator.generation_config.eos_token_id  # a chat model has several, such as the end of a turn
+    ends += declared if isinstance(declared, list) else [declared]
+    ends = sorted(set(ends) - {None})
+    how = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if sampling:
+        how = {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0}
+    model.eval()
+    # `generate` calls an encoder directly. Accelerate's autocast is in the forward of the whole model, so it is set here.
+    # Even where a number decides, `generate` draws, which must not change what training draws.
+    with (
+        whole_rows(),
+        with_padding(generator),
+        uncompiled(generator),
+        whole_root(model),
+        accelerator.autocast(),
+        own_draws(accelerator.device, sampling and sampling.seed),
+    ):
+        for start in range(0, len(mine), batch_size):
+            stop.raise_if_requested(accelerator)
+            indices = mine[start : start + batch_size]
+            batch = tokenizer.pad(
+                {"input_ids": [prompts[i] for i in indices]},  # pyright: ignore[reportGeneralTypeIssues]
+                padding_side="right" if generator.config.is_encoder_decoder else "left",  # BART counts positions
+                return_tensors="pt",
+            ).to(accelerator.device)
+            drawing = contextlib.nullcontext()
+            if sampling:  # by the place of a prompt, on any number of ranks
+                numbers = numbers_of(seed_of("texts", sampling.seed), 0, indices, max_new_tokens)
+                drawing = drawn_by(generator, numbers.to(accelerator.device))
+            with drawing:
+                tokens = generator.generate(
+                    input_ids=batch["input_ids"],
+                    attention_mask=batch["attention_mask"],
+                    max_new_tokens=max_new_tokens,
+                    num_beams=num_beams,
+                    length_penalty=length_penalty,
+                    repetition_penalty=1.0,  # chat models set another value
+                    eos_token_id=ends,
+                    pad_token_id=tokenizer.pad_token_id,
+                    synced_gpus=world_size > 1,
+                    **how,
+                )
+            new = tokens if generator.config.is_encoder_decoder else tokens[:, batch["input_ids"].shape[1] :]
+            texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+            for i, text, ids in zip(indices, texts, new.tolist(), strict=True):
+                end = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+                answers[i] = (text, ids[: end + 1])
+    model.train()
+    # Prompts that were repeated to fill batches have the same number, so their answers count once.
+    found = {i: answer for part in on_all_ranks(answers) for i, answer in part.items()}
+    in_order = [found[i] for i in range(len(prompts))]
+    return Generated([text for text, _ in in_order], [ids for _, ids in in_order])
+
+
+class ByOwnNumbers(LogitsProcessor):
+    """Logits processor that draws a token for each row, with given random numbers. It leaves this token with probability 1.
+
+    `numbers` (rows, tokens) lie in [0, 1). This is sampling by the inverse of the cumulative distribution: the drawn
+    token is the first at which the sum of probabilities exceeds the row's number.
+    """
+
+    def __init__(self, numbers: torch.Tensor):
+        self.numbers, self.place = numbers, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        # Sum in float64: in fp32, rounding over a large vocabulary would move the boundaries between tokens.
+        sums = scores.float().softmax(-1).double().cumsum(-1)
+        passed = self.numbers[:, self.place, None] * sums[:, -1:]  # rounding may leave a total that is not 1
+        drawn = torch.searchsorted(sums, passed, right=True).clamp(max=scores.shape[-1] - 1)
+        self.place += 1
+        return torch.full_like(scores, -torch.inf).scatter(-1, drawn, 0.0)
+
+
+@contextlib.contextmanager
+def drawn_by(model: nn.Module, numbers: torch.Tensor) -> Iterator[None]:
+    """Make `generate` draw with these numbers, after all that changes probabilities, such as temperature and top_p.
+
+    A processor that is passed to `generate` of transformers 5.23 would be applied before these.
+    """
+    inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+    def processors(self: Any, *args: Any, **settings: Any) -> list:
+        found = type(self)._get_logits_processor(self, *args, **settings)
+        found.append(ByOwnNumbers(numbers))
+        return found
+
+    inner._get_logits_processor = MethodType(processors, inner)
+    try:
+        yield
+    finally:
+        del inner._get_logits_processor
+
+
+def numbers_of(seed: int, step: int, places: Sequence[int], length: int) -> torch.Tensor:
+    """Return a random number in [0, 1) for each token of the answers at these places of a step, (places, length)."""
+    drawn = [np.random.default_rng([seed, step, place]).random(length) for place in places]
+    return torch.from_numpy(np.stack(drawn))
+
+
+@contextlib.contextmanager
+def own_draws(device: torch.device, seed: int | None) -> Iterator[None]:
+    """Draw random numbers of torch, Python and numpy from this seed in this context, and restore the generators after it."""
+    if seed is None:
+        yield
+        return
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Call modules uncompiled that `nn.Module.compile` has compiled in place, as Accelerate does by layer under FSDP2.
+
+    Otherwise they would be compiled again for every length.
+    """
+    compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
+
+
+def whole_root(model: nn.Module) -> contextlib.AbstractContextManager:
+    """Gather the parameters outside the wrapped layers.
+
+    A call of the model does this, but `generate` calls parts of the model directly: FSDP1's inner module, or an encoder.
+    Under FSDP2, `generate` counts as a call (see `distributed.prepare`).
+    """
+    if isinstance(model, FSDP1):
+        return FSDP1.summon_full_params(model, recurse=False, writeback=False)
+    return contextlib.nullcontext()

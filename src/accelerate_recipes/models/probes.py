@@ -1,0 +1,344 @@
+"""Tiny models of a class, which show whether it separates the documents of packed rows, and whether ranks can share rows."""
+
+import contextlib
+import copy
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.models.attention import (
+    READ_BOUNDARIES,
+    document_masks,
+    of_layers,
+    unsupported_kernels,
+    width_of_heads,
+)
+from accelerate_recipes.models.mixers import unpack_documents
+from accelerate_recipes.models.shared_rows import whole_rows
+
+CROSSES = (
+    "{} models do not keep attention inside a document of a packed row, {}; give --no_document_mask, or another model"
+)
+
+# Errors of models for arguments that they do not take.
+REFUSALS = (AttributeError, TypeError, ValueError, RuntimeError, KeyError)
+FIRST = 5  # number of tokens of the first of two documents
+# Fields for the number of tokens that attention sees in some layers, and this number in a tiny model.
+WINDOWS = (
+    "sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size", "local_attention",
+    "window_size", "index_topk",
+)  # fmt: skip
+WINDOW = 4
+# Heads of a tiny model, and of its keys and values, where 2 and 2 cannot be: CodeGen computes four at a time, and some
+# layers of MiMo have twice as many of keys and values as the configuration says.
+UNUSUAL_HEADS = {"codegen": (4, 4), "mimo_v2_flash": (2, 1)}
+UNTRIED = "no tiny {} could be made and tried, so nothing says whether"
+
+
+class Packing(Enum):
+    """Way in which a model keeps attention inside the documents of a packed row."""
+
+    POSITIONS = "its positions say where documents begin, or the kernel is told"
+    MASK = "it gets a mask"
+    NONE = "it does not"
+    UNKNOWN = "no tiny model of its class can be made"
+
+
+_packing: dict[tuple, tuple[Packing, frozenset[str]]] = {}  # results of `examined`
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """Return the transformers model inside the wrappers of DDP, FSDP1 and torch.compile."""
+    return next(module for module in model.modules() if hasattr(module, "get_output_embeddings"))
+
+
+def alone(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: Any, **settings: Any
+) -> tuple[torch.Tensor, None]:
+    """Attend only to the position itself, as an attention function of transformers; for `examined` and `shares_in_small`.
+
+    Raises:
+        KeyError: if the model has not passed `sequence_group` on to its attention.
+    """
+    settings["sequence_group"]
+    return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
+
+
+AttentionInterface.register("alone", alone)
+
+
+def packing_of(config: PreTrainedConfig) -> Packing:
+    """Find out with a tiny model how models of this configuration separate the documents of a packed row.
+
+    The classes that `mixers_in` names compute each document by itself. The trial takes a tenth of a second, once for each
+    class and kind of attention. If the answer is UNKNOWN, only `check_document_mask` can tell.
+    """
+    return examined(config)[0]
+
+
+def mixers_in(model: nn.Module) -> frozenset[str]:
+    """Name the classes of a decoder's modules that must compute each document by itself; see `mixers`."""
+    config: Any = getattr(model, "config", None)
+    is_decoder = getattr(model, "get_output_embeddings", lambda: None)() is not None and not config.is_encoder_decoder
+    return examined(config)[1] if is_decoder else frozenset()
+
+
+@whole_rows()
+def examined(config: PreTrainedConfig) -> tuple[Packing, frozenset[str]]:
+    """Find the results of `packing_of` and `mixers_in`; keep them for each class and kind of attention."""
+    text, attention = config.get_text_config(), config._attn_implementation
+    if attention in READ_BOUNDARIES:
+        attention = "alone"  # the kernel gets the boundaries; only layers other than attention are in question
+    elif attention not in ("sdpa", "eager"):  # flex_attention would be compiled; its masks come from the same functions
+        attention = unsupported_kernels(config).get("sdpa", "sdpa")
+    kinds = tuple(sorted(set(getattr(text, "layer_types", None) or ())))
+    fields = (vars(text).get(name) in (None, 0) for name in (*WINDOWS, "num_kv_shared_layers"))
+    key = (type(config), attention, kinds, *fields)
+    if key not in _packing:
+        _packing[key] = examined_anew(config, attention)
+    return _packing[key]
+
+
+def examined_anew(config: PreTrainedConfig, attention: str) -> tuple[Packing, frozenset[str]]:
+    """Try a tiny model as it is, then with mixers that compute each document by itself."""
+    group = {"sequence_group": None} if attention == "alone" else {}
+    model = tiny_model(config, attention, **group)
+    if model is None:  # a model that passes nothing on to its attention is checked itself later
+        return Packing.POSITIONS if group else Packing.UNKNOWN, frozenset()
+    ways = {Packing.POSITIONS: False} if group else {Packing.POSITIONS: False, Packing.MASK: True}
+    for way, with_masks in ways.items():
+        if is_packed_as_alone(model, with_masks, **group):
+            return way, frozenset()
+    mixers = (not group and classes_that_mix(model, with_masks=True)) or classes_that_mix(model, False, **group)
+    unpack_documents(model, mixers)
+    for way, with_masks in ways.items():
+        if mixers and is_packed_as_alone(model, with_masks, **group):
+            return way, mixers
+    return Packing.NONE, frozenset()
+
+
+def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Module | None:
+    """Make a model with one layer of each kind, two heads, few words and random weights; None if that fails.
+
+    The heads keep their width, because tables of positions may depend on it. Up to 32 experts stay, because they may be
+    grouped.
+    """
+    try:
+        text = config.get_text_config()
+        # Take the text part alone if it has a class of its own.
+        config = copy.deepcopy(text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config)
+        text, layers = config.get_text_config(), text.num_hidden_layers
+        lists = {
+            name: value
+            for name, value in vars(text).items()
+            # A list with more different values holds numbers, not kinds of layers.
+            if isinstance(value, list) and len(value) == layers and len(set(map(repr, value))) <= 4
+            if not any(isinstance(entry, float) for entry in value)
+        }
+        kinds = list(zip(*lists.values(), strict=True)) or list(getattr(text, "layer_types", None) or ())
+        # The last layers may take keys and values from earlier ones of their kind.
+        shared = getattr(text, "num_kv_shared_layers", None) or 0
+        kinds = [(kind, i >= layers - shared) for i, kind in enumerate(kinds)]
+        chosen = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]] or list(range(min(2, layers)))
+        if not lists:  # the kind of a layer follows from its index: keep all layers up to the last kind
+            chosen = list(range(max(2, chosen[-1] + 1)))
+        sizes = sizes_of_tiny(text, len(chosen))
+        # Some configurations list sizes by layer.
+        sizes |= {name: [sizes.get(name, value[i]) for i in chosen] for name, value in lists.items()}
+        sizes["num_kv_shared_layers"] = sum(i >= layers - shared for i in chosen)
+        if getattr(text, "hybrid_layer_ids", None):  # Zamba2's
+            sizes["hybrid_layer_ids"] = [i for i, kind in enumerate(sizes["layers_block_type"]) if kind == "hybrid"]
+        by_layer = fields_by_layer(text, chosen, sizes)
+        for name, value in sizes.items():
+            if getattr(text, name, None) is not None:
+                setattr(text, name, value)
+        if by_layer:
+            text.per_layer_config = by_layer
+        text.pad_token_id = sizes["vocab_size"] - 1  # a token of no document; some classes need one
+        vars(config).pop("quantization_config", None)
+        with torch.random.fork_rng([]), torch.device("cpu"):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+            for parameter in model.parameters():
+                if parameter.is_floating_point() and not parameter.any():  # zeros would hide their input
+                    nn.init.normal_(parameter, std=0.2)
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False, **inputs)
+    except Exception:  # an unusual configuration may raise anything: only the real model can tell
+        return None
+    return model.eval()
+
+
+def fields_by_layer(
+    text: PreTrainedConfig, chosen: Sequence[int], sizes: Mapping[str, Any]
+) -> dict[int, dict[str, Any]] | None:
+    """Take the fields that differ between layers, as in Gemma 4, out of a configuration; return them by chosen layer."""
+    if not getattr(text, "is_heterogeneous", False):  # transformers before 5.23 does not know this
+        return None
+    layers, names = text.per_layer_config, [*(text.per_layer_attributes or ())]
+    found = {new: {name: sizes.get(name, getattr(layers[i], name)) for name in names} for new, i in enumerate(chosen)}
+    text.per_layer_config = None
+    return found
+
+
+def sizes_of_tiny(text: PreTrainedConfig, layers: int) -> dict[str, Any]:
+    """Choose the sizes of a tiny model; sizes that a configuration derives from others are derived here in the same way.
+
+    Windows of attention become shorter than the documents of a probe, since a model may lose them in packed rows.
+    """
+    has_heads = getattr(of_layers(text)[0], "num_attention_heads", None)
+    hidden = 2 * max(map(width_of_heads, of_layers(text))) if has_heads else 128
+    heads, groups = UNUSUAL_HEADS.get(text.model_type, (2, 2))
+    sizes = {
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": hidden,
+        "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 32, "initializer_range": 0.2,
+        "embedding_dim": hidden, "linear_num_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+        "linear_head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "mamba_num_heads": 2,
+        "mamba_n_groups": 1, "mamba_ngroups": 1, "n_groups": 1, "chunk_size": 8, "mamba_chunk_size": 8,
+        "vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 16,
+    }  # fmt: skip
+    for name in WINDOWS:
+        if isinstance(window := vars(text).get(name), int) and window > WINDOW:
+            sizes[name] = WINDOW
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        sizes[name] = min(32, getattr(text, name, None) or 0)
+    if of_attention := getattr(text, "attention_hidden_size", None):  # Zamba2's, or RWKV's
+        sizes["attention_hidden_size"] = hidden * of_attention // text.hidden_size
+        sizes["attention_head_dim"] = sizes["attention_hidden_size"] // 2
+    inner = hidden * (getattr(text, "mamba_expand", None) or getattr(text, "expand", None) or 0)
+    if inner:  # of a state space
+        of_mamba = {"mamba_n_heads": "mamba_d_head"}
+        of_mamba |= {} if has_heads else {"num_heads": "head_dim"}
+        sizes |= {name: inner // (getattr(text, width, None) or 1) for name, width in of_mamba.items()}
+        sizes |= {"mamba_d_ssm": inner, "mamba_headdim": inner // (getattr(text, "n_mamba_heads", None) or 1)}
+    return sizes
+
+
+@torch.enable_grad()
+def sees(model: nn.Module, tokens: slice, of: slice, **inputs: Any) -> bool:
+    """Tell whether a tiny model's predictions at the places `of` depend on `tokens`, however little.
+
+    The gradient shows this: a token that the predictions do not depend on has a gradient of exactly 0.
+    """
+    seen = []
+    embedding: Any = unwrapped(model).get_input_embeddings()
+    with embedding.register_forward_hook(lambda *some: seen.append(some[-1])):
+        logits = model(**inputs).logits
+    (gradient,) = torch.autograd.grad(logits[:, of].square().sum(), seen)
+    return bool(gradient[:, tokens].any())
+
+
+def sees_before(model: nn.Module, place: int, **inputs: Any) -> bool:
+    """Tell whether a tiny model's predictions from `place` on depend on the tokens before it."""
+    return sees(model, slice(place), slice(place, None), **inputs)
+
+
+def sees_later_tokens(config: PreTrainedConfig) -> bool:
+    """Tell with a tiny model whether models of this configuration see the tokens that they should predict."""
+    model = tiny_model(config, "eager")
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        tokens = torch.arange(12)[None]
+        return model is not None and sees(model, slice(6, None), slice(6), input_ids=tokens, use_cache=False)
+
+
+@torch.no_grad()
+def is_packed_as_alone(model: nn.Module, with_masks: bool = False, **inputs: Any) -> bool:
+    """Tell whether a tiny model predicts the same for the second document of a row as for this document alone."""
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        inputs |= {"use_cache": False}
+        try:
+            row = row_of_two(model, with_masks) | inputs
+            packed = model(**row).logits[:, FIRST:]
+            second = {name: row[name][:, FIRST:] for name in ("input_ids", "position_ids")}
+            alone = model(**second, **inputs).logits
+            is_seen = sees_before(model, FIRST, **row)
+        except REFUSALS:  # the model takes no positions, or no such masks
+            return False
+    return not is_seen and bool((packed - alone).norm() <= 1e-3 * alone.norm())
+
+
+def row_of_two(model: nn.Module, with_masks: bool) -> dict[str, Any]:
+    """Make a row of two documents, the first of which has FIRST tokens."""
+    positions = torch.tensor([[*range(FIRST), *range(7)]])
+    masks = document_masks(model.config, positions, torch.float32) if with_masks else {}
+    return {"input_ids": torch.arange(FIRST + 7)[None], "position_ids": positions} | masks
+
+
+@torch.enable_grad()
+def classes_that_mix(model: nn.Module, with_masks: bool, **inputs: Any) -> frozenset[str]:
+    """Name the classes of modules inside a tiny model's layers whose results depend on the document before."""
+    seen: list[tuple[nn.Module, torch.Tensor, torch.Tensor]] = []
+
+    def see(module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        of_tokens = [
+            next((t for t in tree_leaves(some) if isinstance(t, torch.Tensor) and t.shape[:2] == shape), None)
+            for some in ((args, kwargs), result)
+        ]
+        if all(t is not None and t.requires_grad for t in of_tokens):
+            seen.append((module, *of_tokens))
+
+    layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
+    inside = {part for layer in layers for part in layer.modules() if layers.isdisjoint(part.modules())}
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False), contextlib.ExitStack() as hooks:
+        for module in inside:
+            hooks.enter_context(module.register_forward_hook(see, with_kwargs=True))
+        try:
+            row = row_of_two(model, with_masks)
+            shape = row["input_ids"].shape
+            model(**row, **inputs, use_cache=False)
+        except REFUSALS:
+            return frozenset()
+    # A module mixes documents if its result in the second document has a gradient in its own input of the first document.
+    mixing = {
+        module
+        for module, before, after in seen
+        if torch.autograd.grad(after[:, FIRST:].square().sum(), before, retain_graph=True)[0][:, :FIRST].any()
+    }
+    # Of modules inside each other, the outermost one counts.
+    parts = {part for module in mixing for part in module.modules() if part is not module}
+    return frozenset(type(module).__name__ for module in mixing - parts)
+
+
+@torch.no_grad()
+def shares_in_small(config: PreTrainedConfig) -> bool | None:
+    """Tell whether a tiny model of this configuration, apart from attention, computes parts of a row as in the whole row.
+
+    None if no tiny model can be made.
+
+    `sequence` exchanges data for attention, so here an attention that sees only the position itself replaces it.
+    """
+    group = {"sequence_group": None, "use_cache": False}
+    model = tiny_model(config, "alone", sequence_group=None)
+    if model is None:
+        return None
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        tokens, positions = torch.arange(12)[None], torch.arange(12)[None]
+        try:
+            whole = model(input_ids=tokens, position_ids=positions, **group).logits
+            parts = [
+                model(input_ids=t, position_ids=p, **group).logits
+                for t, p in zip(tokens.split(6, 1), positions.split(6, 1), strict=True)
+            ]
+            is_seen = sees_before(model, 6, input_ids=tokens, position_ids=positions, **group)
+        except REFUSALS:
+            return False
+    return not is_seen and bool((torch.cat(parts, 1) - whole).norm() <= 1e-3 * whole.norm())
+
+
+def check_packing(config: PreTrainedConfig) -> None:
+    """Raise ConfigError for a class of models that lets attention cross the documents of a packed row."""
+    if packing_of(config) is Packing.NONE:
+        raise ConfigError(crosses(config))
+
+
+def crosses(config: PreTrainedConfig) -> str:
+    """Say that attention crosses the documents of a packed row, and what was tried."""
+    is_tried = packing_of(config) is not Packing.UNKNOWN
+    how = "not even with a mask" if is_tried else "and a mask could not be tried, since no tiny one could be made"
+    return CROSSES.format(config.model_type, how)

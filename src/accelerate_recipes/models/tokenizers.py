@@ -1,0 +1,78 @@
+"""Tokenizers: of a pretrained model, and new ones."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, Split, WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.models.pretrained import read_tokenizer
+from accelerate_recipes.ranks import on_first_rank
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer with a padding token. Without one, the end token becomes the padding token; padding has no loss.
+
+    Raises:
+        ConfigError: if the tokenizer has no end token either, or cannot be loaded.
+    """
+    tokenizer = read_tokenizer(name)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {name} has no end token, which ends each text; set its eos_token")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def make_or_resume(make: Callable[[], PreTrainedTokenizerBase], checkpoint: Path | None) -> PreTrainedTokenizerBase:
+    """Make a new model's tokenizer on the first rank, or load the tokenizer of the checkpoint to resume."""
+    return load_tokenizer(str(checkpoint)) if checkpoint else on_first_rank(make)
+
+
+def new_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token for each word; white space separates words."""
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    vocabulary = {token: i for i, token in enumerate([*special.values(), *words])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=special["unk_token"]))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def new_character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """Make a tokenizer in which each of these characters is one token; a text gets a begin token."""
+    tokenizer = new_word_tokenizer(characters)
+    backend, begin = tokenizer.backend_tokenizer, (tokenizer.bos_token, tokenizer.bos_token_id)
+    backend.pre_tokenizer = Split(Regex("."), "isolated")
+    backend.decoder = Fuse()
+    backend.post_processor = TemplateProcessing(single=f"{tokenizer.bos_token} $A", special_tokens=[begin])
+    return tokenizer
+
+
+def new_bpe_tokenizer(texts: Iterable[str], vocab_size: int, template: str = "<s> $A") -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with `vocab_size` tokens on the texts.
+
+    `template` describes the tokens around a text $A: a begin token before it or, for an encoder-decoder, an end token after
+    it (`$A </s>`).
+    """
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special.values()),
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokens = [(token, tokenizer.token_to_id(token)) for token in template.split() if token != "$A"]
+    pair = f"{template} {template.replace('$A', '$B')}"
+    tokenizer.post_processor = TemplateProcessing(single=template, pair=pair, special_tokens=tokens)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

@@ -1,0 +1,1 @@
+"""Pages about runs: what a run writes of itself, for its reader."""
