@@ -152,13 +152,11 @@ def read_tokenizer(name: str) -> Tokenizer:
         raise ConfigError(f"the tokenizer of {name} cannot be loaded: {first_line(error)}") from error
 
 
-def check_model(
-    name: str, kind: Kind, changes: Callable[[PreTrainedConfig, str], dict[str, Any]] | None = None
-) -> PreTrainedModel:
+def check_model(name: str, kind: Kind) -> PreTrainedModel:
     """Check that a pretrained model can be loaded, and that its files hold all its weights and no others.
 
-    `changes` returns the fields of the configuration that the run changes. Weights that the class ignores do not count, nor
-    do tied weights. Only names and shapes are read from the files. If a file is not here, the weights are not checked.
+    Weights that the class ignores do not count, nor do tied weights. Only names and shapes are read from the files. If a
+    file is not here, the weights are not checked.
 
     Returns:
         The model on the meta device.
@@ -167,8 +165,6 @@ def check_model(
         ConfigError: with the reason why the model cannot be loaded.
     """
     config = kind.part(load_config(name), name)
-    for field, value in (changes(config, name) if changes else {}).items():
-        setattr(config, field, value)
     kind.check(config, name)
     try:
         config.architectures = config.architectures or []  # transformers 5.23 reads it to choose a class of a DeiT
