@@ -232,7 +232,7 @@ COMMANDS = [
     ["push"], ["nonsense"],
 ]  # fmt: skip
 FLAGS = [
-    "--nodes", "--gpus-per-node", "--cpus-per-node", "--gpu", "--no_plan", "--json", "--plot", "--shell", "--num_processes",
+    "--nodes", "--gpus-per-node", "--cpus-per-node", "--gpu", "--no_plan", "--json", "--shell", "--num_processes",
     "--config", "--image", "--max_shards", "--update", "--max_restarts", "--signalled", "--dtype", "--max_shard_size",
     "--merge_adapter", "--prompt", "--max_new_tokens", "--tasks", "--limit", "--batch_size", "--include_path", "--public",
     "--lerning_rate", "--max_steps", "--output_dir", "--", "-x",

@@ -337,7 +337,7 @@ def test_every_config_and_flag_on_the_page_exists():
     launch = {flag for action in launch_command_parser()._actions for flag in action.option_strings}
     ours = {
         "--nodes", "--gpus-per-node", "--gpu", "--max_shards", "--update", "--memory_gib", "--seeds", "--out", "--model",
-        "--prompt", "--prove", "--dtype", "--max_shard_size", "--no_plan", "--no_search", "--plot", "--json", "--gres",
+        "--prompt", "--prove", "--dtype", "--max_shard_size", "--no_plan", "--no_search", "--json", "--gres",
     }  # fmt: skip
     of_jobs = {f"--{flag(field.name)}" for field in fields(JobArgs)}
     about_other_flags = {

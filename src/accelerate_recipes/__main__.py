@@ -79,7 +79,7 @@ def command_parser() -> argparse.ArgumentParser:
     shell.add_argument("shell", choices=["bash", "zsh"])
     check = add("preflight", check_launch, "check a launch before it is queued", f"[--shell] [FLAGS] {RUN}")
     check.add_argument("--shell", action="store_true", help="print assignments for a job script; messages go to stderr")
-    flags = "[--nodes N --gpus-per-node G --gpu NAME --json FILE --plot FILE --no_search]"
+    flags = "[--nodes N --gpus-per-node G --gpu NAME --json FILE --no_search]"
     foreseen = add("plan", plan_run, "predict memory and time of a run, by simulating a step", f"{flags} {RUN}")
     foreseen.epilog = f"NAME of --gpu: {', '.join(GPUS)}; default: this machine's GPU, or h100"
     job = add("k8s", print_manifest, "print a Kubernetes job for a run")
