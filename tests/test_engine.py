@@ -237,7 +237,6 @@ def test_a_slow_first_step_raises_the_limit_once(monkeypatch):
     agenda.step_timeout = None
     agenda.args = replace(ARGS, ddp_timeout=300, step_timeout=300)
     agenda.log = SimpleNamespace(completed=lambda step: None)
-    agenda.profiler = SimpleNamespace(completed=lambda step: None)
     limits = []
     for seconds in (100.0, 1000.0, 1.0):
         agenda.completed(1, seconds, wants_save=False, wants_stop=False)

@@ -43,11 +43,11 @@ MAY_IMPORT = {
     "launch_checks": {"args", "errors", "models", "ranks", "upstream"},
     "distributed": {"args", "errors", "launch_checks", "life", "models", "optim", "ranks", "upstream"},
     "checkpoint": BELOW | {"args", "data", "distributed", "hub.cache", "life", "metrics", "models", "optim", "upstream"},
-    "agenda": {"checkpoint", "errors", "life", "metrics", "ranks", "report", "upstream"},
+    "agenda": {"checkpoint", "errors", "life", "metrics", "ranks", "upstream"},
     "run": BELOW | {"args", "checkpoint", "data", "distributed", "hub.cache", "life", "metrics", "models", "optim", "upstream"},
     "engine": {"agenda", "checkpoint", "distributed", "errors", "life", "metrics", "models", "ranks", "run"},
     "trial": {"args", "data", "errors", "hub.cache", "losses", "models"},
-    "report": BELOW | {"args", "checkpoint", "data", "life"},
+    "report": BELOW | {"agenda", "args", "checkpoint", "data", "life"},
     "chess": BELOW | {"args", "data", "hub.cache", "life", "models"},
     "plan": {
         "args", "arguments", "distributed", "engine", "errors", "launch_checks", "losses", "models", "optim", "ranks", "run",

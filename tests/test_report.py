@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from accelerate_recipes import agenda
 from accelerate_recipes.__main__ import main
+from accelerate_recipes.agenda import Observer
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.requeue import after_attempt
@@ -405,17 +407,18 @@ def test_a_page_without_a_folder_is_told_at_once(write_run, tmp_path):
         report.compare([write_run("a", [record(4, 1010)])] * 2, tmp_path / "nowhere/page.html")
 
 
-def test_profile_of_steps(tmp_path):
+def test_profile_of_steps(tmp_path, monkeypatch):
     """On a CPU: chosen steps on chosen ranks, also if the run begins or ends within them."""
     args = TrainArgs(output_dir=str(tmp_path), profile_steps="3-4", profile_ranks=[0, 2])
 
     def run(rank: int, begun_at: int, total: int) -> dict | None:
-        profiler = StepProfiler(args, rank, begun_at, torch.device("cpu"))
-        profiler.start()
+        monkeypatch.setenv("RANK", str(rank))
+        profiler = StepProfiler(args)
+        profiler.began(begun_at)
         for step in range(begun_at + 1, total + 1):
             torch.ones(4, 4) @ torch.ones(4, 4)
             profiler.completed(step)
-        profiler.stop()
+        profiler.ended(total)
         file = tmp_path / f"profile/rank-{rank}.json"
         return json.loads(file.read_text()) if file.exists() else None
 
@@ -433,10 +436,10 @@ def test_profile_of_steps(tmp_path):
 def test_a_profile_never_ends_a_run(tmp_path, monkeypatch):
     (tmp_path / "profile").touch()
     args = TrainArgs(output_dir=str(tmp_path), profile_steps="1")
-    profiler = StepProfiler(args, 0, 0, torch.device("cpu"))
-    profiler.start()
-    with pytest.warns(UserWarning, match="the profile could not be written: FileExistsError"):
-        profiler.completed(1)
+    monkeypatch.setattr(agenda, "observers", [StepProfiler(args)])
+    agenda.tell(Observer.began, 0)
+    with pytest.warns(UserWarning, match="StepProfiler failed: FileExistsError"):
+        agenda.tell(Observer.completed, 1)
 
 
 def test_shares_of_a_profile():

@@ -306,6 +306,7 @@ def report_runs(args: argparse.Namespace) -> None:
 def export_checkpoint(args: argparse.Namespace) -> None:
     import torch
 
+    import accelerate_recipes.vision.classifiers  # noqa: F401  # registers DeepViT
     from accelerate_recipes.checkpoint import files
     from accelerate_recipes.checkpoint.check_export import ROWS, compare_rows
     from accelerate_recipes.checkpoint.export import check_shard_size, export

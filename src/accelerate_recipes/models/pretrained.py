@@ -5,6 +5,7 @@ random values to weights that are missing in the files, and only prints a table 
 """
 
 import contextlib
+import sys
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,14 +16,7 @@ import torch
 import transformers
 import xxhash
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig,
-    AutoModelForImageClassification,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -37,7 +31,6 @@ from accelerate_recipes.disk import checksum
 from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models.composites import is_text_part, names_of_class, text_part
-from accelerate_recipes.models.deepvit import DeepViTConfig, DeepViTForImageClassification
 
 NUM_NAMED = 8  # weights named in a message
 MASKS = (".attn.bias", ".attention.bias", ".masked_bias")  # constants of attention in files of GPT-J and GPT-Neo
@@ -55,19 +48,15 @@ PREFIXES = {
     "base_model.model.": "PEFT: save what `model.merge_and_unload()` returns",
 }
 
-# No code in a folder is run: transformers prefers a registered class to the copy in an export.
-AutoConfig.register(DeepViTConfig.model_type, DeepViTConfig)
-AutoModelForImageClassification.register(DeepViTConfig, DeepViTForImageClassification)
 
-
-def model_class(name: str) -> type[PreTrainedModel]:
-    """Return the class of a model that a config.json names.
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return the class of the model that a configuration names: one of transformers, or of the configuration's own module.
 
     Raises:
-        AttributeError: if neither transformers nor this project has such a class.
+        AttributeError: if neither has such a class.
     """
-    ours = DeepViTForImageClassification
-    return ours if name == ours.__name__ else getattr(transformers, name)
+    name = config.architectures[0]  # pyright: ignore[reportOptionalSubscript]
+    return getattr(transformers, name, None) or getattr(sys.modules[type(config).__module__], name)
 
 
 def output_is_embedding(settings: Mapping[str, Any]) -> bool:

@@ -6,7 +6,6 @@ https://ui.perfetto.dev) and, on a GPU, `rank-<n>.memory.pickle` (for https://do
 
 import json
 import time
-import warnings
 from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
@@ -17,24 +16,23 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerAction, profile
 
+from accelerate_recipes.agenda import Observer
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.disk import write_atomically
+from accelerate_recipes.ranks import rank
 
 NUM_OPERATORS = 30
 MOST_ALLOCATIONS = 100_000  # in a snapshot of CUDA's memory
 
 
-class StepProfiler:
-    """Profiler of this rank: call `start` before step `begun_at + 1`, and `completed` after each step.
+class StepProfiler(Observer):
+    """Profiler of this rank. It does nothing on a rank, and in steps, that are not chosen."""
 
-    It does nothing on a rank, and in steps, that are not chosen. An error while it writes is a warning.
-    """
+    begun_at = 0
+    recorder: profile | None = None
 
-    def __init__(self, args: TrainArgs, rank: int, begun_at: int, device: torch.device):
-        self.steps, self.begun_at, self.device = args.profiled_steps, begun_at, device
-        self.folder, self.rank = Path(args.output_dir) / "profile", rank
-        is_chosen = self.steps and rank in args.profile_ranks and begun_at < self.steps[-1]
-        self.profile = profile(schedule=self.action, on_trace_ready=self.write) if is_chosen else None
+    def __init__(self, args: TrainArgs):
+        self.steps, self.ranks, self.folder = args.profiled_steps, args.profile_ranks, Path(args.output_dir) / "profile"
 
     def action(self, number: int) -> ProfilerAction:
         """Say what to do in the step after `begun_at + number`. The step before the first one warms up the profiler."""
@@ -43,39 +41,38 @@ class StepProfiler:
             return ProfilerAction.RECORD_AND_SAVE if step == self.steps[-1] else ProfilerAction.RECORD
         return ProfilerAction.WARMUP if step == self.steps[0] - 1 else ProfilerAction.NONE
 
-    def start(self) -> None:
-        if self.profile:
-            self.profile.start()
-            self.watch_memory(self.begun_at + 1)
-
-    def completed(self, step: int) -> None:
-        if self.profile:
-            self.profile.step()
+    def began(self, step: int) -> None:
+        if self.steps and rank() in self.ranks and step < self.steps[-1]:
+            self.begun_at = step  # which `profile` asks for at once
+            self.recorder = profile(schedule=self.action, on_trace_ready=self.write)
+            self.recorder.start()
             self.watch_memory(step + 1)
 
-    def stop(self) -> None:
+    def completed(self, step: int) -> None:
+        if self.recorder:
+            self.recorder.step()
+            self.watch_memory(step + 1)
+
+    def ended(self, step: int) -> None:
         """End the profile, also if the run ends before the last of its steps."""
-        if self.profile:
-            self.profile.stop()
-            self.profile = None
+        if self.recorder:
+            self.recorder.stop()
+            self.recorder = None
 
     def watch_memory(self, step: int) -> None:
         """Let CUDA's allocator remember its calls from the first of the steps on."""
-        if self.device.type == "cuda" and step == max(self.steps[0], self.begun_at + 1):
+        if torch.cuda.is_initialized() and step == max(self.steps[0], self.begun_at + 1):
             torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
 
     def write(self, done: profile) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            name = str(self.folder / f"rank-{self.rank}")
-            if self.device.type == "cuda":
-                torch.cuda.memory._dump_snapshot(f"{name}.memory.pickle")
-                torch.cuda.memory._record_memory_history(enabled=None)
-            done.export_chrome_trace(f"{name}.trace.json.gz")
-            facts = {"rank": self.rank, "steps": [self.steps[0], self.steps[-1]], "time": time.time()} | summary(done)
-            write_atomically(Path(f"{name}.json"), json.dumps(facts, indent=1) + "\n")
-        except Exception as error:  # a profile is not worth a run
-            warnings.warn(f"the profile could not be written: {type(error).__name__}: {error}", stacklevel=2)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = str(self.folder / f"rank-{rank()}")
+        if torch.cuda.is_initialized():
+            torch.cuda.memory._dump_snapshot(f"{name}.memory.pickle")
+            torch.cuda.memory._record_memory_history(enabled=None)
+        done.export_chrome_trace(f"{name}.trace.json.gz")
+        facts = {"rank": rank(), "steps": [self.steps[0], self.steps[-1]], "time": time.time()} | summary(done)
+        write_atomically(Path(f"{name}.json"), json.dumps(facts, indent=1) + "\n")
 
 
 def summary(done: profile) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from accelerate_recipes.agenda import Observer
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.disk import read_json, read_json_lines
 from accelerate_recipes.errors import ConfigError, one_line
 from accelerate_recipes.life import lock
@@ -21,6 +23,7 @@ from accelerate_recipes.life.attempts import of_this_run, read_attempts
 from accelerate_recipes.life.page import Html, element, folded, html_table, picture, write_page
 from accelerate_recipes.life.picture import plot, spoken
 from accelerate_recipes.life.status import read_status
+from accelerate_recipes.ranks import is_first
 
 MOST_SAMPLES = 200
 COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
@@ -134,6 +137,17 @@ def value_of(file: Path) -> Any:
         return read_json(file)
     except ValueError as error:
         raise ConfigError(f"{file} is no JSON: {error}; write it again, or remove it") from error
+
+
+class Report(Observer):
+    """Page of this run, which rank 0 writes after each evaluation; `recipe` writes it when the run ends."""
+
+    def __init__(self, args: TrainArgs):
+        self.folder = Path(args.output_dir)
+
+    def evaluated(self, records: list[dict]) -> None:
+        if is_first():
+            write_report(self.folder, records)
 
 
 def write_report(folder: Path, records: list[dict] | None = None) -> None:
