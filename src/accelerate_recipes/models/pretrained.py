@@ -36,7 +36,7 @@ NUM_NAMED = 8  # weights named in a message
 MASKS = (".attn.bias", ".attention.bias", ".masked_bias")  # constants of attention in files of GPT-J and GPT-Neo
 NUM_VALUES = 1024  # values of each weight by which a model is recognised
 TEXTS = ("*.json", "*.jinja", "*.model", "*.txt")  # files of settings and tokenizers
-RESULTS = (cache.MANIFEST, "evaluation.json")  # an evaluation of an export writes them
+RESULTS = (cache.MANIFEST, "evaluation.json")  # a download, and earlier versions, wrote them
 # What wrappers put before or into names of weights, and the way to save weights without it.
 PARTS = {
     "_orig_mod.": "torch.compile: save the state dict of `model._orig_mod`, or remove it from the names",
