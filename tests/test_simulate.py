@@ -52,7 +52,7 @@ GRPO = [
 CHESS_GRPO = [
     str(ROOT / "recipes/chess_grpo.py"), "--max_prompt_length", "11", "--num_generations", "4", *STEP, "--model_name_or_path",
 ]  # fmt: skip
-VIT = [str(ROOT / "recipes/vit.py"), "--train_files", str(ROOT / "data/fashion/images_10k.parquet"), *STEP]
+VIT = [str(ROOT / "recipes/vit.py"), "--train_files", str(ROOT / "data/fashion/train.parquet"), *STEP]
 DEEPVIT = [
     *VIT, "--from_scratch", "--config_overrides", "image_size=28", "patch_size=7", "hidden_size=48", "intermediate_size=100",
     "num_hidden_layers=2", "num_attention_heads=4",
