@@ -27,7 +27,8 @@ from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import check_document_mask, next_token_loss
 from accelerate_recipes.models import mixers, probes
-from accelerate_recipes.models.attention import boundaries, boundary_arguments, choose
+from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.documents import boundaries, boundary_arguments
 from accelerate_recipes.models.loading import load_model
 from accelerate_recipes.models.mixers import Unpacking, documents_of, recompute_documents, unpack_documents
 from accelerate_recipes.models.probes import mixers_in

@@ -24,7 +24,8 @@ from accelerate_recipes.launch.settings import launch_environment, launch_flags
 from accelerate_recipes.launch_checks import lever_problems, lever_warnings
 from accelerate_recipes.losses import count_next_tokens, next_token_loss, next_tokens
 from accelerate_recipes.models import IGNORE_INDEX
-from accelerate_recipes.models.attention import DOCUMENTS, boundaries, choose
+from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.documents import DOCUMENTS, boundaries
 from accelerate_recipes.models.shared_rows import attend_shared, part_of_rows, share_attention, whole_rows
 from accelerate_recipes.models.shared_rows_check import check_shared_masks, model_sharing_problems
 from accelerate_recipes.ranks import data_world_size, ranks_a_row

@@ -45,11 +45,13 @@ from accelerate_recipes.life.picture import Bars, Curves, draw_run, spoken
 from accelerate_recipes.life.status import attempt
 from accelerate_recipes.metrics import Flops, device_name, is_evaluation
 from accelerate_recipes.models.adapters import Adapter, add_adapters
-from accelerate_recipes.models.attention import DOCUMENTS, choose, use_flash_3
+from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.documents import DOCUMENTS
 from accelerate_recipes.models.loading import tie_as_read
 from accelerate_recipes.models.probes import mixers_in
 from accelerate_recipes.models.shared_rows import UNBALANCED
 from accelerate_recipes.models.shared_rows_check import check_shared_masks
+from accelerate_recipes.models.torch_attention import use_flash_3
 from accelerate_recipes.models.untrained import described, is_decoder, open_base, untrained
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.ranks import on_first_rank, ranks_a_row
