@@ -205,6 +205,16 @@ class TrainArgs(AdapterArgs):
     # Whether all rows are tokenised before the first step, while other processes wait in a collective.
     tokenizes_first: ClassVar[bool] = False
 
+    # Fields of some recipes, as they are in the others.
+    attn_implementation = ""
+    max_length = 0
+    document_mask = packing = False
+    whole_logits = None  # the recipe has no choice
+    new_tokens = train_files = eval_files = ()
+    num_iterations = num_generations = 1
+    dataset_num_proc = None
+    template_date = ""
+
     # Folders that only the machine of the run can see. Files in them cannot be checked here.
     elsewhere = ()
 

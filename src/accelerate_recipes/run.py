@@ -222,7 +222,7 @@ class Run(Generic[Args]):
             ConfigError: if adapters, strategy or settings do not fit the model.
         """
         if ranks_a_row() > 1:
-            check_shared_masks(model.config, model.config._attn_implementation, getattr(self.args, "max_length", 0))
+            check_shared_masks(model.config, model.config._attn_implementation, self.args.max_length)
         if model.config.model_type in UNBALANCED:
             self.print(f"Experts are not balanced: {type(model).__name__} computes no loss for that")
         tie_as_read(model)  # again, since a recipe may load its model without `models`
@@ -236,13 +236,13 @@ class Run(Generic[Args]):
             self.artifacts.append(Published(self.artifacts[0], tokenizer))
         self.flops = flops_fn(model) if flops_fn else None
         self.shard(model)
-        name = getattr(self.args, "attn_implementation", "")
+        name = self.args.attn_implementation
         attention, why = choose(
             name, model.config, self.args.param_dtype, self.args.has_boundaries, is_shared=ranks_a_row() > 1
         )
         if why:
             self.print(f"Attention: {attention}, since {why}")
-        is_packed = getattr(self.args, "document_mask", False) or getattr(self.args, "packing", False)
+        is_packed = self.args.document_mask or self.args.packing
         if is_packed and (mixers := mixers_in(model)):
             self.print(f"Packed rows: each document is computed by itself in {', '.join(sorted(mixers))}")
         if attention == DOCUMENTS and use_flash_3():
