@@ -1,6 +1,7 @@
 """Tests that the shipped YAMLs say what they do, and that preflight finds what Accelerate would silently drop."""
 
 import errno
+import re
 import shutil
 from importlib import metadata
 from pathlib import Path
@@ -252,6 +253,21 @@ def test_patterns_that_are_none(pattern, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "name, flags, remedy",
+    [
+        ("fsdp_full", ("--cpu",), "leave out --cpu"),
+        ("ddp", ("--cpu",), "leave out --cpu"),
+        ("single", (), "take fsdp_full.yaml"),
+    ],
+)
+def test_fewer_processes_than_asked_for(name, flags, remedy):
+    """The launcher would start one, in silence."""
+    argv = [str(CONFIGS / f"{name}.yaml"), *flags, "--num_processes", "3", str(ROOT / "recipes/chess.py")]
+    with pytest.raises(ConfigError, match=rf"3 processes .*{name}.yaml, but accelerate launch starts 1; {remedy}"):
+        preflight([*argv, "--config", str(ROOT / "recipes/configs/chess/laptop.yaml")])
+
+
+@pytest.mark.parametrize(
     "launcher",
     [
         ["python", "/venv/bin/accelerate", "launch"],
@@ -284,6 +300,9 @@ def test_a_launch_says_what_preflight_says(launcher, named, tmp_path, monkeypatc
         ]
 
     monkeypatch.setattr(psutil.Process, "parents", parents)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert re.search("^2 processes .*typo.yaml.* starts 1; take fsdp_full.yaml", launcher_problems()[1])
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert launcher_problems() == [problem]
     assert problem in requirements.problems_here(shipped.load(ROOT / "recipes/chess.py").Args(output_dir="out"))
     command[len(launcher) : len(launcher)] = ["--parallelism_config_cp_size", "2"]
