@@ -141,8 +141,8 @@ def test_lists_of_commands_add_up():
                 parsers += action.choices.values()
             elif action.nargs == "+" and action.option_strings:
                 assert isinstance(action, argparse._ExtendAction), action.option_strings
-    args = command_parser().parse_args(["evaluate", "x", "--tasks", "a", "--tasks", "b", "c"])
-    assert args.tasks == ["a", "b", "c"]
+    args = command_parser().parse_args(["check-export", "x", "--prompt", "a", "--prompt", "b", "c"])
+    assert args.prompt == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,11 @@ def test_errors_are_one_message(forks, arguments, tmp_path, wrong, message):
 @pytest.mark.parametrize(
     "name, more, message",
     [
-        ("--model_name_or_path", ("--max_length", 128), "--max_length is 128, the model's is 64"),
+        (
+            "--model_name_or_path",
+            ("--max_length", 128),
+            "--max_length is 128, the model's is 64; set it to that or less",
+        ),
         (
             "--tokenizer_name",
             ("--config_overrides", "vocab_size=200"),

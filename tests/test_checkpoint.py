@@ -451,6 +451,20 @@ def test_one_beyond_the_last_step_is_refused_before_anything_starts(make_run):
         find_resume(run.args)
 
 
+def test_one_with_positions_that_an_earlier_version_stretched_is_refused(make_run):
+    """The model that the run begins with has other positions. Where the flags were unset, the run goes on."""
+    run = make_run()
+    file = save(run, 10) / "args.yaml"
+    unset = {"rope_theta": 0.0, "rope_scaling_factor": 1.0, "rope_low_freq_factor": 1.0, "max_position_embeddings": 0}
+    saved = yaml.safe_load(file.read_text()) | unset
+    file.write_text(yaml.safe_dump(saved))
+    resume.check_arguments(file.parent, run.args)
+    for flag, value in (("rope_theta", 5e5), ("rope_scaling_factor", 8.0)):
+        file.write_text(yaml.safe_dump(saved | {flag: value}))
+        with pytest.raises(ConfigError, match=rf"--{flag} was {value}, .* export of this checkpoint"):
+            resume.check_arguments(file.parent, run.args)
+
+
 def test_an_interrupted_removal_is_finished_by_the_next_save(make_run):
     """After a kill between renaming and removal, an old checkpoint is whole, but no longer a checkpoint."""
     run = make_run()

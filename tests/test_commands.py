@@ -209,12 +209,11 @@ def mistaken(tmp_path, monkeypatch) -> Path:
         ("check-export", "run/checkpoint-5", "it is a checkpoint; `python -m accelerate_recipes export` turns"),
         ("check-export", "empty", "it holds no config.json or adapter_config.json"),
         ("push", "run", "run is no export: it is the output directory of a run, whose export is run/export"),
-        ("evaluate", "run", "whose export is run/export"),
     ],
 )
 def test_a_folder_that_is_something_else(command, given, said, mistaken, monkeypatch, capfd):
     """The message says what it is, and which was meant."""
-    more = {"push": ["me/tiny"], "evaluate": ["--tasks", "a"], "export": ["out"]}.get(command, [])
+    more = {"push": ["me/tiny"], "export": ["out"]}.get(command, [])
     code, message = call(monkeypatch, capfd, *command.split(), given, *more)
     assert code == 1 and said in message and message.count("error: ") == 1, message
 
@@ -228,13 +227,13 @@ def test_a_run_without_checkpoints_has_a_line(mistaken, monkeypatch, capsys):
 LONG = "x" * 5000
 COMMANDS = [
     ["preflight"], ["plan"], ["schema", "--json"], ["prepare"], ["download"], ["k8s", "pytorchjob"], ["k8s", "trainjob"], ["requeue"], ["verify"],
-    ["list"], ["checkpoint"], ["checkpoint", "verify"], ["checkpoint", "list"], ["export"], ["check-export"], ["evaluate"],
+    ["list"], ["checkpoint"], ["checkpoint", "verify"], ["checkpoint", "list"], ["export"], ["check-export"],
     ["push"], ["nonsense"],
 ]  # fmt: skip
 FLAGS = [
-    "--nodes", "--gpus-per-node", "--cpus-per-node", "--gpu", "--no_plan", "--json", "--plot", "--shell", "--num_processes",
+    "--nodes", "--gpus-per-node", "--cpus-per-node", "--gpu", "--no_plan", "--json", "--shell", "--num_processes",
     "--config", "--image", "--max_shards", "--update", "--max_restarts", "--signalled", "--dtype", "--max_shard_size",
-    "--merge_adapter", "--prompt", "--max_new_tokens", "--tasks", "--limit", "--batch_size", "--include_path", "--public",
+    "--merge_adapter", "--prompt", "--max_new_tokens", "--public",
     "--lerning_rate", "--max_steps", "--output_dir", "--", "-x",
 ]  # fmt: skip
 WORDS = [

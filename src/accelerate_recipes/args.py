@@ -162,9 +162,7 @@ class TrainArgs(AdapterArgs):
     report_to: str = arg(
         "none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: only metrics.jsonl.", group="logging"
     )
-    profile_steps: str = arg(
-        "", "Steps that torch's profiler records, such as 10-12; the report shows them.", group="logging"
-    )
+    profile_steps: str = arg("", "Steps that torch's profiler records, such as 10-12.", group="logging")
     profile_ranks: list[int] = arg([0], "Processes of which --profile_steps are recorded.", min=0, group="rare")
     text_only_export: bool = arg(
         False,

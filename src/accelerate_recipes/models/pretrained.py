@@ -36,7 +36,7 @@ NUM_NAMED = 8  # weights named in a message
 MASKS = (".attn.bias", ".attention.bias", ".masked_bias")  # constants of attention in files of GPT-J and GPT-Neo
 NUM_VALUES = 1024  # values of each weight by which a model is recognised
 TEXTS = ("*.json", "*.jinja", "*.model", "*.txt")  # files of settings and tokenizers
-RESULTS = (cache.MANIFEST, "evaluation.json")  # an evaluation of an export writes them
+RESULTS = (cache.MANIFEST, "evaluation.json")  # a download, and earlier versions, wrote them
 # What wrappers put before or into names of weights, and the way to save weights without it.
 PARTS = {
     "_orig_mod.": "torch.compile: save the state dict of `model._orig_mod`, or remove it from the names",
@@ -141,13 +141,11 @@ def read_tokenizer(name: str) -> Tokenizer:
         raise ConfigError(f"the tokenizer of {name} cannot be loaded: {first_line(error)}") from error
 
 
-def check_model(
-    name: str, kind: Kind, changes: Callable[[PreTrainedConfig, str], dict[str, Any]] | None = None
-) -> PreTrainedModel:
+def check_model(name: str, kind: Kind) -> PreTrainedModel:
     """Check that a pretrained model can be loaded, and that its files hold all its weights and no others.
 
-    `changes` returns the fields of the configuration that the run changes. Weights that the class ignores do not count, nor
-    do tied weights. Only names and shapes are read from the files. If a file is not here, the weights are not checked.
+    Weights that the class ignores do not count, nor do tied weights. Only names and shapes are read from the files. If a
+    file is not here, the weights are not checked.
 
     Returns:
         The model on the meta device.
@@ -156,8 +154,6 @@ def check_model(
         ConfigError: with the reason why the model cannot be loaded.
     """
     config = kind.part(load_config(name), name)
-    for field, value in (changes(config, name) if changes else {}).items():
-        setattr(config, field, value)
     kind.check(config, name)
     try:
         config.architectures = config.architectures or []  # transformers 5.23 reads it to choose a class of a DeiT

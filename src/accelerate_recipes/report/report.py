@@ -202,8 +202,8 @@ def page_of(seen: Seen) -> list[Html]:
         ]
     if (file := seen.folder / "rows.png").exists():
         parts += [element("h2", "Data"), picture(file)]
-    for file in sorted((seen.folder / "profile").glob("rank-*.json")):
-        parts += profile_of(value_of(file))
+    if traces := sorted(f"profile/{file.name}" for file in seen.folder.glob("profile/*.trace.json.gz")):
+        parts += [element("h2", "Profile"), element("p", f"{', '.join(traces)}, for https://ui.perfetto.dev")]
     parts += attempts_of(seen)
     which = "Arguments that differ from their defaults" if "changed" in last else "Arguments"
     arguments = ((name, shown(value)) for name, value in last.get("changed", seen.args).items())
@@ -336,22 +336,6 @@ def attempts_of(seen: Seen) -> list[Html]:
     ]
     heads = ["began", "lasted", "from step", "ended", "saved step", "lost before its first step", "launch", "host"]
     return [element("h2", "Attempts"), html_table(heads, rows)] if rows else []
-
-
-def profile_of(found: dict) -> list[Html]:
-    """Write a profile: shares of the time, and operators."""
-    first, last = found["steps"]
-    shares = (
-        f"computation {found['computation']:.1%}, communication {found['communication']:.1%}, of which nothing hides "
-        f"{found['communication_alone']:.1%}, idle {found['idle']:.1%}"
-    )
-    whole = found["seconds"]
-    rows = ([f"{row['seconds'] / whole:.1%}", row["seconds"], row["calls"], row["name"]] for row in found["operators"])
-    return [
-        element("h2", f"Profile of steps {first} to {last}, rank {found['rank']}"),
-        element("p", f"{found['seconds']:.3g} s: {shares}"),
-        folded("Operators by their own time", html_table(("share", "seconds", "calls", "operator"), rows, sorts=True)),
-    ]
 
 
 def page_of_several(runs: Sequence[Seen]) -> list[Html]:
