@@ -466,7 +466,7 @@ def test_all_problems_at_once(monkeypatch, tmp_path):
         )  # fmt: skip
     said = str(caught.value)
     for problem in (
-        "--lora_r is 0", "--lora_dropout is 1", "keeps trained weights in bf16", "makes a new one", "FSDP1 melts",
+        "--lora_r is 0", "--lora_dropout is 1", "keeps trained weights in bf16", "makes a new one", "FSDP1 joins",
         "--lora_target_modules is all-linear q_proj",
     ):  # fmt: skip
         assert problem in said, said

@@ -374,7 +374,7 @@ def problems_of(*argv: str, world_size: int = 1) -> tuple[Args, str]:
 
 def test_all_problems_at_once():
     _, found = problems_of("--train_files", URL)
-    assert "--max_steps is missing: how long a stream is, nobody knows" in found
+    assert "--max_steps is missing: the length of a stream is not known" in found
     assert "--train_files are streamed, and no share of a stream can be held out; give --eval_files" in found
     files = [URL, "hf://tiny/a.tar", "hf://a", "https://example.org/b.parquet", "https://example.org/b.tar.gz"]
     _, found = problems_of("--train_files", *files, "--eval_files", URL, "hf://datasets/a/b/c.tgz", "--max_steps", "3", "--num_streams", "5", world_size=2)  # fmt: skip

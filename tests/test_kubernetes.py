@@ -173,7 +173,7 @@ WRONG = {
     "capitals": (["--image", "registry.example/Name:1.0"], "is not the name of an image"),
     "dots": (["--namespace", "a.b", "--queue", "q" * 64, "--annotation", "a../b=c"], "--namespace 'a.b': a name", "there is room for 63", "--annotation 'a../b=c'"),
     "a push without a token": ([*CPUS, FULL, *LAPTOP, "--push_to_hub", "me/tiny"], "--push_to_hub me/tiny needs a token that may write; give --token-secret"),
-    "a push without network": ([*CPUS, "--cache-pvc", "hub", FULL, *LAPTOP, "--push_to_hub", "me/tiny"], "--push_to_hub me/tiny: pods with --cache-pvc ask no network"),
+    "a push without network": ([*CPUS, "--cache-pvc", "hub", FULL, *LAPTOP, "--push_to_hub", "me/tiny"], "--push_to_hub me/tiny: pods with --cache-pvc use no network"),
     "a push to nowhere": ([*CPUS, FULL, *LAPTOP, "--push_to_hub", "tiny"], "--push_to_hub: 'tiny' is no repository to push to; give ORG/NAME"),
     "the recipe": ([*CPUS, FULL, str(ROOT / "recipes/chess.py"), *LAPTOP[1:]], "give the recipe's path in it"),
     "the launcher": ([*JOB, "--nodes", "1", "--gpus-per-node", "1", "accelerate_configs/single.yaml", *LAPTOP], "take accelerate_configs/ddp.yaml"),

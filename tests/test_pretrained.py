@@ -165,7 +165,7 @@ def wrapped(part: str):
         ("tied", "c4", prefixed("base_model.model."), ["from PEFT: save what `model.merge_and_unload()` returns"]),
         ("mixtral", "c4", without("lm_head.weight"), ["random values: lm_head.weight"]),
         ("mixtral", "c4", without("1.block_sparse_moe.experts.1.w2.weight"), ["1.mlp.experts.down_proj (1, 16, 16) instead of (2, 16, 16)"]),
-        ("mixtral", "c4", without("1.block_sparse_moe.experts.0.w1.weight"), ["cannot be joined to those of a MixtralForCausalLM"]),
+        ("mixtral", "c4", without("1.block_sparse_moe.experts.0.w1.weight"), ["MixtralForCausalLM joins weights of a layer"]),
         ("t5", "t5", without("SelfAttention.q.weight"), ["random values: decoder.block.0.layer.0.SelfAttention.q.weight"]),
         ("bert", "template", without("1.output.dense.weight"), ["random values: bert.encoder.layer.1.output.dense.weight"]),
         ("vit", "vit", without("layernorm.weight"), ["random values: vit.layernorm.weight"]),

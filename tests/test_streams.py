@@ -762,7 +762,7 @@ def test_named_files_are_looked_at_before_a_launch(tmp_path):
     assert problems(file, validation_files=[f"{file}.csv"])[0].startswith(
         f"--validation_files {file}.csv: no such file"
     )
-    assert problems("https://example.org/a.jsonl") == ["--max_steps is missing: how long a stream is, nobody knows"]
+    assert problems("https://example.org/a.jsonl") == ["--max_steps is missing: the length of a stream is not known"]
     assert problems(file, heldout_share=0) == []
     shares = [
         args(train_files=[file], **named).share_heldout
@@ -1100,7 +1100,7 @@ def test_pretokenised_shards_are_made_once(text_shards, tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"shard-00001.tokens is damaged: .*--pretokenize makes it again"):
         rows_in_order(TokenShards(folder), 24)
     file.write_bytes(content[:-2])
-    with pytest.raises(ConfigError, match=r"shard-00001.tokens is missing, or has not the"):
+    with pytest.raises(ConfigError, match=r"shard-00001.tokens is missing, or does not have"):
         TokenShards(folder)
     # Do what the message says.
     file.with_suffix(".json").unlink()

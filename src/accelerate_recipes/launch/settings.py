@@ -164,8 +164,8 @@ def completed(parsed: Namespace) -> Namespace:
     problems = {
         f"--num_machines is {machines}; it must be at least 1": machines < 1,
         # A launcher of a single process, without a YAML, counts GPUs.
-        f"{processes} processes (--num_processes) on {machines} machines (--num_machines); give a multiple, such as as many "
-        "as the machines have GPUs": (is_given or args.use_fsdp or args.multi_gpu)
+        f"{processes} processes (--num_processes) on {machines} machines (--num_machines): each machine needs the same "
+        f"number; give a multiple of {machines}, such as one a GPU": (is_given or args.use_fsdp or args.multi_gpu)
         and (processes < 1 or processes % max(1, machines)),
         f"--machine_rank is {number}; the {machines} machines are 0 to {machines - 1}": not 0
         <= number
@@ -190,7 +190,7 @@ def launch_environment(argv: list[str]) -> dict[str, str]:
     try:
         # Nothing is opened or reached here, so any port and address will do.
         args.main_process_port, args.main_process_ip = 0, args.main_process_ip or "head"
-        # For fp8 the launcher asks for packages; `strategy` reports what is wrong with fp8 here.
+        # For fp8 the launcher asks for packages; `launch_checks` reports what is wrong with fp8 here.
         precision, args.mixed_precision = args.mixed_precision, "no"
         if (args.use_fsdp or args.multi_gpu) and not args.cpu:
             env, world_size = prepare_multi_gpu_env(args), processes

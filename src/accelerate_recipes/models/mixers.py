@@ -124,8 +124,9 @@ def check_units(mixers: Collection[nn.Module], units: Collection[nn.Module]) -> 
     for mixer in mixers:
         if any(part is unit for part in mixer.modules() if part is not mixer for unit in units):
             raise ConfigError(
-                f"fsdp_auto_wrap_policy shards parts of {type(mixer).__name__} by themselves, but ranks call these once for "
-                "each group of documents, and have different documents; let it wrap whole layers (TRANSFORMER_BASED_WRAP)"
+                f"fsdp_auto_wrap_policy shards parts of {type(mixer).__name__} by themselves. A rank calls such a part once "
+                "for each group of its documents, and the ranks have different numbers of groups; let it wrap whole layers "
+                "(TRANSFORMER_BASED_WRAP)"
             )
 
 

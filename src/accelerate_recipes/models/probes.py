@@ -306,7 +306,7 @@ def shares_in_small(config: PreTrainedConfig) -> bool | None:
 
     None if no tiny model can be made.
 
-    `sequence` exchanges data for attention, so here an attention that sees only the position itself replaces it.
+    `shared_rows` exchanges data for attention, so here an attention that sees only the position itself replaces it.
     """
     group = {"sequence_group": None, "use_cache": False}
     model = tiny_model(config, "alone", sequence_group=None)
