@@ -68,17 +68,9 @@ IN_4_BITS = ("--load_in_4bit",)
 ON_CPU = {"FOUR_BITS_ON_CPU": "1"}
 
 
-def make_base(folder: Path, seed: int, **config) -> Path:
-    tokenizer = toy.make_tokenizer()
-    sizes = {"num_hidden_layers": 3, "max_position_embeddings": toy.LENGTH, "pad_token_id": 0, "initializer_range": 0.1}
-    tiny_model(seed=seed, vocab_size=len(tokenizer), **sizes | config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    return make_base(tmp_path_factory.mktemp("base") / "base", seed=1)
+    return toy.make_base(tmp_path_factory.mktemp("base") / "base", seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -389,7 +381,7 @@ MERGED = ("fsdp_full", 2, ("--use_peft", "--merge_adapter"))
 )  # fmt: skip
 def test_an_output_layer_that_the_config_calls_tied(forks, tmp_path, head, config, num_processes, flags):
     """The weights in the files decide whether it is the embedding: the run evaluates, and exports, what was read."""
-    base = make_base(tmp_path / "base", seed=3)
+    base = toy.make_base(tmp_path / "base", seed=3)
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
     if head == "equal":
@@ -658,7 +650,7 @@ def test_experts_are_refused_where_they_cannot_be(monkeypatch, tmp_path):
 def test_new_rows(base, tmp_path, tied):
     """Rows of new tokens begin as those of the model, are trained alone, and compute what PEFT's wrappers compute."""
     tokens, ids = [3, 50], torch.arange(60).unsqueeze(0)
-    make_base(tmp_path / "base", seed=1, tie_word_embeddings=tied)
+    toy.make_base(tmp_path / "base", seed=1, tie_word_embeddings=tied)
     model, plain = (load_model(str(tmp_path / "base"), "sdpa") for _ in range(2))
     args = toy.Args(model_name_or_path=str(tmp_path / "base"), use_peft=True, lora_dropout=0.0)
     adapter = add_adapters(model, args, tokens)
@@ -703,7 +695,7 @@ def test_new_rows_and_a_bias(monkeypatch):
 
 def test_new_rows_and_an_output_layer_that_the_config_calls_tied(tmp_path):
     """Whoever adds rows to such a model before it loads the adapters would tie it: only merged, it is what was trained."""
-    make_base(tmp_path, seed=1, tie_word_embeddings=False)
+    toy.make_base(tmp_path, seed=1, tie_word_embeddings=False)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
     args = toy.Args(model_name_or_path=str(tmp_path), use_peft=True)

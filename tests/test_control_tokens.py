@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_conversations import LENGTHS, PAIRS, conversation, prepare, save_base, template_of, write
+from conversations import LENGTHS, PAIRS, conversation, prepare, save_base, template_of, write
 from tokenizers import AddedToken, normalizers
 from transformers import AutoTokenizer
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conversations import PAIRS, PROMPTS, conversation, prepare, save_base, template_of, write
 from datasets import Dataset
 from helpers import CHILDREN, log_of
-from test_conversations import PAIRS, PROMPTS, conversation, prepare, save_base, template_of, write
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 

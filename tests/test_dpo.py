@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers import CHILDREN, ROOT, SIGTERM_TO_ALL, STEPS, log_of, losses, read_metrics
-from test_simulate import BF16, FP32, job, simulator  # noqa: F401  with a fixture
+from simulations import BF16, FP32, job
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOTrainer
@@ -235,7 +235,7 @@ def test_the_reference_of_adapters(forks, arguments, base, tmp_path):
     ],
     ids=["fp32", "reference kept", "adapters", "adapters, reference kept"],
 )
-def test_a_step_by_trl_is_the_simulated_one(forks, simulator, base, tmp_path, flags, more):  # noqa: F811
+def test_a_step_by_trl_is_the_simulated_one(forks, simulator, base, tmp_path, flags, more):
     """It has the same FLOPs, gradients and waits, and the peak but for a batch; the reference needs less before."""
     rows = [{"prompt": f"{i % 10}=", "chosen": "1" * 16, "rejected": "2" * 15} for i in range(60)]  # 20 and 19 tokens
     file, out = tmp_path / "pairs.jsonl", tmp_path / "out"

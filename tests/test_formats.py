@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+from conversations import TOOL, call, prepare, save_base, template_of
 from helpers import ROOT
-from test_conversations import TOOL, call, prepare, save_base, template_of
 
 from accelerate_recipes.args import parse
 from accelerate_recipes.arguments import shipped

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import set_seed
+from conversations import save_base
 from helpers import CHILDREN, ROOT, STEPS, log_of, read_metrics
-from test_conversations import save_base
-from test_simulate import BF16, FP32, job, simulator  # noqa: F401  a fixture
+from simulations import BF16, FP32, job
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from accelerate_recipes.args import parse
@@ -150,7 +150,7 @@ def test_grpo(killed_and_resumed, forks, arguments, base, rewards_file, tmp_path
     ids=["prompts", "answers and adapters"],  # of which the peak in drawing is
 )
 def test_a_step_by_trl_is_the_simulated_one(
-    forks, simulator, base, rewards_file, tmp_path, flags, prompt, answer, more  # noqa: F811
+    forks, simulator, base, rewards_file, tmp_path, flags, prompt, answer, more
 ):  # fmt: skip
     """It has the same FLOPs, also of all answers, and the same gradients; and its peaks in drawing and in training."""
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out"
@@ -179,7 +179,7 @@ def test_a_step_by_trl_is_the_simulated_one(
 
 
 @pytest.mark.slow
-def test_what_is_simulated_of_answers(simulator, base, rewards_file):  # noqa: F811
+def test_what_is_simulated_of_answers(simulator, base, rewards_file):
     """A chess model's answer is as long as the longest move; one that leaves no room for a prompt is refused."""
     model = ["--model_name_or_path", str(base), "--max_prompt_length", "11"]
     moves = [

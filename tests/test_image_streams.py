@@ -11,31 +11,33 @@ import sys
 import tarfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, png
 from huggingface_hub import constants
 from loopback_hub import LoopbackHub
 from PIL import Image
-from test_images import PROCESSOR, Args, png
-from test_streams import QUICK, Ranks, no_retry, serve  # noqa: F401  with a fixture
+from streaming import QUICK, Ranks, no_retry
 
-from accelerate_recipes.args import resolve
+from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.resume import check_arguments
 from accelerate_recipes.data import streams
 from accelerate_recipes.data.augmentation import Augmentation, rand_augment
 from accelerate_recipes.data.image_streams import ImageShards, ImageStreams
-from accelerate_recipes.data.images import load_images
+from accelerate_recipes.data.images import ImageArgs, load_images
 from accelerate_recipes.data.tars import stream_images
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.launch import requirements
+from accelerate_recipes.vision.classifiers import new_image_processor
 
 pytestmark = pytest.mark.usefixtures("worker_server")
 
+PROCESSOR = new_image_processor(16)
 NUM_STREAMS, BLOCK, BATCH, SEED = 12, 3, 12, 5
 NAMES = ["a", "b", "c"]
 NOTE = "README-of-images-that-are-not-said-to-be-anything-but-noise.md"  # a name that fills a header
@@ -46,6 +48,11 @@ FEW, MANY = (
     (1, 7, 0, 40),
     (1, 7, 0, 9, 2, 2, 3, 0, 1, 1, 5, 4, 2, 3),
 )  # images in each shard: fewer and more than streams
+
+
+@dataclass
+class Args(ImageArgs, TrainArgs):
+    """Arguments of a recipe that reads images."""
 
 
 def image(shard: int, index: int) -> bytes:
@@ -75,7 +82,7 @@ def shard_of(number: int, size: int) -> bytes:
 
 
 @pytest.fixture
-def streamed(serve, monkeypatch):  # noqa: F811
+def streamed(serve, monkeypatch):
     """Return a source of shards of these sizes, from a server."""
     monkeypatch.setattr(streams, "HANDED_OVER", 2)
 
@@ -297,7 +304,7 @@ def test_a_local_shard_that_is_cut_off(tmp_path):
             load_images(Args(train_files=[str(tmp_path / "a.tar")], heldout_share=0.5))
 
 
-def test_a_damaged_shard_is_read_again_from_the_network(serve):  # noqa: F811
+def test_a_damaged_shard_is_read_again_from_the_network(serve):
     server = serve({"/a.tar": tar_of([(NOTE, b""), *parts(0, 1, 2)])})
     source = ImageShards([f"{server.url}/a.tar"], NAMES, PROCESSOR, PLAIN, SEED, retry=QUICK)
     server.faults, retries = ["damage", 500], []

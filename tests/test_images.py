@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from datasets import ClassLabel, Dataset, Features, Value, load_dataset
 from datasets import Image as ImageColumn
-from helpers import ROOT
+from helpers import ROOT, png
 from PIL import Image
 
 from accelerate_recipes.args import TrainArgs
@@ -40,13 +40,6 @@ PROCESSOR = new_image_processor(16)
 @dataclass
 class Args(ImageArgs, TrainArgs):
     """Arguments of a recipe that reads images."""
-
-
-def png(seed: int, size: int = 24) -> bytes:
-    """Make an image of noise, so that no two are alike."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (size, size + seed % 5, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(out := io.BytesIO(), format="png")
-    return out.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
+from conversations import PAIRS, ROWS_WITH_TOOLS, TOOL, conversation, prepare, save_base, template_of
 from datasets import Dataset
-from test_conversations import PAIRS, ROWS_WITH_TOOLS, TOOL, conversation, prepare, save_base, template_of
 from transformers import AutoTokenizer
 
 from accelerate_recipes.data.unwritten import same_answers

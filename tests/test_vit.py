@@ -18,7 +18,7 @@ import yaml
 from datasets import Dataset
 from helpers import IN_STEP_5, ROOT, log_of, losses, read_metrics
 from safetensors.torch import load_file
-from test_streams import Server
+from streaming import Server
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 from transformers.modeling_outputs import ImageClassifierOutput
 
