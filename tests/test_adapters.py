@@ -226,8 +226,8 @@ def test_4_bits_are_refused_where_they_cannot_be(base, monkeypatch, tmp_path):
         )  # fmt: skip
     said = str(caught.value)
     for problem in (
-        "--load_in_4bit needs a GPU, and there is none", "bitsandbytes is not installed; run: pip install bitsandbytes",
-        "--merge_adapter would add the adapter to the model's own weights", "--use_dora needs the exact length",
+        "--load_in_4bit needs a GPU, and there is none", "pip install bitsandbytes",
+        "--merge_adapter would", "--use_dora needs the exact length",
     ):  # fmt: skip
         assert problem in said, said
 
@@ -689,7 +689,7 @@ def test_new_rows_and_a_bias(monkeypatch):
     model = tiny_model("phi")
     monkeypatch.setattr("accelerate_recipes.models.adapters.folder_of_base", lambda *base: None)
     monkeypatch.setattr("accelerate_recipes.models.adapters.mapped_weights", lambda folder: {})
-    with pytest.raises(ConfigError, match="the output layer of PhiForCausalLM has a bias, which PEFT leaves out"):
+    with pytest.raises(ConfigError, match="PhiForCausalLM has a bias"):
         add_adapters(model, toy.Args(model_name_or_path="phi", use_peft=True), [3])
 
 
@@ -699,7 +699,7 @@ def test_new_rows_and_an_output_layer_that_the_config_calls_tied(tmp_path):
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
     args = toy.Args(model_name_or_path=str(tmp_path), use_peft=True)
-    with pytest.raises(ConfigError, match="ties its output layer to its embedding, but its weights do not"):
+    with pytest.raises(ConfigError, match=r"ties its output layer .* weights do not"):
         add_adapters(load_model(str(tmp_path), "sdpa"), args, [3])
     args.merge_adapter = True
     assert add_adapters(load_model(str(tmp_path), "sdpa"), args, [3])

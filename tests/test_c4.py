@@ -64,7 +64,7 @@ def test_it_says_what_it_does(undisturbed):
     assert "Data: 4 shards, in rows of 64 tokens; validation on 10 rows" in printed
     steps = re.findall(r"Step (\d+)/12 Loss: .*, data wait: \d+\.\d%", printed)
     assert steps == [str(step) for step in range(1, STEPS + 1)], "max_steps is exact"
-    assert re.search(r"Bits per byte of the validation text \([\d,]+ bytes\): before .*, gzip .*, after ", printed)
+    assert re.search(r"Bits per byte .*\([\d,]+ bytes\): before .*, gzip .*, after ", printed)
     records = [record for record in read_metrics(out) if "loss" in record]
     assert [record["tokens_seen"] for record in records] == [8 * 64 * step for step in range(1, STEPS + 1)]
     assert records[-1]["retries"] == 0 and records[-1]["documents_seen"] > records[0]["documents_seen"]

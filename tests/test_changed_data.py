@@ -155,9 +155,7 @@ def test_rows_of_a_checkpoint():
     state = json.loads(json.dumps(make_train_loader([1, 2, 3], args, 0, 1, content="abc").state()))
     make_train_loader([1, 2, 3], args, 0, 1, content="abc").start_at(1, [state])
     make_train_loader([1, 2, 3], args, 0, 1, content="abc").start_at(1, [{}])
-    with pytest.raises(
-        ConfigError, match="others than the checkpoint's: their checksum is abd, was abc; put the files"
-    ):
+    with pytest.raises(ConfigError, match="their checksum is abd, was abc;"):
         make_train_loader([1, 2, 3], args, 0, 1, content="abd").start_at(1, [state])
 
 

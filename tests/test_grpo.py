@@ -298,7 +298,7 @@ def test_what_a_reward_gives_is_checked(rewards_file):
     nothing = Reward("nothing", lambda completions: [torch.tensor(1), None, True][: len(completions)])
     assert nothing(["a"] * 3, ["x"] * 3, solution=["y"] * 3) == [1.0, None, 1.0]
     for given, said in (({"a": 1}, "a dict"), ({1.0}, "a set"), ("1", "a str")):
-        with pytest.raises(ConfigError, match=f"the reward one gave {said} for 1 answers; give a list with a number"):
+        with pytest.raises(ConfigError, match=f"the reward one gave {said} for 1 answers"):
             Reward("one", lambda completions, given=given: given)(["a"], ["x"])
     with pytest.raises(ConfigError, match=r"is 1e\+308 for 'x'; give a number of at most 1e\+16, or None"):
         Reward("large", lambda completions: [1e308])(["a"], ["x"])
@@ -459,8 +459,8 @@ def test_rows(tmp_path, base):
     with pytest.raises(ConfigError, match="no prompt is left: all 18 have over 3 tokens"):
         load(rows, None, room=3)
     for more, said in (
-        ({"completions": "x"}, "has the column completions, but trl passes something else to rewards by that name"),
-        ({"prompt": ""}, "row 19: 'prompt' has no token, since the tokenizer adds no begin token"),
+        ({"completions": "x"}, "has the column completions"),
+        ({"prompt": ""}, "row 19: 'prompt' has no token"),
     ):
         tokenizer.add_bos_token = False
         with pytest.raises((ConfigError, DataError), match=said):
@@ -469,7 +469,7 @@ def test_rows(tmp_path, base):
         "{% for m in messages %}{{ raise_exception('no') if m.role == 'x' else m.content }}{% endfor %}"
     )
     for message, said in (
-        ({"role": "user"}, "row 2: 'prompt' has a message without content and tool_calls"),
+        ({"role": "user"}, "row 2: 'prompt' .* without content"),
         ({"content": "1"}, "row 2: .prompt. has a message without a role"),
         ({"role": "x", "content": "1"}, "row 2: the chat template cannot render it: no"),
         ({"role": "user", "content": ""}, "row 2: 'prompt' has no token"),

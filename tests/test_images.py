@@ -144,7 +144,7 @@ def test_rand_augment_is_a_function_of_seed_epoch_and_row(parquet, monkeypatch):
 def test_rand_augment_without_torchvision(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)
     found = [text for text in Args(rand_augment=2).problems(1) if "rand_augment" in text]
-    assert len(found) == 1 and found[0].startswith("--rand_augment needs torchvision, but it cannot be imported: ")
+    assert len(found) == 1 and found[0].startswith("--rand_augment needs torchvision")
 
 
 def test_crops_lie_inside_and_have_the_area():
@@ -470,7 +470,7 @@ def test_columns_and_labels_are_checked(parquet, tmp_path):
     Dataset.from_dict(
         {"image": images, "label": ["a", "d"]}, features=Features({"image": ImageColumn(), "label": Value("string")})
     ).to_parquet(file)
-    with pytest.raises(DataError, match=r"test\.parquet, row 2: the label 'd' is none of the 3 classes trained on"):
+    with pytest.raises(DataError, match=r"test\.parquet, row 2: the label 'd' .* 3 classes"):
         sides([parquet], eval_files=[file])
     Dataset.from_dict({"image": images, "label": [[0], [0, 1]]}).cast_column("image", ImageColumn()).to_parquet(file)
     with pytest.raises(DataError, match=r"'label' holds .*, not one name or number"):

@@ -115,7 +115,7 @@ def test_a_pretrained_model_is_stretched(published, tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, reason",
     [
-        (["--max_length", "257"], "--max_length is 257, but the model is made for --max_position_embeddings 256"),
+        (["--max_length", "257"], "--max_length is 257, .* 256"),
         (["--rope_high_freq_factor", "1"], "--rope_high_freq_factor 1.0 must be above --rope_low_freq_factor 1.0"),
         (["--use_peft"], "the files of an adapter do not say how positions are stretched; add --merge_adapter"),
         (
@@ -235,7 +235,7 @@ def test_values_are_yaml(tmp_path):
     [
         (["hidden_size=100", "num_attention_heads=8"], r"hidden size \(100\) is not a multiple .* heads \(8\)"),
         (["hidden_size=160"], "even rotary dimension, but got `head_dim`=5"),
-        (["num_key_value_heads=5"], "num_attention_heads 32 is not a multiple of num_key_value_heads 5"),
+        (["num_key_value_heads=5"], "num_attention_heads 32 .* num_key_value_heads 5"),
         (["hidden_size=96", "num_attention_heads=3", "num_key_value_heads=4"], "heads 3 is not a multiple of num_key_value_heads 4"),
         (["sliding_window=4096"], "a llama has no field sliding_window"),
         (["dtype=bfloat16", "hiden_size=8"], r"no field dtype(.|\n)*no field hiden_size; did you mean 'hidden_size'"),
@@ -249,12 +249,12 @@ def test_values_are_yaml(tmp_path):
         (["hidden_size"], "'hidden_size' is not NAME=VALUE"),
         (["hidden_size=[1"], r"the value in 'hidden_size=\[1' is not YAML"),
         (["x", "--max_length", "8192"], "'x' is not NAME=VALUE"),
-        (["vocab_size=32000", "--max_length", "8192"], "--max_length is 8192, but the model is made for max_position_embeddings 4096"),
+        (["vocab_size=32000", "--max_length", "8192"], "--max_length is 8192, .* 4096"),
         (["vocab_size=32000", "--hidden_size", "64"], "unknown argument 'hidden_size' .* given by --config_overrides hidden_size="),
         (["vocab_size=32000", "--rope_theta", "5e5"], "--rope_theta is for a pretrained model; a new one takes it in --config_overrides"),
         (["vocab_size=32000", "--model_type", "qwen33"], "transformers has no ModelForCausalLM of this type; did you mean 'qwen3'"),
         (["vocab_size=32000", "--model_type", "gemma3"], "also reads images or sound|no field"),
-        (["vocab_size=32000", "--from_scratch", "--model_name_or_path", "m"], "--from_scratch makes a new model; remove it, or --model_name_or_path"),
+        (["vocab_size=32000", "--from_scratch", "--model_name_or_path", "m"], "--from_scratch .* or --model_name_or_path"),
     ],
 )  # fmt: skip
 def test_mistakes(flags, reason):

@@ -200,7 +200,7 @@ def test_bytes_of_a_parameter_are_those_of_the_page(optim):
 
 def test_8_bit_needs_a_package(monkeypatch):
     monkeypatch.setattr("accelerate_recipes.args.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="--optim adamw_8bit: bitsandbytes is not installed; run: pip install bits"):
+    with pytest.raises(ConfigError, match=r"--optim adamw_8bit: .*pip install bits"):
         parse(TrainArgs, ["--optim", "adamw_8bit"], world_size=1)
 
 

@@ -153,9 +153,7 @@ def test_what_from_pretrained_would_read_is_in_the_way(server, push, tmp_path, n
     server.repositories["models/me/theirs"].private = True
     before = server.repositories["models/me/theirs"].main
     code, output = push(export, "me/theirs")
-    assert code == 1 and f"me/theirs holds {name}, which no push of an export wrote; delete that there" in output, (
-        output
-    )
+    assert code == 1 and f"me/theirs holds {name}" in output, output
     assert server.repositories["models/me/theirs"].main == before and not server.received
     server.push("models/me/theirs", {"notes.txt": b"Mine.", "results.json": b"{}"})
     assert push(export, "me/theirs")[0] == 0
@@ -207,13 +205,13 @@ def test_a_killed_push_goes_on(server, shared_commands, push, export, tmp_path):
 
 def test_what_the_hub_refuses(server, push, export):
     code, output = push(export, "others/tiny")
-    again = f"It is whole and unchanged; to push it, run: python -m accelerate_recipes push {export} others/tiny"
+    again = f"python -m accelerate_recipes push {export} others/tiny"
     assert code == 1 and "403" in output and "rights to create a model under others. " + again in output, output
     server.push("models/me/tiny", {".gitattributes": b"", ".gitignore": b"config.json\n"})
     repository = server.repositories["models/me/tiny"]
     repository.private = True
     code, output = push(export, "me/tiny")
-    assert code == 1 and "config.json did not arrive; a .gitignore there may name them" in output, output
+    assert code == 1 and "config.json did not arrive" in output, output
     server.before_commit = lambda: repository.push({"by": b"somebody else"})
     (export / "README.md").write_text("New.")
     code, output = push(export, "me/tiny")
@@ -296,7 +294,7 @@ def test_preflight_knows(template_arguments, tmp_path):
         "--output_dir",
         tmp_path / "out",
     ]
-    with pytest.raises(recipe.ConfigError, match="--push_to_hub: a push needs the Hub, and HF_HUB_OFFLINE is set"):
+    with pytest.raises(recipe.ConfigError, match=r"--push_to_hub: .*HF_HUB_OFFLINE"):
         preflight([str(word) for word in (*command, "--push_to_hub", "me/tiny")])
 
 

@@ -187,11 +187,7 @@ MODEL = "--model_name_or_path outputs/demo/export"
         ("sft", f"{MODEL} --train_files a.jsonl b.csv", "--train_files must all be of one kind"),
         ("sft", f"{MODEL} --from_scratch --tokenizer_name a", "--from_scratch makes a new model; remove it, or"),
         ("sft", f"{MODEL} --tokenizer_name a", "--from_scratch and --tokenizer_name go together"),
-        (
-            "sft",
-            f"{MODEL} --pad_to_multiple_of 0",
-            "--pad_to_multiple_of is 0; it must be auto, none or a positive number",
-        ),
+        ("sft", f"{MODEL} --pad_to_multiple_of 0", "--pad_to_multiple_of is 0;"),
     ],
 )
 def test_contradictions(name, argv, problem):

@@ -55,7 +55,7 @@ def test_parts_are_the_whole():
         for part in parts:
             assert torch.equal(part["cu_seqlens"], batch["cu_seqlens"])
             assert torch.equal(part["row_position_ids"], positions)
-    with pytest.raises(ConfigError, match="parallelism_config_cp_size 5 does not divide rows of 12 tokens"):
+    with pytest.raises(ConfigError, match=r"cp_size 5 .* 12 tokens"):
         part_of_rows(batch, rank_of(0, 5))
     assert part_of_rows(batch, None) is batch
 
@@ -121,7 +121,7 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0}
         (tiny_config("gemma3_text"), 2, ""),
         (tiny_config("qwen3"), 2, ""),
         (tiny_config("mixtral"), 2, ""),
-        (tiny_config(), 3, "llama has 4 query heads, which parallelism_config_cp_size 3 does not divide; .* 1, 2, 4"),
+        (tiny_config(), 3, "llama has 4 query heads, .*cp_size 3 .* 1, 2, 4"),
         (tiny_config(rope_parameters={"rope_type": "dynamic", **ROPE}), 2, r"rotary embedding of llama \(dynamic\)"),
         (tiny_config("gemma2"), 2, "gemma2 has softcapped scores"),
         (tiny_config("gpt_oss"), 2, "gpt_oss has attention sinks"),
@@ -203,7 +203,7 @@ def test_what_a_launch_says(monkeypatch):
     assert (ranks_a_row(env), data_world_size(env), ranks_a_row({"PARALLELISM_CONFIG_CP_SIZE": "2"})) == (2, 2, 1)
     assert lever_problems(chess_args(), env, 0) == lever_warnings(chess_args(), env, 0) == []
     (problem,) = lever_problems(chess_args("--max_length", "255"), env, 0)
-    assert "--max_length 255 is not a multiple of parallelism_config_cp_size 2" in problem and "254 or 256" in problem
+    assert re.search("--max_length 255 .*cp_size 2.* 254 or 256", problem)
     (warning,) = lever_warnings(chess_args(), env | {"LOCAL_WORLD_SIZE": "3"}, 0)
     assert "2 ranks share a row, but a machine has 3 processes" in warning
     monkeypatch.setattr(os, "environ", env)  # `datasets` replaces it too
@@ -211,9 +211,7 @@ def test_what_a_launch_says(monkeypatch):
     shards = ["--num_processes", "4", "--parallelism_config_dp_shard_size", "2"]
     found, _ = preflight([LONG, *shards, *CHESS])
     assert "16 sequences a step = 2 groups of 2 processes that share rows x 8 x 1 micro-batches" in found
-    with pytest.raises(
-        ConfigError, match="llama has 4 query heads, which parallelism_config_cp_size 3 does not divide"
-    ):
+    with pytest.raises(ConfigError, match=r"llama has 4 query heads, .*cp_size 3 "):
         preflight([LONG, "--num_processes", "3", "--parallelism_config_cp_size", "3", *CHESS, "--max_length", "255"])
     c4 = [str(ROOT / "recipes/c4.py"), "--config", str(ROOT / "recipes/configs/c4/laptop.yaml")]
     with pytest.raises(ConfigError) as caught:
@@ -226,9 +224,7 @@ def test_what_a_launch_says(monkeypatch):
     assert "25 is not a multiple of 2 groups of 2 processes that share rows; numbers that work: 1, 5, 25" in text
     for name in ("sft", "dpo"):
         trl = [str(ROOT / f"recipes/{name}.py"), "--model_name_or_path", "m", "--dataset_name", "d"]
-        with pytest.raises(
-            ConfigError, match=r"in this recipe a row is whole on each process; .*sft\.py with --packing"
-        ):
+        with pytest.raises(ConfigError, match=r"a row is whole on each process; .*sft\.py with --packing"):
             preflight([LONG, *trl])
 
 
@@ -243,7 +239,7 @@ def test_sizes_and_kernels_that_cannot_be(tmp_path):
     ):
         preflight([LONG, *CHESS, "--attn_implementation", "flash_attention_2"])
     alone = ["--num_processes", "1", "--parallelism_config_cp_size", "1"]
-    with pytest.raises(ConfigError, match=r"if all are meant to be 1, take accelerate_configs/fsdp_full\.yaml"):
+    with pytest.raises(ConfigError, match=r"take accelerate_configs/fsdp_full\.yaml"):
         preflight([LONG, *alone, *CHESS])
     replicas = ["--nodes", "2", "--gpus-per-node", "4", "--parallelism_config_dp_replicate_size", "2"]
     said, assignments = preflight([LONG, *replicas, *CHESS, "--per_device_train_batch_size", "1"])
