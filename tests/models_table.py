@@ -243,7 +243,7 @@ REFUSED |= {
     ("Gemma 2", "loss without logits"): r"gemma2 has final_logit_softcapping 30.0 behind its output layer",
     ("Granite", "loss without logits"): r"granite has logits_scaling 2.0 behind its output layer",
     ("Falcon-H1", "loss without logits"): r"falcon_h1 has lm_head_multiplier 0.5 behind its output layer",
-    ("GPT-2", "LoRA"): r"--use_peft: GPT2LMHeadModel has no layers of torch.nn.Linear",
+    ("GPT-2", "LoRA"): r"--use_peft: GPT2LMHeadModel has no layers",
 }
 REFUSED |= {(name, "LoRA"): AN_EXPERT for name in ("DeepSeek V3", "GLM 4.5 MoE", "Qwen3-Next")}
 REFUSED |= {

@@ -471,9 +471,7 @@ def test_preflight_knows_the_layers_and_the_space(base, monkeypatch, tmp_path):
     argv = ["accelerate_configs/fsdp_full.yaml", *CHESS, "--model_name_or_path", str(base), "--use_peft"]
     argv += ["--output_dir", str(tmp_path / "out"), "--max_steps", "10", "--max_length", "32", "--lora_r", "4"]
     assert "Parameters: 40,416, of which 6,144 are trained" in preflight(argv)[0]
-    with pytest.raises(
-        ConfigError, match=r"--lora_target_modules query: no .* LlamaForCausalLM .* down_proj, .*v_proj"
-    ):
+    with pytest.raises(ConfigError, match=r"--lora_target_modules query: no .* LlamaForCausalLM .* v_proj"):
         preflight([*argv, "--lora_target_modules", "q_proj", "query"])
     with pytest.raises(ConfigError, match="--lora_target_modules lm_head: no linear layer inside"):
         preflight([*argv, "--lora_target_modules", "lm_head"])
@@ -628,9 +626,7 @@ def test_experts_are_refused_where_they_cannot_be(monkeypatch, tmp_path):
     attention = ["q_proj", "v_proj"]
     for setting, value in (("lora_dropout", 0.05), ("use_dora", True), ("load_in_4bit", True)):
         found = toy.Args(**args | {"lora_dropout": 0.0} | {setting: value})
-        with pytest.raises(
-            ConfigError, match=rf"experts .*not work with --{setting}[^-]*; .*k_proj o_proj q_proj v_proj$"
-        ):
+        with pytest.raises(ConfigError, match=rf"experts .* --{setting}[^-]*; .*k_proj o_proj q_proj v_proj$"):
             targets(model, found)
         assert targets(model, replace(found, lora_target_modules=attention)) == {"target_modules": attention}
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
@@ -640,9 +636,7 @@ def test_experts_are_refused_where_they_cannot_be(monkeypatch, tmp_path):
     few = targets(model, toy.Args(**args, lora_dropout=0.0, lora_target_modules=["q_proj", "experts.down_proj"]))
     assert few == {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
     # For this type PEFT takes down_proj and similar names for experts, and leaves out layers with these names.
-    with pytest.raises(
-        ConfigError, match=r"takes the name of model.layers.0.mlp.down_proj.weight for one of the experts"
-    ):
+    with pytest.raises(ConfigError, match=r"model.layers.0.mlp.down_proj.weight for one of the experts"):
         add_adapters(tiny_model("qwen3_moe", mlp_only_layers=[0]), toy.Args(**args, lora_dropout=0.0))
 
 

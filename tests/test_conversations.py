@@ -195,7 +195,7 @@ def removed_tools(patch) -> None:
 @pytest.mark.parametrize(
     "mutation, said",
     [
-        (dropped_template, r"row 1(, token \d+: .* was trained, the export renders | cannot be rendered)"),
+        (dropped_template, r"row 1(, token \d+: .* was trained, | cannot be rendered)"),
         (lost_template, "row 1 cannot be rendered"),
         (changed_end, r"row 1, token \d+: .* was trained, the export renders .*</s>"),
         (changed_stop, "no row ends with a target"),
@@ -518,9 +518,7 @@ def test_rows_to_evaluate_on_of_another_form(tmp_path, capsys):
     )
     text = (folder / "out/rows.txt").read_text().replace("|", "")
     assert re.search(r"Evaluation\n\n  row 1: .*\n  read +(<s>)?And\?\n  target +No\.<im_end>\n", text)
-    with pytest.raises(
-        ConfigError, match=r"eval.jsonl has no column 'prompt'; there are messages: .* prompt and completion"
-    ):
+    with pytest.raises(ConfigError, match=r"eval.jsonl has no column 'prompt'; there are messages: "):
         prepare(folder, rows, "--eval_files", str(write(tmp_path / "eval.jsonl", [{"messages": [question, answer]}])))
 
 
@@ -842,9 +840,7 @@ def test_adapters_of_a_base_that_stops_elsewhere(forks, tmp_path):
     assert re.search(stops, said) and renders in said, said
     template = out / "export/chat_template.jinja"
     template.write_text(template.read_text().replace("assistant", "helper"))
-    with pytest.raises(
-        ConfigError, match=r"does not render what was trained(.|\n)*row 1, token .* the export renders "
-    ):
+    with pytest.raises(ConfigError, match=r"does not render what was trained(.|\n)*row 1, token "):
         check_export(out / "export", ["And?"], 2)
 
 
@@ -1019,9 +1015,7 @@ def test_messages_of_weight_0(name, tmp_path):
     """They are no targets, nor are their ends; rows of prompt and completion too. Nobody trains them without a word."""
     folder = save_base(tmp_path, MARKED if name == "marked" else template_of(name), PUBLISHED.get(name, "</s>"))
     rows = [{"messages": weighted(i, **({"reasoning": "Hm."} if i % 2 else {}))} for i in range(30)]
-    with pytest.raises(
-        ConfigError, match=r"rows.jsonl has messages of weight 0, .* remove --assistant_only_loss false"
-    ):
+    with pytest.raises(ConfigError, match=r"messages of weight 0, .* remove --assistant_only_loss false"):
         prepare(folder, rows, "--assistant_only_loss", "false")
     prepare(folder, rows)
     end = PUBLISHED.get(name, "</s>").replace("|", "")

@@ -202,10 +202,7 @@ def test_killed_and_gone_on_with(server, commands, tmp_path):
     assert len(here) >= 4
     assert "model-00001-of-00002.safetensors" in commands.ok(cache, "list")
     code, output = commands.run(cache, "verify")
-    assert (
-        code == 1
-        and "model-00001-of-00002.safetensors is missing; run: python -m accelerate_recipes download" in output
-    )
+    assert code == 1 and "model-00001-of-00002.safetensors is missing; run: " in output
     server.sent.clear()
     commands.ok(cache, "download", *CHESS)
     assert not here & set(server.sent) and "models/tiny/llama/model-00001-of-00002.safetensors" in server.sent

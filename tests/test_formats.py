@@ -105,9 +105,7 @@ def test_arrow_files_and_folders(tmp_path):
     args.elsewhere = ("/volume",)  # of a job, whose machine has it
     assert args.problems(1) == []
     (tmp_path / "data/b.jsonl").write_text('{"text": "c"}\n')
-    with pytest.raises(
-        ConfigError, match=r"--train_files: the folder .*data holds files of several kinds, \.jsonl, \.arrow"
-    ):
+    with pytest.raises(ConfigError, match=r"the folder .*data holds files of several kinds, \.jsonl, \.arrow"):
         parse(sft.Args, given, world_size=1)
     # Of a folder that is a dataset, `datasets` would make numbers of texts.
     for name, content in (("t.tsv", b"code\tn\n007\t1\n"), ("t.csv.gz", gzip.compress(b"code,n\n007,1\n"))):
@@ -322,7 +320,7 @@ def test_columns_that_are_nearly_right(tmp_path, capsys):
         ({"prompts": "a"}, "did you mean 'prompts'"),
         ({"messages": []}, "sft.py trains on conversations"),
     ):
-        with pytest.raises(DataError, match=f"no column 'prompt'; .*; {said}"):
+        with pytest.raises(DataError, match=rf"no column 'prompt'; .*; {said}"):
             check_texts_or_messages(datasets.Dataset.from_list([row]), ["prompt"], "x")
 
 
@@ -406,9 +404,7 @@ def test_texts_of_which_some_repeat_the_question(tmp_path, capsys):
 def test_a_prompt_that_is_not_in_its_conversation(tmp_path):
     """It is an error, and the columns that --columns names as they are say which form is meant."""
     row = {"prompt": "2+2?", "chosen": [USER, TWO], "rejected": [USER, THREE]}
-    with pytest.raises(
-        DataError, match=r"row 1: 'chosen' is a conversation without the question, '2\+2\?'; .* chosen=chosen"
-    ):
+    with pytest.raises(DataError, match=r"row 1: 'chosen' .* without .*'2\+2\?'; .* chosen=chosen"):
         made_of([row], tmp_path, "dpo")
     assert made_of([row], tmp_path, "dpo", chosen="chosen", rejected="rejected") == [PARTED]
     for said in ([USER], [THREE | {"role": "user"}, TWO]):
@@ -435,9 +431,7 @@ def test_keys_of_messages(message, tmp_path):
             assert [(m["role"], m["content"]) for m in made] == [("user", "1+1?"), ("assistant", "2")]
     for wrong in ({"role": "user", "text": "1+1?"}, {"role": "user", "weight": 1}):
         for rows in ([{"messages": [wrong, TWO]}] * 2, [{"messages": [USER, TWO]}, {"messages": [wrong, TWO]}]):
-            with pytest.raises(
-                DataError, match=rf"row {3 - rows.count(rows[-1])}: .* from user without a text as its content"
-            ):
+            with pytest.raises(DataError, match=rf"row {3 - rows.count(rows[-1])}: .* from user without a text"):
                 made_of(rows, tmp_path)
 
 

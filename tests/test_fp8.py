@@ -44,10 +44,7 @@ def test_what_it_needs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     (problem,) = launch_checks.fp8_problems(env)
-    assert (
-        "compute capability 8.9 or later (Ada, Hopper, Blackwell), this one has 8.0; set `mixed_precision: bf16`"
-        in problem
-    )
+    assert "this one has 8.0; set `mixed_precision: bf16`" in problem
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(launch_checks, "find_spec", lambda name: None)
     (problem,) = launch_checks.fp8_problems(env)

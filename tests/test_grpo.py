@@ -486,9 +486,7 @@ def test_rows(tmp_path, base):
     texts = [json.dumps({"value": i}) for i in range(9)]
     assert {*load([{"prompt": text} for text in texts], None)["train"]["prompt"]} < {*texts}
     module, args = shipped.load(SCRIPT), SimpleNamespace(base_model="base", max_prompt_length=0)
-    with pytest.raises(
-        ConfigError, match=r"answers of 64 tokens leave no room .* among the 20 positions of base; lower"
-    ):
+    with pytest.raises(ConfigError, match=r"answers of 64 tokens leave no room .* 20 positions of base"):
         module.room_for_prompts(args, LlamaConfig(max_position_embeddings=20), 64)
     with pytest.raises(DataError, match="has no column 'prompt'; there are question"):
         load([{"question": "1+1="}], None)

@@ -341,9 +341,7 @@ def test_a_broken_image_is_named_or_left_out(tmp_path, num_workers):
 def test_labels_are_those_of_the_images_to_evaluate_on(tmp_path):
     (tmp_path / "a.tar").write_bytes(tar_of([*parts(0), ("1.png", png(1)), ("1.cls", b"z")]))
     source = ImageShards([str(tmp_path / "a.tar")], NAMES, PROCESSOR, PLAIN, SEED)
-    with pytest.raises(
-        DataError, match=r"a\.tar, 1\.png: the label 'z' is none of the a, b, c \(3\) classes .*--eval_files"
-    ):
+    with pytest.raises(DataError, match=r"a\.tar, 1\.png: the label 'z' .* a, b, c \(3\) .*--eval_files"):
         run(loaders_of(source), 1)
 
 
@@ -459,8 +457,6 @@ def test_shards_on_the_hub(hub, monkeypatch):
     with pytest.raises(ConfigError, match=r"no file of the dataset tiny/images on http.* matches 'other-\*\.tar'"):
         args.train_shards()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ConfigError, match=r"(?s)'tiny/images' \(train-\*\.tar\) is .*python -m accelerate_recipes download"
-    ):
+    with pytest.raises(ConfigError, match=r"(?s)'tiny/images' \(train-\*\.tar\) is .*accelerate_recipes download"):
         args, _ = resolve(vit.Args, command, 1)
         requirements.provide(args, vit.requirements(args), ["recipes/vit.py", *command])

@@ -218,9 +218,7 @@ def test_every_source_gives_the_same_images(parquet, tmp_path):
         member = tarfile.TarInfo("alone.png")
         member.size = len(png(1))
         tar.addfile(member, io.BytesIO(png(1)))
-    with pytest.raises(
-        DataError, match=r"shard-0\.tar: alone has no label beside it; the members alone.jpg and alone\.cls"
-    ):
+    with pytest.raises(DataError, match=r"shard-0\.tar: alone has no label .* alone.jpg and alone\.cls"):
         sides([str(shard) for shard in shards])
     with tarfile.open(shards[1], "a") as tar:
         tar.addfile(tarfile.TarInfo("images/20.jpg"))
@@ -424,9 +422,7 @@ def test_all_images_to_evaluate_on_are_broken(broken, others, tmp_path):
         def forward(self, pixel_values):
             return SimpleNamespace(logits=super().forward(pixel_values.flatten(1)[:, :2]))
 
-    with pytest.raises(
-        DataError, match=r"all 1 images to evaluate on \(.*broken.parquet\) are broken; leave out --skip"
-    ):
+    with pytest.raises(DataError, match=r"all 1 images .*broken.parquet\) are broken; leave out --skip"):
         evaluation.evaluate(Accelerator(cpu=True), Model(2, 3), 0)
 
 
@@ -494,7 +490,5 @@ def test_size_of_processors():
 def test_machines_with_other_images_are_refused(parquet, monkeypatch):
     """By their labels, before a rank would look for an image that its machine lacks."""
     monkeypatch.setattr(prepared, "on_all_ranks", lambda value: [value, "another"])
-    with pytest.raises(
-        ConfigError, match=f"the checksum of the labels in {parquet} is .*, and another on that of rank 1"
-    ):
+    with pytest.raises(ConfigError, match=rf"labels in {parquet} is .*, and another on that of rank 1"):
         sides([parquet])

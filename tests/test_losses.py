@@ -251,7 +251,7 @@ def test_a_model_that_changes_its_logits_is_refused():
     for name, value in (("final_logit_softcapping", 30.0), ("logits_scaling", 8.0), ("logit_scale", 0.0625)):
         changed = copy.deepcopy(config)
         setattr(changed, name, value)
-        with pytest.raises(ConfigError, match=f"{name} {value} behind its output layer, .* give --whole_logits"):
+        with pytest.raises(ConfigError, match=rf"{name} {value} behind its output layer, .* give --whole_logits"):
             next_token_loss_without_logits(new_model(changed, "sdpa"), make_batch())
         setattr(changed, name, None if value == 30.0 else 1.0)  # Gemma 3 has the name, and caps nothing
         check_head(changed)

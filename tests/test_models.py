@@ -265,11 +265,7 @@ def test_mistakes(flags, reason):
 @pytest.mark.parametrize(
     "model_type, overrides, reason",
     [
-        (
-            "mixtral",
-            ["num_local_experts=8", "num_experts_per_tok=9"],
-            "num_experts_per_tok is 9, but num_local_experts is 8",
-        ),
+        ("mixtral", ["num_local_experts=8", "num_experts_per_tok=9"], "num_experts_per_tok is 9, .* 8"),
         ("qwen3_moe", ["num_experts=8", "num_experts_per_tok=9"], "num_experts_per_tok is 9, but num_experts is 8"),
         ("gemma3_text", ["layer_types=[full_attention]"], r"`num_hidden_layers` \(2\) .* `layer_types` \(1\)"),
         ("gpt2", ["n_embd=8", "hidden_size=8"], "n_embd is set under two names"),
@@ -351,9 +347,7 @@ def test_a_vocabulary_that_does_not_fit():
     assert (ids.bos_token_id, ids.eos_token_id, ids.pad_token_id) == (0, 1, None)
     with pytest.raises(ConfigError, match="the tokenizer has 100 tokens, the model's vocab_size is 99"):
         check_belong_together(config(vocab_size=99), tokenizer, 4096)
-    with pytest.raises(
-        ConfigError, match=r"eos_token_id is 2, the model's is 3(.|\n)*--max_length is 4097, the model's is 4096"
-    ):
+    with pytest.raises(ConfigError, match=r"eos_token_id is 2, .* 3(.|\n)*--max_length is 4097, .* 4096"):
         check_belong_together(config(eos_token_id=3), tokenizer, 4097)
 
 

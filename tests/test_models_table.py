@@ -215,9 +215,7 @@ def test_a_weight_that_is_given():
     assert weight_of_balance(mixture, given) == 0.5 and weight_of_balance(mixture, None) == 0
     assert weight_of_balance(tiny_config("mixtral"), 0.0) == 0
     for config in (LlamaConfig(), FURTHER["Granite 4, dense"], text_part(ROWS["Llama 4"])):
-        with pytest.raises(
-            ConfigError, match=rf"--router_aux_loss_coef 0.5: this {config.model_type} computes no loss"
-        ):
+        with pytest.raises(ConfigError, match=rf"--router_aux_loss_coef 0.5: this {config.model_type} "):
             weight_of_balance(config, given)
         assert weight_of_balance(config, None) == weight_of_balance(config, 0.0) == 0
 

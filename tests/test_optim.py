@@ -264,10 +264,7 @@ def test_by_default_to_zero():
     "flags, reason",
     [
         (["--min_lr_ratio", "1.5"], "--min_lr_ratio is 1.5; it must be at least 0, and at most 1"),
-        (
-            ["--min_lr_ratio", "0.1", "--lr_scheduler_type", "constant_with_warmup"],
-            "--min_lr_ratio 0.1 has no effect with --lr_scheduler_type constant_with_warmup",
-        ),
+        (["--min_lr_ratio", "0.1", "--lr_scheduler_type", "constant_with_warmup"], "--min_lr_ratio 0.1 has no effect"),
     ],
 )
 def test_mistakes(flags, reason):

@@ -725,9 +725,7 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
     assert "Memory of a GPU: " in said and ": fits" in said
     monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=OUTSIDE))
     nothing = "none of the single changes"
-    with pytest.raises(
-        ConfigError, match=rf"Memory of a GPU: .* does not fit; {nothing}\. `python -m accelerate_recipes plan"
-    ):
+    with pytest.raises(ConfigError, match=rf"Memory of a GPU: .* does not fit; {nothing}"):
         preflight(["--gpu", "l4", *argv])
     monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=int((OUTSIDE + 9 * 2**20) / 0.95)))
     said, _ = preflight(["--gpu", "l4", *argv])

@@ -151,7 +151,7 @@ def test_a_damaged_line_is_named(write_run, line, said, monkeypatch, capsys):
     folder = write_run("run", [record(4, 1010), record(8, 1018)])
     first, second, _ = (folder / "metrics.jsonl").read_bytes().split(b"\n")
     (folder / "metrics.jsonl").write_bytes(b"\n".join([first, line.encode("latin-1"), second, b""]))
-    with pytest.raises(ConfigError, match=f"metrics.jsonl, {said}|metrics.jsonl, line 2 .*{said}"):
+    with pytest.raises(ConfigError, match=rf"metrics.jsonl, {said}|metrics.jsonl, line 2 .*{said}"):
         report.compare([folder], folder / "page.html")
     monkeypatch.setattr("sys.argv", ["accelerate_recipes", "report", str(folder)])
     with pytest.raises(SystemExit, match="1"):

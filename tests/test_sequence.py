@@ -130,11 +130,7 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0}
         (tiny_config("qwen3_next"), 2, "qwen3_next has an attention of its own"),
         (GraniteMoeHybridConfig(), 2, "layers of granitemoehybrid mix positions beside attention"),
         (MiniMaxConfig(), 2, "layers of minimax mix positions beside attention"),
-        (
-            tiny_config("lfm2", layer_types=["conv", "full_attention"]),
-            2,
-            "layers of lfm2 mix positions beside attention",
-        ),
+        (tiny_config("lfm2", layer_types=["conv", "full_attention"]), 2, "lfm2 mix positions"),
         (
             tiny_config("llama4_text", layer_types=["chunked_attention", "full_attention"]),
             2,
@@ -162,9 +158,7 @@ def test_experts_that_are_balanced_in_another_way(monkeypatch):
 def test_phi3_with_two_tables_of_frequencies():
     factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
     config = tiny_config("phi3", rope_parameters=factors, original_max_position_embeddings=2048)
-    assert "rotary embedding of phi3 (longrope) depends on the last position" in " ".join(
-        model_sharing_problems(config, 2)
-    )
+    assert "phi3 (longrope) depends on the last position" in " ".join(model_sharing_problems(config, 2))
 
 
 def test_the_kernel_is_documents_unless_the_model_needs_another():
@@ -182,9 +176,7 @@ def test_the_kernel_is_documents_unless_the_model_needs_another():
         check_shared_masks(llama, "sdpa", 8200)
     mixtral = tiny_config("mixtral")
     check_shared_masks(mixtral, DOCUMENTS, 8)
-    with pytest.raises(
-        ConfigError, match=r"with which mixtral cannot balance its experts; give --attn_implementation doc"
-    ):
+    with pytest.raises(ConfigError, match=r"mixtral cannot balance its experts; give --attn_implementation doc"):
         check_shared_masks(mixtral, "sdpa", 8)
 
 
@@ -217,9 +209,7 @@ def test_what_a_launch_says(monkeypatch):
     with pytest.raises(ConfigError) as caught:
         preflight([LONG, *shards, *c4, "--total_batch_size", "15", "--num_streams", "25"])
     text = str(caught.value)
-    assert (
-        "15 is not a multiple of --per_device_train_batch_size 4 x 2 groups of 2 processes that share rows = 8" in text
-    )
+    assert re.search("15 is not a multiple of .* 4 x 2 groups of 2 .* = 8", text)
     assert "totals that work: 8 or 16" in text
     assert "25 is not a multiple of 2 groups of 2 processes that share rows; numbers that work: 1, 5, 25" in text
     for name in ("sft", "dpo"):
@@ -234,9 +224,7 @@ def test_sizes_and_kernels_that_cannot_be(tmp_path):
     config.write_text((CONFIGS / "fsdp_long.yaml").read_text().replace("cp_size: 2", "cp_size: 2.0"))
     with pytest.raises(ConfigError, match=r"parallelism_config_cp_size is 2\.0; it must be a whole number"):
         preflight([str(config), *CHESS])
-    with pytest.raises(
-        ConfigError, match=r"flash_attention_2: rows that ranks share .* need documents, or sdpa with a mask"
-    ):
+    with pytest.raises(ConfigError, match=r"flash_attention_2: rows that ranks share .* need documents"):
         preflight([LONG, *CHESS, "--attn_implementation", "flash_attention_2"])
     alone = ["--num_processes", "1", "--parallelism_config_cp_size", "1"]
     with pytest.raises(ConfigError, match=r"take accelerate_configs/fsdp_full\.yaml"):

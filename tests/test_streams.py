@@ -447,9 +447,7 @@ def test_streams_follow_the_first_launch_and_stay(tmp_path):
             check_arguments(tmp_path, later)
             assert later.num_streams == 96
         else:
-            with pytest.raises(
-                ConfigError, match=f"96 is not a multiple of {world_size} processes.*: 1, 2, 3, 4, 6, 8, "
-            ):
+            with pytest.raises(ConfigError, match=rf"96 .* {world_size} processes.*: 1, 2, 3, 4, 6, 8, "):
                 check_arguments(tmp_path, later)
     with pytest.raises(ConfigError, match="--num_streams was 96 and is now 24"):
         check_arguments(tmp_path, args_on(8, "--num_streams", "24")[0])
@@ -513,11 +511,7 @@ def test_another_column(tokenizer, corpus, tmp_path):
     "name, content, message",
     [
         ("a.json.gz", b"<html>busy</html>", r"a.json.gz cannot be read: Not a gzipped file"),
-        (
-            "a.json.gz",
-            gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-20],
-            r"a.json.gz cannot be read: .* ended before the end",
-        ),
+        ("a.json.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-20], r"a.json.gz cannot be read: .* ended"),
         ("a.json.gz", b"", r"a.json.gz cannot be read: it is empty"),
         ("a.json.zst", b"<html>busy</html>", r"a.json.zst cannot be read: "),
         ("a.json.zst", zstd(b'{"text": "a"}\n' * 99)[:-9], r"a.json.zst cannot be read: Truncated"),
@@ -526,11 +520,7 @@ def test_another_column(tokenizer, corpus, tmp_path):
         ("a.jsonl", b'{"text": "a"}\n["b"]\n', "a.jsonl, line 2 is no JSON object, but a list"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', "a.jsonl, line 2 is not JSON: .*codec can't decode"),
         ("a.jsonl", b"[" * 10**5, "a.jsonl, line 1 is not JSON: .*recursion"),
-        (
-            "a.jsonl",
-            b'{"text": "a"}\n{"text": "b\\ud800c"}\n',
-            r"a.jsonl, line 2: 'text' holds \\ud800, which is no char",
-        ),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b\\ud800c"}\n', r"a.jsonl, line 2: 'text' holds \\ud800,"),
         ("a.jsonl", b'{"text": "b\xed\xa0\x80c"}\n', "a.jsonl, line 1 is not JSON: .*codec can't decode"),
         ("a.jsonl", b'{"text": null}\n', "a.jsonl, line 1: 'text' is no text, but NoneType"),
         ("a.parquet", b"PAR", "a.parquet cannot be read: "),
@@ -636,10 +626,7 @@ def test_a_folder_of_texts(tmp_path, tokenizer, corpus):
     with pytest.raises(DataError, match=r"c\.txt is not UTF-8 at byte 1"):
         list(all_texts(files, "text"))
     write_shard(tmp_path / "e.jsonl", corpus)
-    for folder, said in (
-        (tmp_path, r"holds files of several kinds, \.jsonl, \.txt; name those"),
-        (tmp_path / "x", "holds no .json.gz,"),
-    ):
+    for folder, said in ((tmp_path, r"several kinds, \.jsonl, \.txt"), (tmp_path / "x", "holds no .json.gz,")):
         folder.mkdir(exist_ok=True)
         with pytest.raises(ConfigError, match=said):
             named_shards([str(folder)])

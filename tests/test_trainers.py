@@ -699,7 +699,7 @@ def test_a_resume_keeps_its_targets(chats, arguments, tmp_path):
             check_same_targets(args, features, tmp_path)
             assert args.assistant_only_loss == resumes
         else:
-            with pytest.raises(ConfigError, match=f"was trained on .*; give {saved is not False}".lower()):
+            with pytest.raises(ConfigError, match=rf"was trained on .*; give {saved is not False}".lower()):
                 check_same_targets(args, features, tmp_path)
 
 
@@ -717,10 +717,7 @@ def test_fewer_rows_than_a_step(forks, arguments, chats, tmp_path):
     "flags, said",
     [
         ((), r"--eos_token '<\|nothing\|>' .*--new_tokens '<\|nothing\|>'"),
-        (
-            ("--chat_template_path",),
-            r"trl's trainer refuses this run: The specified `eos_token` \('<\|nothing\|>'\) is not found",
-        ),
+        (("--chat_template_path",), r"trl's trainer refuses .*'<\|nothing\|>'"),
     ],
     ids=["by us", "by trl"],  # a model whose template is taken may bring the token
 )
