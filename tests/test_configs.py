@@ -297,10 +297,6 @@ def test_a_launch_says_what_preflight_says(launcher, named, tmp_path, monkeypatc
     assert launcher_problems() == []
 
 
-def test_no_launcher():
-    assert launcher_problems() == []
-
-
 def test_a_warm_up_that_is_longer_than_the_run(tmp_path):
     argv = [
         str(CONFIGS / "fsdp_full.yaml"), *LAPTOP, "--output_dir", str(tmp_path), "--max_steps", "6", "--warmup_steps",

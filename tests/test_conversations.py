@@ -111,10 +111,6 @@ def test_published_templates(name, tmp_path, capsys, monkeypatch):
     assert "Question" not in targets and "brief" not in targets, targets
 
 
-def test_at_least_ten_templates_have_tools():
-    assert len(PUBLISHED.keys() - WITHOUT_TOOLS) >= 10
-
-
 def test_a_template_that_does_not_end_answers(tmp_path):
     """GLM's ends an answer with the mark of the next user, so the last answer has no end."""
     folder = save_base(tmp_path, template_of("glm4moe"), "<|user|>")

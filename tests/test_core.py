@@ -15,11 +15,9 @@ from accelerate_recipes.models.tokenizers import new_word_tokenizer
 
 # Modules about these packages, which import them at once; all others do where they use them.
 ABOUT = {
-    "data/conversations.py", "data/formats.py", "data/json_texts.py", "data/tables.py", "data/unwritten.py", "games/rules.py",
-    "posttraining/answers.py",
-    "posttraining/evaluation.py", "posttraining/references.py",
-    "posttraining/objective.py", "posttraining/preferences.py", "posttraining/rewards.py", "posttraining/settings.py",
-    "posttraining/supervised.py",
+    "data/conversations.py", "data/formats.py", "data/json_texts.py", "data/tables.py", "data/unwritten.py",
+    "posttraining/answers.py", "posttraining/evaluation.py", "posttraining/references.py", "posttraining/objective.py",
+    "posttraining/preferences.py", "posttraining/rewards.py", "posttraining/settings.py", "posttraining/supervised.py",
 }  # fmt: skip
 
 
@@ -39,7 +37,7 @@ def imports_at_once(path: Path) -> set[str]:
 
 def test_optional_packages_are_imported_where_they_are_used():
     found = {str(path.relative_to(PACKAGE)): imports_at_once(path) & OPTIONAL for path in LIBRARY}
-    assert {name for name, packages in found.items() if packages} | {"games/rules.py"} == ABOUT
+    assert {name for name, packages in found.items() if packages} == ABOUT
 
 
 @pytest.fixture(scope="module")

@@ -255,11 +255,6 @@ def test_a_run_that_ends_before_the_peak_is_told(capsys):
     assert not capsys.readouterr().err
 
 
-def test_by_default_to_zero():
-    assert rates(warmup_steps=0.25)[STEPS] == pytest.approx(0)
-    assert rates(warmup_steps=0.25)[5] == 0.5
-
-
 @pytest.mark.parametrize(
     "flags, reason",
     [

@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from datasets import Dataset
 from helpers import IN_STEP_5, ROOT, log_of, losses, read_metrics
 from safetensors.torch import load_file
@@ -485,8 +484,3 @@ def test_all_problems_at_once(images_file):
 def test_confusion_is_drawn_without_a_class(tmp_path):
     draw_matrix(tmp_path / "confusion.png", np.array([[3, 1], [0, 0]]), ["a", "b"], "Two classes")
     assert (tmp_path / "confusion.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_demo_ships_its_images():
-    preset = yaml.safe_load((ROOT / "recipes/configs/vit/laptop.yaml").read_text())
-    assert [(ROOT / file).is_file() for file in preset["train_files"]] == [True]
