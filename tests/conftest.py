@@ -178,3 +178,10 @@ def serve():
         server.end_stalls.set()
         server.shutdown()
         server.server_close()
+
+
+@pytest.fixture
+def at_the_root(monkeypatch):
+    from helpers import ROOT
+
+    monkeypatch.chdir(ROOT)

@@ -143,6 +143,15 @@ def losses(output_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_metrics(output_dir) if "loss" in record}
 
 
+def trajectory(output_dir: Path) -> list[tuple[float, float]]:
+    """Return the training losses and the norms of the gradients, in the order of the steps."""
+    return [(record["loss"], record["grad_norm"]) for record in read_metrics(output_dir) if "loss" in record]
+
+
+def evaluations(output_dir: Path, name: str = "eval_loss") -> list[float]:
+    return [record[name] for record in read_metrics(output_dir) if name in record]
+
+
 # Runs on trl's trainers: 6 steps, saved after 3. SIGKILL all ranks when rank 0 would log step 5: it has opened the file for
 # the evaluation, 4 steps and a copy.
 STEPS = 6

@@ -30,7 +30,7 @@ import torch  # noqa: E402
 import toy  # noqa: E402
 from any_model import NEW_TOKENS, PROMPTS  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from helpers import CHILDREN, IMPORTS, REPOSITORY, ForkServer, read_metrics  # noqa: E402
+from helpers import CHILDREN, IMPORTS, REPOSITORY, ForkServer, evaluations, read_metrics  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from tiny import composite_config  # noqa: E402
 from tokenizers.processors import TemplateProcessing  # noqa: E402
@@ -478,10 +478,6 @@ def trajectory(out: Path) -> list[tuple[float, float]]:
     found = [(record["loss"], record["grad_norm"]) for record in read_metrics(out) if "loss" in record]
     assert len(found) == STEPS and found[-1][0] < found[0][0] - 0.05, f"the model does not learn: {found}"
     return found
-
-
-def evaluations(out: Path) -> list[float]:
-    return [record["eval_loss"] for record in read_metrics(out) if "eval_loss" in record]
 
 
 def agree(found: object, wanted: object, tolerance: float, what: str = "values") -> None:

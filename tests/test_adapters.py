@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import toy
-from helpers import CHILDREN, ROOT, log_of, read_metrics
+from helpers import CHILDREN, ROOT, evaluations, log_of, trajectory
 from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
@@ -98,14 +98,6 @@ def run(forks, arguments, tmp_path_factory):
         return done[name, *args]
 
     return output
-
-
-def trajectory(out: Path) -> list[tuple[float, float]]:
-    return [(record["loss"], record["grad_norm"]) for record in read_metrics(out) if "loss" in record]
-
-
-def evaluations(out: Path) -> list[float]:
-    return [record["eval_loss"] for record in read_metrics(out) if "eval_loss" in record]
 
 
 @torch.no_grad()

@@ -28,9 +28,7 @@ SHIPPED = sorted(CONFIGS.glob("*.yaml"))
 LAPTOP = [str(ROOT / "recipes/chess.py"), "--config", str(ROOT / "recipes/configs/chess/laptop.yaml")]
 
 
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

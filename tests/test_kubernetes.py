@@ -48,9 +48,7 @@ FLAGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 def documents(kind: str, *argv: str) -> list[dict]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, log_of, losses, read_metrics
+from helpers import ROOT, log_of, losses, read_metrics, trajectory
 from safetensors.torch import load_file, save_file
 from tiny import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
@@ -75,10 +75,6 @@ def undisturbed(run) -> tuple[Path, str]:
     """Output of a whole run on 2 ranks, and what it printed."""
     out = run(*EVALUATED)
     return out, log_of(out)
-
-
-def trajectory(out: Path) -> list[tuple[float, float]]:
-    return [(record["loss"], record["grad_norm"]) for record in read_metrics(out) if "loss" in record]
 
 
 def predictions(out: Path, step: int = STEPS) -> list[dict]:

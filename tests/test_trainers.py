@@ -20,7 +20,7 @@ import torch
 import yaml
 from accelerate import PartialState
 from datasets import Features, List, Value
-from helpers import CHILDREN, IN_STEP_5, ROOT, STEPS, log_of, losses, read_metrics
+from helpers import CHILDREN, IN_STEP_5, ROOT, STEPS, evaluations, log_of, losses, read_metrics
 from peft import PeftModel
 from safetensors.torch import load_file
 from tiny import tiny_model
@@ -63,10 +63,6 @@ STOP_AFTER_STEP_3 = {
         }
     )
 }  # fmt: skip
-
-
-def evaluations(out: Path, name: str = "eval_loss") -> list[float]:
-    return [record[name] for record in read_metrics(out) if name in record]
 
 
 def save_base(folder: Path, tokenizer, **config) -> Path:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
-from helpers import IN_STEP_5, ROOT, log_of, losses, read_metrics
+from helpers import IN_STEP_5, ROOT, log_of, losses, read_metrics, trajectory
 from safetensors.torch import load_file
 from streaming import Server
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil
@@ -78,10 +78,6 @@ def run(forks, arguments, tmp_path_factory):
         return done[key]
 
     return output
-
-
-def trajectory(out: Path) -> list[tuple[float, float]]:
-    return [(record["loss"], record["grad_norm"]) for record in read_metrics(out) if "loss" in record]
 
 
 def predictions(out: Path, step: int = STEPS) -> list[dict]:
