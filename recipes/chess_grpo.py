@@ -4,7 +4,7 @@
         recipes/chess_grpo.py --config recipes/configs/chess_grpo/laptop.yaml
 
 It begins with the export of chess.py. In each position of a step, the model draws `--num_generations` moves. Moves that
-earn more than the mean of their group become more likely. The rewards are in accelerate_recipes/games/rewards.py. Before
+earn more than the mean of their group become more likely. The rewards are in accelerate_recipes/chess/rewards.py. Before
 and after training, the recipe measures the shares of moves that are legal and of moves that were played, in positions of
 held-out games.
 """

@@ -15,7 +15,7 @@ import harness
 import psutil
 import pytest
 import torch
-from helpers import CONFIGS, ROOT, environment
+from helpers import CONFIGS, REPOSITORY, ROOT, environment
 
 from accelerate_recipes.args import parse
 from accelerate_recipes.launch.settings import launch_environment
@@ -91,14 +91,23 @@ def test_results_say_when_they_were_measured():
 
 
 def test_benchmarks_that_are_named_exist():
-    """A page names a benchmark of the tree, or a commit that has it."""
-    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", ROOT / "data/README.md"]
-    for folder, kind in (("docs", "md"), ("src", "py"), ("recipes", "*"), ("benchmarks", "py"), ("tests", "py")):
+    """A page names a benchmark of the tree, or a commit that has it: behind it, by `at`, or in the table of results."""
+    files = [path for name in ("*.md", "Makefile", "data/*.md", "slurm/*.md", "docs/*.md") for path in ROOT.glob(name)]
+    for folder, kind in (("src", "py"), ("recipes", "*"), ("tests", "py"), ("benchmarks", "py"), ("benchmarks", "md")):
         files += [path for path in (ROOT / folder).rglob(f"*.{kind}") if path.is_file()]
-    named = re.compile(r"(commit [0-9a-f]{7}'s\s+)?`?(benchmarks/\w+\.py)", re.IGNORECASE)
-    found = [(path, *match) for path in files for match in named.findall(path.read_text(errors="ignore"))]
-    gone = [(path, name) for path, commit, name in found if not commit and not (ROOT / name).exists()]
-    assert gone == [] and len(found) > 30
+    named = re.compile(r"(?:\| ([0-9a-f]{7}) \| `[^`|\n]*)?(benchmarks/\w+\.py)(?:[^`\n]*`\s+at\s+([0-9a-f]{7})\b)?")
+    pages = [(path, path.read_text(errors="ignore")) for path in files if path.name != "CHANGELOG.md"]
+    found = [(path, name, row or behind) for path, text in pages for row, name, behind in named.findall(text)]
+    assert [(path, name) for path, name, commit in found if not commit and not (ROOT / name).exists()] == []
+    objects = [f"{commit}:{name}" for _, name, commit in found if commit]
+    objects += re.findall(r"`([0-9a-f]{7})`", (ROOT / "docs/tried.md").read_text())
+    assert len(objects) > 60
+    git = ["git", "-C", REPOSITORY]
+    shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True, timeout=60)
+    if shallow.stdout == "false\n":  # a clone with its history
+        asked = [*git, "cat-file", "--batch-check"]
+        done = subprocess.run(asked, input="\n".join(objects), capture_output=True, text=True, timeout=60, check=True)
+        assert [line for line in done.stdout.splitlines() if " blob " not in line and " commit " not in line] == []
 
 
 def gpu_environment(tmp_path: Path) -> dict[str, str]:

@@ -336,7 +336,7 @@ def test_steps_without_targets(run, monkeypatch, idle, logging_steps):
         return count_next_tokens(batch) * (left[0] < 0)
 
     if idle == 5:
-        with pytest.raises(DataError, match=r"no row of the steps 1 to 4 has a target of the loss: .* mend the data"):
+        with pytest.raises(DataError, match=r"no row of the steps 1 to 4 has a target"):
             run(logging_steps=logging_steps, count_fn=count_fn)
         return
     records, _ = run(logging_steps=logging_steps, count_fn=count_fn)

@@ -170,7 +170,7 @@ def test_values_are_yaml(tmp_path):
     [
         (["hidden_size=100", "num_attention_heads=8"], r"hidden size \(100\) is not a multiple .* heads \(8\)"),
         (["hidden_size=160"], "even rotary dimension, but got `head_dim`=5"),
-        (["num_key_value_heads=5"], "num_attention_heads 32 is not a multiple of num_key_value_heads 5"),
+        (["num_key_value_heads=5"], "num_attention_heads 32 .* num_key_value_heads 5"),
         (["hidden_size=96", "num_attention_heads=3", "num_key_value_heads=4"], "heads 3 is not a multiple of num_key_value_heads 4"),
         (["sliding_window=4096"], "a llama has no field sliding_window"),
         (["dtype=bfloat16", "hiden_size=8"], r"no field dtype(.|\n)*no field hiden_size; did you mean 'hidden_size'"),
@@ -184,11 +184,11 @@ def test_values_are_yaml(tmp_path):
         (["hidden_size"], "'hidden_size' is not NAME=VALUE"),
         (["hidden_size=[1"], r"the value in 'hidden_size=\[1' is not YAML"),
         (["x", "--max_length", "8192"], "'x' is not NAME=VALUE"),
-        (["vocab_size=32000", "--max_length", "8192"], "--max_length is 8192, but the model is made for max_position_embeddings 4096"),
+        (["vocab_size=32000", "--max_length", "8192"], "--max_length is 8192, .* 4096"),
         (["vocab_size=32000", "--hidden_size", "64"], "unknown argument 'hidden_size' .* given by --config_overrides hidden_size="),
         (["vocab_size=32000", "--model_type", "qwen33"], "transformers has no ModelForCausalLM of this type; did you mean 'qwen3'"),
         (["vocab_size=32000", "--model_type", "gemma3"], "also reads images or sound|no field"),
-        (["vocab_size=32000", "--from_scratch", "--model_name_or_path", "m"], "--from_scratch makes a new model; remove it, or --model_name_or_path"),
+        (["vocab_size=32000", "--from_scratch", "--model_name_or_path", "m"], "--from_scratch .* or --model_name_or_path"),
     ],
 )  # fmt: skip
 def test_mistakes(flags, reason):
@@ -199,11 +199,7 @@ def test_mistakes(flags, reason):
 @pytest.mark.parametrize(
     "model_type, overrides, reason",
     [
-        (
-            "mixtral",
-            ["num_local_experts=8", "num_experts_per_tok=9"],
-            "num_experts_per_tok is 9, but num_local_experts is 8",
-        ),
+        ("mixtral", ["num_local_experts=8", "num_experts_per_tok=9"], "num_experts_per_tok is 9, .* 8"),
         ("qwen3_moe", ["num_experts=8", "num_experts_per_tok=9"], "num_experts_per_tok is 9, but num_experts is 8"),
         ("gemma3_text", ["layer_types=[full_attention]"], r"`num_hidden_layers` \(2\) .* `layer_types` \(1\)"),
         ("gpt2", ["n_embd=8", "hidden_size=8"], "n_embd is set under two names"),
@@ -285,9 +281,7 @@ def test_a_vocabulary_that_does_not_fit():
     assert (ids.bos_token_id, ids.eos_token_id, ids.pad_token_id) == (0, 1, None)
     with pytest.raises(ConfigError, match="the tokenizer has 100 tokens, the model's vocab_size is 99"):
         check_belong_together(config(vocab_size=99), tokenizer, 4096)
-    with pytest.raises(
-        ConfigError, match=r"eos_token_id is 2, the model's is 3(.|\n)*--max_length is 4097, the model's is 4096"
-    ):
+    with pytest.raises(ConfigError, match=r"eos_token_id is 2, .* 3(.|\n)*--max_length is 4097, .* 4096"):
         check_belong_together(config(eos_token_id=3), tokenizer, 4097)
 
 

@@ -154,10 +154,13 @@ class TrainArgs(AdapterArgs):
         0, "Worker processes that collate batches, per process.", min=0, max=1024, group="data"
     )
     ddp_timeout: int = arg(
-        1800, "Seconds after which a collective that a process does not join is an error.", min=1, group="rare"
+        1800, "Seconds after which a collective fails that some process has not joined.", min=1, group="rare"
     )
     step_timeout: int = arg(
-        300, "Seconds after which a step that hangs is an error; the first step has --ddp_timeout.", min=1, group="rare"
+        300,
+        "Seconds after which a hanging step is an error; for the first step, --ddp_timeout counts.",
+        min=1,
+        group="rare",
     )
     report_to: str = arg(
         "none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: only metrics.jsonl.", group="logging"
@@ -202,6 +205,16 @@ class TrainArgs(AdapterArgs):
 
     # Whether all rows are tokenised before the first step, while other processes wait in a collective.
     tokenizes_first: ClassVar[bool] = False
+
+    # Fields of some recipes, as they are in the others.
+    attn_implementation = ""
+    max_length = 0
+    document_mask = packing = False
+    whole_logits = None  # the recipe has no choice
+    new_tokens = train_files = eval_files = ()
+    num_iterations = num_generations = 1
+    dataset_num_proc = None
+    template_date = ""
 
     # Folders that only the machine of the run can see. Files in them cannot be checked here.
     elsewhere = ()

@@ -42,11 +42,11 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch_checks import environment_warnings, fp8_layers, lever_warnings, num_accelerators
 from accelerate_recipes.life import parent
 from accelerate_recipes.models import slices
-from accelerate_recipes.models.attention import keep_cudnn_from_masks
 from accelerate_recipes.models.mixers import check_units, recompute_documents, unpack_documents
 from accelerate_recipes.models.probes import mixers_in
 from accelerate_recipes.models.rotary import embed_by_length
 from accelerate_recipes.models.shared_rows import share_attention
+from accelerate_recipes.models.torch_attention import keep_cudnn_from_masks
 from accelerate_recipes.models.weights import initialize
 from accelerate_recipes.optim import local_shard, optimizer_fn
 from accelerate_recipes.ranks import (
@@ -64,7 +64,7 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the se
 def make_accelerator(args: TrainArgs) -> Accelerator:
     """Make the Accelerator that the launcher's environment describes, and set `args.seed` on all ranks alike.
 
-    Call `strategy.launch_problems` first; this function assumes that it found nothing.
+    Call `launch_checks.launch_problems` first; this function assumes that it found nothing.
 
     Raises:
         ConfigError: for a strategy that would run as independent copies.
@@ -177,7 +177,7 @@ def prepare(
         Model, optimizer, and the modules whose parameters a forward pass gathers before it computes anything (see
         `accumulate`): embedding and first layer.
 
-    A new model (`models.new_model`) gets its first weights here, from the seed that `make_accelerator` set. Under FSDP2
+    A new model (`loading.new_model`) gets its first weights here, from the seed that `make_accelerator` set. Under FSDP2
     this happens after sharding, so no rank ever holds the whole model. Under other strategies each rank holds it for a
     while: DDP must, and FSDP1 takes it from the CPU. The YAML's fsdp_cpu_ram_efficient_loading is for weights from
     files that are no safetensors; for a new model it is switched off, as for one whose slices each rank reads (`slices`).

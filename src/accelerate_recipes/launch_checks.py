@@ -67,7 +67,7 @@ def fp8_problems(env: Mapping[str, str]) -> list[str]:
         "with fsdp_version: 1 is not supported; take accelerate_configs/fsdp_fp8.yaml": is_version(env, 1),
         "with fsdp_cpu_ram_efficient_loading: true is refused by Accelerate; set it to false": is_version(env, 2)
         and is_on(env, "FSDP_CPU_RAM_EFFICIENT_LOADING"),
-        "with enable_fsdp_float8_all_gather under fp8_config: would put weights of a class of torchao's into checkpoints; "
+        "with enable_fsdp_float8_all_gather under fp8_config: would write weights into checkpoints as a class of torchao; "
         "set it to false": is_version(env, 2) and gathers_fp8,
     }
     return [f"mixed_precision: fp8 {problem}" for problem in that_apply(problems)]
@@ -122,19 +122,19 @@ def parallelism_problems(env: Mapping[str, str]) -> list[str]:
     problems = {
         f"parallelism_config has the sizes {', '.join(map(str, sizes))}; each must be at least 1": min(sizes) < 1,
         "parallelism_config is in use but all its sizes are 1; Accelerate ignores keys without the "
-        "prefix: write parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size, or, if all are meant "
-        "to be 1, take accelerate_configs/fsdp_full.yaml": max(sizes) == 1,
+        "prefix: write parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size. If all sizes should be 1, "
+        "take accelerate_configs/fsdp_full.yaml": max(sizes) == 1,
         f"parallelism_config_tp_size is {tensor}: Accelerate 1.15's tensor parallelism needs a name that transformers "
         "5.23 no longer has; set it to 1: FSDP divides the weights, and parallelism_config_cp_size the "
         "activations": tensor > 1,
-        f"parallelism_config_sp_size is {sequence}: Accelerate 1.15 hands it to DeepSpeed, and with FSDP2 ignores it; "
+        f"parallelism_config_sp_size is {sequence}: Accelerate 1.15 passes it to DeepSpeed, and ignores it with FSDP2; "
         f"set it to 1, and parallelism_config_cp_size to {sequence}": sequence > 1,
         f"parallelism_config asks for {replicate} replicas x {shard} shards{by_row} = {replicate * shard * row} "
         f"processes, but {world} were launched; launch with --parallelism_config_dp_replicate_size R "
         f"--parallelism_config_dp_shard_size S{flag} so that R x S{factor} = {world}": replicate * shard * row != world,
-        f"parallelism_config asks for {replicate} replicas of weights that only the ranks of a row share, which "
-        "Accelerate 1.15 refuses; set parallelism_config_dp_replicate_size to 1 and parallelism_config_dp_shard_size to "
-        f"{replicate}": row > 1 and replicate > 1 and shard == 1,
+        f"parallelism_config asks for {replicate} replicas of weights, each sharded only over the ranks of a row; "
+        "Accelerate 1.15 refuses this; set parallelism_config_dp_replicate_size to 1 and "
+        f"parallelism_config_dp_shard_size to {replicate}": row > 1 and replicate > 1 and shard == 1,
     }
     only = "only under FSDP2 can ranks share rows; take accelerate_configs/fsdp_long.yaml"
     not_here = [f"parallelism_config_cp_size is {row}: {only}"] if row > 1 and not is_version(env, 2) else []
@@ -155,13 +155,13 @@ def fsdp_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
         "fsdp_activation_checkpointing: true recomputes layer by layer, but fsdp_auto_wrap_policy: NO_WRAP names "
         "no layers; use TRANSFORMER_BASED_WRAP": recomputes and policy == "NO_WRAP",
         "dynamo_use_regional_compilation: true with fsdp_version: 1 does not work: Accelerate 1.15 copies modules, "
-        "which FSDP1's are not made for; set it to false, or choose a config with "
+        "and FSDP1's modules cannot be copied; set it to false, or choose a config with "
         "fsdp_version: 2": is_fsdp1 and is_compiled(env) and by_layer,
         "dynamo_backend with fsdp_activation_checkpointing: true would compile no layer (Accelerate 1.15); set "
         "dynamo_use_regional_compilation: true under "
         "dynamo_config:": not is_fsdp1 and is_compiled(env) and not by_layer and recomputes,
-        "fsdp_use_orig_params: false melts norms and biases into one flat parameter with the weights, so "
-        "they could not be spared weight decay; set it to true": is_fsdp1 and not is_on(env, "FSDP_USE_ORIG_PARAMS"),
+        "fsdp_use_orig_params: false joins norms and biases with the weights to one flat parameter, so they would get "
+        "weight decay too; set it to true": is_fsdp1 and not is_on(env, "FSDP_USE_ORIG_PARAMS"),
         "FSDP1 hybrid sharding on a CPU leaves every rank the whole model and does not reduce the replicas' gradients "
         "(torch 2.13); use accelerate_configs/fsdp_hybrid.yaml": on_cpu and is_hybrid,
         "FSDP1 with FULL_STATE_DICT crashes the interpreter on a CPU (torch 2.13); use SHARDED_STATE_DICT, or "
@@ -183,7 +183,7 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
     by_inductor = is_one_of(env, "ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     precision = env.get("ACCELERATE_MIXED_PRECISION")
     n, share = args.checkpoint_every_n_layers, args.activation_memory_budget
-    budget = f"--activation_memory_budget {share} says what"
+    budget = f"--activation_memory_budget {share} says how much compiled layers"
     grad_dtype = next(name for name, dtype in DTYPES.items() if dtype == args.param_dtype)
     is_ddp = not use_fsdp and int(env.get("WORLD_SIZE", 1)) > 1
     problems = {
@@ -192,16 +192,17 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
         f"--prefetch_layers {args.prefetch_layers} needs fsdp_version: 2 with fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP "
         "in the accelerate YAML; set it to 0": args.prefetch_layers > 0 and not (is_fsdp2 and wraps_layers),
         f"--checkpoint_every_n_layers {n} says which layers are recomputed, but the accelerate YAML asks for none; set "
-        "fsdp_activation_checkpointing: true under fsdp_config:, or it to 1": n > 1 and not recomputes,
-        f"{budget} layers keep that are compiled by inductor, but the accelerate YAML asks for none; set dynamo_backend: "
-        "inductor and dynamo_use_regional_compilation: true under dynamo_config:, or it to "
+        "fsdp_activation_checkpointing: true under fsdp_config:, or --checkpoint_every_n_layers 1": n > 1
+        and not recomputes,
+        f"{budget} keep, but the accelerate YAML does not compile by inductor; set dynamo_backend: inductor and "
+        "dynamo_use_regional_compilation: true under dynamo_config:, or --activation_memory_budget "
         "1": share < 1 and not by_inductor,
-        f"{budget} compiled layers keep, but fsdp_activation_checkpointing: true computes them again whole; set that to "
-        "false, or it to 1": share < 1 and by_inductor and recomputes,
+        f"{budget} keep, but with fsdp_activation_checkpointing: true they keep nothing; set that to false, or "
+        "--activation_memory_budget 1": share < 1 and by_inductor and recomputes,
         f"--reduce_dtype {args.reduce_dtype}: DDP sums gradients over the ranks in the precision of the weights, here "
         f"{grad_dtype}; set it to {grad_dtype}, or choose an FSDP config": is_ddp and args.reduce_dtype != grad_dtype,
-        "--use_peft: FSDP1 melts frozen weights and adapters into one flat parameter, which has one precision and "
-        "gradients of all; choose a config with fsdp_version: 2": is_fsdp1 and args.use_peft,
+        "--use_peft: FSDP1 joins frozen weights and adapters to one flat parameter, which has one precision, and gradients "
+        "of all its parts; choose a config with fsdp_version: 2": is_fsdp1 and args.use_peft,
         "--optim adafactor keeps means over rows and columns, but FSDP1 leaves each rank flat pieces of parameters; "
         "choose a config with fsdp_version: 2": is_fsdp1 and args.optim == "adafactor",
         "--optim adamw_8bit: bitsandbytes does not take FSDP's sharded parameters; choose single.yaml or ddp.yaml, or "
@@ -217,12 +218,12 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
 
 def sharing_problems(args: TrainArgs, size: int) -> list[str]:
     """List the arguments that do not work where `size` ranks share each row, one sentence each."""
-    length = getattr(args, "max_length", 0)
+    length = args.max_length
     near = " or ".join(str(n) for n in (length // size * size, (length // size + 1) * size) if n)
     problems = {
-        f"parallelism_config_cp_size is {size}, but in this recipe a row is whole on each process; set it to 1, and where "
-        "activations do not fit fsdp_activation_checkpointing (then ..._offload) to true; recipes/chess.py and "
-        "recipes/c4.py share rows, and recipes/sft.py with --packing or "
+        f"parallelism_config_cp_size is {size}, but in this recipe a row is whole on each process; set it to 1. If "
+        "activations do not fit, set fsdp_activation_checkpointing to true, then fsdp_activation_checkpointing_offload too. "
+        "recipes/chess.py and recipes/c4.py share rows, and recipes/sft.py with --packing or "
         "--padding_free": size > 1 and not args.shares_rows,
         f"--max_length {length} is not a multiple of parallelism_config_cp_size {size}, the ranks that share a row; lengths "
         f"that work: {near}": args.shares_rows and length % size and not args.pads_rows,
@@ -252,7 +253,7 @@ def lever_warnings(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
         "that divides the processes of a machine": local_world % size,
         f"mixed_precision: no with --optim {args.optim} computes in fp32; set `mixed_precision: bf16`, or --optim "
         "adamw_bf16_kahan, for bf16": precision == "no" and args.param_dtype == torch.float32,
-        "mixed_precision: fp8 without dynamo_backend casts in kernels of its own, which takes what fp8 saves; take "
+        "mixed_precision: fp8 without dynamo_backend casts in separate kernels, which take as much time as fp8 saves; take "
         "dynamo_config from accelerate_configs/fsdp_fp8.yaml": precision == "fp8" and not is_compiled(env),
     }
     return that_apply(warnings)

@@ -114,7 +114,7 @@ def keep_masks(accelerator: Accelerator) -> None:
     """Keep Accelerate from removing attention masks where ranks share rows.
 
     With cp_size, Accelerate 1.15 (_prepare_cp) adds a hook to each attention that removes its mask, for a ring attention
-    on GPUs. Packed documents would silently attend to each other. Here `sequence` shares the rows, with their masks.
+    on GPUs. Packed documents would silently attend to each other. Here `shared_rows` shares the rows, with their masks.
     tests/test_sequence.py fails once upstream no longer does this.
     """
     accelerator._prepare_cp = lambda *prepared: prepared

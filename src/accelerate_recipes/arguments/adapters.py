@@ -1,4 +1,4 @@
-"""Arguments of adapters, which every recipe takes; see `adapters`."""
+"""Arguments of adapters, which every recipe takes; see `models.adapters`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -64,7 +64,7 @@ def arg(
     A `fixed` argument must not change when a checkpoint is continued, because it decides the model, the order of the
     data, or the optimizer's state. By default, the fields of a recipe are fixed, and those of TrainArgs are not.
 
-    `group` is the place in --help, one of `arguments.GROUPS`. By default, it is that of the class.
+    `group` is the place in --help, one of `help.GROUPS`. By default, it is that of the class.
     """
     metadata = {"help": help, "fixed": fixed, "group": group}
     if choices or bounds:

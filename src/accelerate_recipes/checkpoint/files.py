@@ -185,7 +185,7 @@ def holds_adapter(marker: dict) -> bool:
 
 
 def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None] | None) -> None:
-    """Check that a checkpoint, which may not hold all of its model, belongs to this base, as `base.described` describes it.
+    """Check that a checkpoint, which may not hold all of its model, belongs to this base; see `untrained.described`.
 
     Raises:
         ConfigError: if it was trained from a model with other weights, whatever its name.

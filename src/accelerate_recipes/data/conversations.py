@@ -147,7 +147,7 @@ def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str
                 if wrong := [weight for weight in weights if weight not in (0, 1)]:
                     raise DataError(
                         f"{source}, row {number}: {name!r} has a message of weight {wrong[0]!r}; {', '.join(WEIGHTS)} "
-                        "say whether a message is a target: give 0 or 1, or another name to something else"
+                        "say whether a message is a target: give 0 or 1, or rename a field that means something else"
                     )
                 found |= 0 in weights
     return found

@@ -82,7 +82,7 @@ class StreamArgs:
         if not self.is_streamed:
             return found + (["--num_streams is for shards that are streamed; remove it"] if self.num_streams else [])
         if self.max_steps < 1 and not self.is_finite:
-            found.append("--max_steps is missing: how long a stream is, nobody knows")
+            found.append("--max_steps is missing: the length of a stream is not known")
         return found + (stream_problems(self.num_streams, world_size, self.row_size) if self.num_streams else [])
 
     def settle(self, saved: Mapping[str, Any]) -> list[str]:

@@ -48,7 +48,7 @@ class TokenShards:
             file = shard_file(self.folder, i, "tokens")
             if not file.is_file() or file.stat().st_size != entry["size"]:
                 raise ConfigError(
-                    f"{file} is missing, or has not the {entry['size']} bytes it was written with; remove "
+                    f"{file} is missing, or does not have the {entry['size']} bytes that were written; remove "
                     f"{file.with_suffix('.json')}, and --pretokenize makes it again"
                 )
 

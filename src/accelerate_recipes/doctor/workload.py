@@ -30,7 +30,7 @@ MODELS = {
     "cpu": (2000, 192, 512, 4, 6),  # steps of a second or less on two cores
     "gpu": (32000, 768, 2048, 12, 12),  # 127 million parameters, for the speed of a GPU
 }
-NUM_ROWS, NUM_HELD_OUT = 61, 10  # of neither is a batch a divisor: an epoch ends within one
+NUM_ROWS, NUM_HELD_OUT = 61, 10  # no multiples of the batch, so that an epoch ends inside a batch
 
 
 @dataclass

@@ -118,7 +118,7 @@ class JobArgs:
             "--efa-per-node, and --node-selector node.kubernetes.io/instance-type=...": self.instance and not has,
             "--storage-class has an effect only on a new claim; give --checkpoints-size, or remove "
             "it": self.storage_class and not self.checkpoints_size,
-            "--token-secret has no effect with --cache-pvc, whose pods ask no network; remove one of "
+            "--token-secret has no effect with --cache-pvc, whose pods use no network; remove one of "
             "them": self.token_secret and self.cache_pvc,
         }
         if has:

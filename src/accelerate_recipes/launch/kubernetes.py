@@ -83,7 +83,7 @@ def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
         job.name = job.name or Path(launch.command[0]).stem.replace("_", "-")
         pushes = f"--push_to_hub {launch.args.push_to_hub}" if launch.args.push_to_hub else ""
         if pushes and job.cache_pvc:
-            problems.append(f"{pushes}: pods with --cache-pvc ask no network; remove one of the two")
+            problems.append(f"{pushes}: pods with --cache-pvc use no network; remove one of the two")
         elif pushes and not job.token_secret:
             problems.append(f"{pushes} needs a token that may write; give --token-secret")
     if job.name:
@@ -156,8 +156,8 @@ def image_problems(config: str, launch: Launch) -> list[str]:
     is_outside, kind = script.is_absolute() or ".." in script.parts, read_yaml(Path(config)).get("distributed_type")
     problems = {
         f"{script}: the image holds this repository; give the recipe's path in it, such as recipes/chess.py": is_outside,
-        f"{config}: with `distributed_type: NO` the launcher does not pass on the signal that a pod is deleted with, and "
-        "nothing is saved; take accelerate_configs/ddp.yaml, on one process the same": kind == "NO",
+        f"{config}: with `distributed_type: NO` the launcher does not pass on the signal that deletes a pod, and nothing is "
+        "saved; take accelerate_configs/ddp.yaml, which does the same on one process": kind == "NO",
     }
     return that_apply(problems)
 

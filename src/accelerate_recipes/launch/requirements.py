@@ -180,7 +180,7 @@ def model_problems(args: TrainArgs, model: transformers.PreTrainedModel, env: Ma
 
 def attention_problems(args: TrainArgs, model: transformers.PreTrainedModel, env: Mapping[str, str]) -> list[str]:
     """List why a model cannot be trained with the attention, the packing and the loss that the arguments ask for."""
-    name = getattr(args, "attn_implementation", "")
+    name = args.attn_implementation
     if not name or model.config.is_encoder_decoder:
         return []
     size = ranks_a_row(env)
@@ -190,10 +190,10 @@ def attention_problems(args: TrainArgs, model: transformers.PreTrainedModel, env
         attention, _ = choose(name, model.config, args.param_dtype, args.has_boundaries, size > 1)
         model.config._attn_implementation = attention
         if size > 1:
-            check_shared_masks(model.config, attention, getattr(args, "max_length", 0))
-        if getattr(args, "document_mask", False):
+            check_shared_masks(model.config, attention, args.max_length)
+        if args.document_mask:
             check_packing(model.config)
-        if not getattr(args, "whole_logits", True):
+        if args.whole_logits is False:
             check_head(model.config)
     return problems
 

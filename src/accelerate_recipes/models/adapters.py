@@ -59,7 +59,7 @@ class Adapter:
     """Configuration and base of the adapters in a checkpoint."""
 
     config: "LoraConfig"
-    base: dict[str, str | None]  # the base model, as `base.described` describes it
+    base: dict[str, str | None]  # the base model, as `untrained.described` describes it
 
 
 def load_settings(args: TrainArgs) -> dict[str, Any]:
@@ -240,8 +240,8 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     if left_out := wanted - {weight_of(name, layer) for name, layer in layers.items()}:
         raise ConfigError(
-            f"--use_peft: PEFT takes the name of {min(left_out)} for one of the experts, as older versions of "
-            "transformers had it, and would leave that layer out; name others by --lora_target_modules, such as "
+            f"--use_peft: PEFT takes the name of {min(left_out)} for one of the experts, which had such names in older "
+            "versions of transformers, and would leave that layer out; name other layers by --lora_target_modules, such as "
             "experts.gate_up_proj"
         )
     lengths = row_lengths(layers, source) if args.use_dora else {}
@@ -261,8 +261,8 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
         if not args.merge_adapter and load_config(args.base_model).tie_word_embeddings and not is_tied:
             raise ConfigError(
                 f"the config.json of {args.base_model} ties its output layer to its embedding, but its weights do not; "
-                "whoever makes room there for --new_tokens would lose the output layer: set tie_word_embeddings to false in "
-                "a copy of the model, or add --merge_adapter"
+                "a program that enlarges its embedding for --new_tokens would lose the output layer: set "
+                "tie_word_embeddings to false in a copy of the model, or add --merge_adapter"
             )
     if args.merge_adapter:
         with torch.device("meta"):
@@ -365,7 +365,8 @@ def merged(
 ) -> Callable[[str], torch.Tensor]:
     """Return a function that gives a weight by its name in `base`; an adapted weight has its adapter merged in, in fp32.
 
-    An embedding or output layer with new tokens gets their rows, and the number of rows that it has in `model`.
+    If tokens were added, the embedding and the output layer get the trained rows of the new tokens, and have in all as many
+    rows as in `model`.
 
     `model` is on the meta device; this puts adapters without values into it. The function caches its results for two weights
     of the model, because the parts of one layer's experts lie side by side in the files.

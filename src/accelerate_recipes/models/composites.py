@@ -44,7 +44,7 @@ def text_part(config: PreTrainedConfig, name: str = "") -> PreTrainedConfig:
         rope = fields["rope_parameters"].items()
         fields["rope_parameters"] = {field: value for field, value in rope if not field.startswith("mrope")}
         text = config_class(**{field: value for field, value in fields.items() if field != "model_type"})
-    # Either configuration may say so. The weights in the files decide; see `models.tie_as_read`.
+    # Either configuration may say so. The weights in the files decide; see `loading.tie_as_read`.
     text.tie_word_embeddings = config.tie_word_embeddings or getattr(text, "tie_word_embeddings", False)
     text.name_or_path = name
     return text

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.models.attention import boundaries
+from accelerate_recipes.models.documents import boundaries
 
 # Arguments of a mixer that describe whole rows. A single document has no boundaries inside, no padding, no earlier state.
 BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -124,8 +124,9 @@ def check_units(mixers: Collection[nn.Module], units: Collection[nn.Module]) -> 
     for mixer in mixers:
         if any(part is unit for part in mixer.modules() if part is not mixer for unit in units):
             raise ConfigError(
-                f"fsdp_auto_wrap_policy shards parts of {type(mixer).__name__} by themselves, but ranks call these once for "
-                "each group of documents, and have different documents; let it wrap whole layers (TRANSFORMER_BASED_WRAP)"
+                f"fsdp_auto_wrap_policy shards parts of {type(mixer).__name__} by themselves. A rank calls such a part once "
+                "for each group of its documents, and the ranks have different numbers of groups; let it wrap whole layers "
+                "(TRANSFORMER_BASED_WRAP)"
             )
 
 

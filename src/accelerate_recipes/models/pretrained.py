@@ -98,8 +98,8 @@ def load_config(name: str) -> PreTrainedConfig:
         raise ConfigError(f"the config.json of {name} cannot be used: {first_line(error)}") from error
     if Path(cache.folder("model", name) or "", "adapter_config.json").is_file():
         raise ConfigError(
-            f"{name} holds adapters (adapter_config.json), and would be read as their base model with them; if its own "
-            "weights are what to train, move adapter_config.json away, else merge the adapters, and give the result"
+            f"{name} holds adapters (adapter_config.json), so transformers would load their base model with them. To train "
+            "the weights of this folder, move adapter_config.json away; otherwise merge the adapters, and give the result"
         )
     if quantization := getattr(config, "quantization_config", None):
         method = quantization.get("quant_method", "an unknown way") if isinstance(quantization, dict) else quantization
@@ -201,8 +201,8 @@ def loaded_on_meta(model: PreTrainedModel, name: str, kind: Kind) -> PreTrainedM
         loaded, found = model_class.from_pretrained(None, **settings)
     except RuntimeError as error:  # if several weights, such as those of experts, cannot be joined into one
         raise ConfigError(
-            f"the weights of {name} cannot be joined to those of a {type(model).__name__}: one is missing, such as that of "
-            "an expert, or they differ in shape; copy or save the model again, or give another"
+            f"a {type(model).__name__} joins weights of a layer, such as those of its experts, into one, but in {name} one "
+            "of them is missing, or has another shape; copy or save the model again, or give another"
         ) from error
     shapes = {
         f"{weight} {tuple(of_file)} instead of {tuple(wanted)}": weight

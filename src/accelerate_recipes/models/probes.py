@@ -13,13 +13,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoMo
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.models.attention import (
-    READ_BOUNDARIES,
-    document_masks,
-    of_layers,
-    unsupported_kernels,
-    width_of_heads,
-)
+from accelerate_recipes.models.attention import of_layers, unsupported_kernels, width_of_heads
+from accelerate_recipes.models.documents import READ_BOUNDARIES, document_masks
 from accelerate_recipes.models.mixers import unpack_documents
 from accelerate_recipes.models.shared_rows import whole_rows
 
@@ -311,7 +306,7 @@ def shares_in_small(config: PreTrainedConfig) -> bool | None:
 
     None if no tiny model can be made.
 
-    `sequence` exchanges data for attention, so here an attention that sees only the position itself replaces it.
+    `shared_rows` exchanges data for attention, so here an attention that sees only the position itself replaces it.
     """
     group = {"sequence_group": None, "use_cache": False}
     model = tiny_model(config, "alone", sequence_group=None)

@@ -1,4 +1,4 @@
-"""Check whether several ranks can share the rows of a model (see `sequence`), and say why not."""
+"""Check whether several ranks can share the rows of a model (see `shared_rows`), and say why not."""
 
 import math
 
@@ -6,7 +6,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from accelerate_recipes.errors import ConfigError, raise_problems
-from accelerate_recipes.models.attention import CHUNKS, DOCUMENTS, OWN, SINKS, SOFTCAP, beyond_documents, of_layers
+from accelerate_recipes.models.attention import CHUNKS, OWN, SINKS, SOFTCAP, beyond_documents, of_layers
+from accelerate_recipes.models.documents import DOCUMENTS
 from accelerate_recipes.models.probes import UNTRIED, shares_in_small, tiny_model
 from accelerate_recipes.models.shared_rows import balance_of_rows, balance_weight
 from accelerate_recipes.ranks import ranks_a_row
@@ -15,7 +16,7 @@ LONGEST_MASK = 8192  # tokens in a row that ranks share; the mask of such a row 
 
 
 def check_sharing(config: PreTrainedConfig) -> None:
-    """Raise ConfigError if ranks share rows (see `sequence`), but cannot share those of a model with this configuration."""
+    """Raise ConfigError if ranks share rows (see `shared_rows`), but not those of a model with this configuration."""
     size = ranks_a_row()
     if size > 1:
         raise_problems("Ranks cannot share rows (parallelism_config_cp_size)", model_sharing_problems(config, size))
@@ -47,7 +48,7 @@ def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
         )
     elif balance_weight(config) and not balances_as_known(config):
         found.append(
-            f"{name} balances its experts by a loss of its own, which would be that of a part of a row; set "
+            f"{name} balances its experts by a loss of its own, which would see only a part of a row; set "
             "parallelism_config_cp_size to 1, or router_aux_loss_coef in its config.json to 0"
         )
     if moving := {kind for kind in rope_types(text) if kind in ("dynamic", "longrope")}:
