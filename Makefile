@@ -5,8 +5,8 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: venv docs demo demo-c4 demo-t5 demo-vit test test-fast test-slow test-long test-hub test-eval test-serving test-slurm test-image models plans \
-	coverage mutants check fix lock
+.PHONY: venv docs demo demo-c4 demo-t5 demo-vit test test-fast test-slow test-long test-hub test-serving test-slurm test-image \
+	models plans coverage mutants check fix lock
 
 # More arguments for the recipe: make demo ARGS="--max_steps 100"
 ARGS =
@@ -59,22 +59,13 @@ test-hub: .venv/dev
 	@.venv/olah/bin/pip install --quiet olah==0.5.4
 	$(BIN)/python -m pytest -m hub
 
-# Makes an environment that adds packages to ours, or hides ours behind other versions: nothing else must come to need them.
+# Reads exports by transformers 4 and by the library of llama.cpp's converter, in an environment that hides ours behind other
+# versions. pip says that others want a newer huggingface_hub.
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
-define environment
-	@test -x .venv/$(1)/bin/pip || $(BIN)/python -m venv .venv/$(1)
-	@echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" >"$$(.venv/$(1)/bin/python $(PURELIB))/ours.pth"
-	@.venv/$(1)/bin/pip install --quiet -r requirements-$(1).txt
-endef
-
-# Evaluates with lm-evaluation-harness.
-test-eval: .venv/dev
-	$(call environment,eval)
-	.venv/eval/bin/python -m pytest tests/test_evaluate.py
-
-# Reads exports by transformers 4 and by the library of llama.cpp's converter. pip says that others want a newer huggingface_hub.
 test-serving: .venv/dev
-	$(call environment,serving)
+	@test -x .venv/serving/bin/pip || $(BIN)/python -m venv .venv/serving
+	@echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" >"$$(.venv/serving/bin/python $(PURELIB))/ours.pth"
+	@.venv/serving/bin/pip install --quiet -r requirements-serving.txt
 	$(BIN)/python -m pytest tests/test_serving.py
 
 # Jobs under two real Slurms of two nodes each, which the tests start and stop on this machine: a job waits half of the time. Needs

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from accelerate_recipes.metrics import decoder_flops
 from accelerate_recipes.models import IGNORE_INDEX
-from accelerate_recipes.models.attention import boundaries
+from accelerate_recipes.models.documents import boundaries
 from accelerate_recipes.models.loading import new_model
 
 # Layers, width, inner width, heads, heads of keys, words, whether the output layer is the embedding.

@@ -128,7 +128,7 @@ SHARDED = ("parameters", "gradients", "optimizer")  # kinds of memory that grow 
 SIZES = {24: GPUS["l4"], 48: GPUS["l40s"], 80: GPUS["h100"], 141: GPUS["h200"]}
 RECOMPUTE = "--fsdp_activation_checkpointing true"
 LADDER = {"as it is": "", "recomputed": RECOMPUTE, "offloaded": f"{RECOMPUTE} --fsdp_offload_params true"}
-# Rank 64, which all numbers divide. Long rows stretch positions: an adapter's files do not say so, a merged model's do.
+# Rank 64, which all numbers divide.
 ADAPTERS = "--use_peft true --lora_r 64 --lora_dropout 0 --merge_adapter true"
 SETTINGS = LADDER | {"adapters": RECOMPUTE}
 

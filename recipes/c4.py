@@ -34,7 +34,6 @@ from accelerate_recipes.models.attention import KERNELS
 from accelerate_recipes.models.configurations import Architecture, check_belong_together, new_config
 from accelerate_recipes.models.generation import generate_texts
 from accelerate_recipes.models.loading import load_model, new_model
-from accelerate_recipes.models.positions import Stretch, stretched_positions
 from accelerate_recipes.models.tokenizers import load_tokenizer, make_or_resume, new_bpe_tokenizer
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
@@ -45,7 +44,7 @@ TOKENIZER_TEXTS = 20_000  # number of documents that train a new tokenizer
 
 
 @dataclass
-class Args(TextArgs, TrainArgs, Architecture, Stretch):
+class Args(TextArgs, TrainArgs, Architecture):
     output_dir: str = "outputs/c4"
     model_name_or_path: str = arg("", "Model to continue with: a name on the Hub, or a folder; empty: make a new one.")
     tokenizer_name: str = arg(
@@ -69,8 +68,6 @@ class Args(TextArgs, TrainArgs, Architecture, Stretch):
         found = super().problems(world_size)
         if self.from_scratch and self.model_name_or_path:
             found.append("--from_scratch makes a new model; remove it, or --model_name_or_path")
-        is_adapter_alone = self.use_peft and not self.merge_adapter
-        found += self.stretch_problems(self.base_model, self.max_length, is_adapter_alone)
         return found + self.architecture_problems(self.max_length)
 
 
@@ -80,13 +77,12 @@ def requirements(args: Args) -> Requirements:
         tokenizers=[args.tokenizer_name],
         datasets=args.text_datasets(training=not is_pretokenized(args.pretokenize)),
         new_model=(lambda: make_model(args)) if args.from_scratch else None,
-        changes=lambda config, name: stretched_positions(config, name, args),
     )
 
 
 def make_model(args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
     if args.base_model:
-        settings = load_settings(args) | {"stretch": args}
+        settings = load_settings(args)
         return load_model(args.model_name_or_path, args.attn_implementation, packed=args.document_mask, **settings)
     return new_model(new_config(args, tokenizer, args.max_length), args.attn_implementation, args.param_dtype)
 

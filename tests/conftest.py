@@ -2,9 +2,11 @@ import atexit
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import tempfile
+import threading
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,3 +110,78 @@ def games_file(tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("games") / "games.parquet"
     pq.write_table(pq.read_table(ROOT / "data/chess/games_20k.parquet").slice(0, 300), file)
     return file
+
+
+@pytest.fixture(scope="module")
+def template_arguments(tmp_path_factory) -> list:
+    """Arguments of recipes/template.py: a classifier of texts with even and odd words."""
+    from helpers import ROOT
+    from tiny import tiny_model
+    from transformers import AutoModelForMaskedLM
+
+    from accelerate_recipes.models.tokenizers import new_word_tokenizer
+
+    folder = tmp_path_factory.mktemp("bert")
+    words = [f"w{i}" for i in range(40)]
+    tokenizer = new_word_tokenizer(words)
+    tokenizer.save_pretrained(folder / "model")
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    bert = tiny_model("bert", AutoModelForMaskedLM, max_position_embeddings=16, pad_token_id=0, **sizes)
+    bert.save_pretrained(folder / "model")
+    # The label says whether the words are even or odd; there are more even ones.
+    rows = [
+        {
+            "text": " ".join(words[(7 * i * j + i % 3 % 2) % 40] for j in range(0, 10 + i % 9, 2)),
+            "label": ["even", "odd"][i % 3 % 2],
+        }
+        for i in range(300)
+    ]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "preset.yaml").write_text(
+        re.search(r"```yaml\n(.*?)```", (ROOT / "docs/your-recipe.md").read_text(), re.DOTALL)[1]
+    )
+    return [
+        "--config", folder / "preset.yaml", "--model_name_or_path", folder / "model", "--train_files", folder / "texts.jsonl",
+        "--max_length", 16, "--learning_rate", 0.03, "--per_device_eval_batch_size", 4, "--max_steps", 8, "--save_steps", 2, "--logging_steps", 1, "--total_batch_size", 16,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def simulator():
+    from accelerate_recipes.plan.simulate import Simulator
+
+    with Simulator() as simulator:
+        yield simulator
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory) -> Path:
+    from simulations import save_bases
+
+    return save_bases(tmp_path_factory.mktemp("bases"))
+
+
+@pytest.fixture
+def serve():
+    """Start file servers, each of a dictionary of files."""
+    from streaming import Server
+
+    servers = []
+
+    def start(files: dict[str, bytes]) -> Server:
+        servers.append(Server(files))
+        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.end_stalls.set()
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def at_the_root(monkeypatch):
+    from helpers import ROOT
+
+    monkeypatch.chdir(ROOT)

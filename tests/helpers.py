@@ -1,5 +1,6 @@
 """Helpers that launch what a user launches, and read the result from a file."""
 
+import io
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import psutil
 
 from accelerate_recipes.launch.settings import launch_environment
@@ -30,6 +32,19 @@ _links = without_runs(REPOSITORY)  # until this process ends
 ROOT = Path(_links.name)
 CONFIGS = ROOT / "accelerate_configs"
 CHILDREN = ROOT / "tests" / "children"
+PACKAGE = ROOT / "src/accelerate_recipes"
+LIBRARY = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+
+OPTIONAL = {"chess", "datasets", "evaluate", "matplotlib", "pandas", "peft", "pyarrow", "trl"}
+# As on a machine where these are not installed; read by each Python process at its start.
+HIDE = f"""
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+PathFinder.find_spec = classmethod(
+    lambda cls, name, *args: None if name.split(".")[0] in {OPTIONAL} else find(name, *args)
+)
+"""
 
 # Flags that follow a preset of chess.py: a small model, and a hundred games to test on.
 SMALL_CHESS = [
@@ -110,6 +125,15 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 
 
+def png(seed: int, size: int = 24) -> bytes:
+    """Make an image of noise, so that no two are alike."""
+    from PIL import Image  # which a machine for tests/test_gpu.py may lack
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (size, size + seed % 5, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(out := io.BytesIO(), format="png")
+    return out.getvalue()
+
+
 def read_metrics(output_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -117,6 +141,15 @@ def read_metrics(output_dir: Path) -> list[dict]:
 def losses(output_dir: Path) -> dict[int, float]:
     """Return the training loss by step."""
     return {record["step"]: record["loss"] for record in read_metrics(output_dir) if "loss" in record}
+
+
+def trajectory(output_dir: Path) -> list[tuple[float, float]]:
+    """Return the training losses and the norms of the gradients, in the order of the steps."""
+    return [(record["loss"], record["grad_norm"]) for record in read_metrics(output_dir) if "loss" in record]
+
+
+def evaluations(output_dir: Path, name: str = "eval_loss") -> list[float]:
+    return [record[name] for record in read_metrics(output_dir) if name in record]
 
 
 # Runs on trl's trainers: 6 steps, saved after 3. SIGKILL all ranks when rank 0 would log step 5: it has opened the file for

@@ -6,11 +6,22 @@ It takes pushes as the Hub does without Xet: a repository is created, large file
 import base64
 import hashlib
 import json
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from helpers import CHILDREN, ROOT, environment
+from tiny import tiny_config
+
+from accelerate_recipes.chess.rules import all_uci_moves
+from accelerate_recipes.models.loading import new_model
+from accelerate_recipes.models.tokenizers import new_word_tokenizer
+from accelerate_recipes.models.weights import initialize
 
 LARGE = (".safetensors", ".parquet", ".gz", ".bin")  # what the Hub keeps in LFS
 CHUNK = 2**14
@@ -253,3 +264,65 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
+
+
+CHESS = [
+    "recipes/chess.py", "--model_name_or_path", "tiny/llama", "--dataset_name", "tiny/games",
+    "--dataset_files", "**/chess_game_000[1-2].parquet",
+]  # fmt: skip
+
+
+C4 = ["recipes/c4.py", "--tokenizer_name", "tiny/llama", "--max_steps", "2"]
+
+
+def model_files(folder: Path) -> dict[str, bytes]:
+    """Make a repository's files: weights in two files, the same weights in other formats, and a tokenizer."""
+    tokenizer = new_word_tokenizer(all_uci_moves())
+    config = tiny_config(
+        vocab_size=len(tokenizer), intermediate_size=32, num_hidden_layers=1, bos_token_id=1, eos_token_id=2
+    )
+    model = new_model(config, "sdpa")
+    initialize(model, 0, "cpu").save_pretrained(folder, max_shard_size="300KB")
+    tokenizer.save_pretrained(folder)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/short.jinja").write_text("{{ messages }}")
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert sum(name.endswith(".safetensors") for name in files) == 2
+    others = ("pytorch_model.bin", "consolidated.safetensors", "flax_model.msgpack", "original/consolidated.00.pth")
+    return files | {name: b"the same weights again" for name in others} | {"README.md": b"A card."}
+
+
+class Commands:
+    """Server that runs `python -m accelerate_recipes ...` with this Hub; see tests/children/command_server.py."""
+
+    def __init__(self, url: str, tmp_path: Path):
+        env = environment(tmp_path) | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1"}
+        self.log = tmp_path / "log"
+        self.process = subprocess.Popen(
+            [sys.executable, str(CHILDREN / "command_server.py")],
+            cwd=ROOT, env=env | {"HF_UPDATE_DOWNLOAD_COUNTS": "0"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def start(self, cache: Path, *argv: object, **env: str) -> int:
+        """Start a command and return its process id; call `end` afterwards."""
+        self.log.unlink(missing_ok=True)
+        job = {"argv": [str(word) for word in argv], "cache": str(cache), "log": str(self.log), "env": env}
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline())
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the command; return exit code and output."""
+        return int(self.process.stdout.readline()), self.log.read_text()
+
+    def run(self, cache: Path, *argv: object, **env: str) -> tuple[int, str]:
+        self.start(cache, *argv, **env)
+        return self.end()
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+
+    def ok(self, cache: Path, *argv: object, **env: str) -> str:
+        code, output = self.run(cache, *argv, **env)
+        assert code == 0, output
+        return output

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import toy
-from helpers import CHILDREN, ROOT, log_of, read_metrics
+from helpers import CHILDREN, ROOT, evaluations, log_of, trajectory
 from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
@@ -68,17 +68,9 @@ IN_4_BITS = ("--load_in_4bit",)
 ON_CPU = {"FOUR_BITS_ON_CPU": "1"}
 
 
-def make_base(folder: Path, seed: int, **config) -> Path:
-    tokenizer = toy.make_tokenizer()
-    sizes = {"num_hidden_layers": 3, "max_position_embeddings": toy.LENGTH, "pad_token_id": 0, "initializer_range": 0.1}
-    tiny_model(seed=seed, vocab_size=len(tokenizer), **sizes | config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    return make_base(tmp_path_factory.mktemp("base") / "base", seed=1)
+    return toy.make_base(tmp_path_factory.mktemp("base") / "base", seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +98,6 @@ def run(forks, arguments, tmp_path_factory):
         return done[name, *args]
 
     return output
-
-
-def trajectory(out: Path) -> list[tuple[float, float]]:
-    return [(record["loss"], record["grad_norm"]) for record in read_metrics(out) if "loss" in record]
-
-
-def evaluations(out: Path) -> list[float]:
-    return [record["eval_loss"] for record in read_metrics(out) if "eval_loss" in record]
 
 
 @torch.no_grad()
@@ -234,8 +218,8 @@ def test_4_bits_are_refused_where_they_cannot_be(base, monkeypatch, tmp_path):
         )  # fmt: skip
     said = str(caught.value)
     for problem in (
-        "--load_in_4bit needs a GPU, and there is none", "bitsandbytes is not installed; run: pip install bitsandbytes",
-        "--merge_adapter would add the adapter to the model's own weights", "--use_dora needs the exact length",
+        "--load_in_4bit needs a GPU, and there is none", "pip install bitsandbytes",
+        "--merge_adapter would", "--use_dora needs the exact length",
     ):  # fmt: skip
         assert problem in said, said
 
@@ -389,7 +373,7 @@ MERGED = ("fsdp_full", 2, ("--use_peft", "--merge_adapter"))
 )  # fmt: skip
 def test_an_output_layer_that_the_config_calls_tied(forks, tmp_path, head, config, num_processes, flags):
     """The weights in the files decide whether it is the embedding: the run evaluates, and exports, what was read."""
-    base = make_base(tmp_path / "base", seed=3)
+    base = toy.make_base(tmp_path / "base", seed=3)
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
     if head == "equal":
@@ -479,9 +463,7 @@ def test_preflight_knows_the_layers_and_the_space(base, monkeypatch, tmp_path):
     argv = ["accelerate_configs/fsdp_full.yaml", *CHESS, "--model_name_or_path", str(base), "--use_peft"]
     argv += ["--output_dir", str(tmp_path / "out"), "--max_steps", "10", "--max_length", "32", "--lora_r", "4"]
     assert "Parameters: 40,416, of which 6,144 are trained" in preflight(argv)[0]
-    with pytest.raises(
-        ConfigError, match=r"--lora_target_modules query: no .* LlamaForCausalLM .* down_proj, .*v_proj"
-    ):
+    with pytest.raises(ConfigError, match=r"--lora_target_modules query: no .* LlamaForCausalLM .* v_proj"):
         preflight([*argv, "--lora_target_modules", "q_proj", "query"])
     with pytest.raises(ConfigError, match="--lora_target_modules lm_head: no linear layer inside"):
         preflight([*argv, "--lora_target_modules", "lm_head"])
@@ -636,9 +618,7 @@ def test_experts_are_refused_where_they_cannot_be(monkeypatch, tmp_path):
     attention = ["q_proj", "v_proj"]
     for setting, value in (("lora_dropout", 0.05), ("use_dora", True), ("load_in_4bit", True)):
         found = toy.Args(**args | {"lora_dropout": 0.0} | {setting: value})
-        with pytest.raises(
-            ConfigError, match=rf"experts .*not work with --{setting}[^-]*; .*k_proj o_proj q_proj v_proj$"
-        ):
+        with pytest.raises(ConfigError, match=rf"experts .* --{setting}[^-]*; .*k_proj o_proj q_proj v_proj$"):
             targets(model, found)
         assert targets(model, replace(found, lora_target_modules=attention)) == {"target_modules": attention}
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
@@ -648,9 +628,7 @@ def test_experts_are_refused_where_they_cannot_be(monkeypatch, tmp_path):
     few = targets(model, toy.Args(**args, lora_dropout=0.0, lora_target_modules=["q_proj", "experts.down_proj"]))
     assert few == {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
     # For this type PEFT takes down_proj and similar names for experts, and leaves out layers with these names.
-    with pytest.raises(
-        ConfigError, match=r"takes the name of model.layers.0.mlp.down_proj.weight for one of the experts"
-    ):
+    with pytest.raises(ConfigError, match=r"model.layers.0.mlp.down_proj.weight for one of the experts"):
         add_adapters(tiny_model("qwen3_moe", mlp_only_layers=[0]), toy.Args(**args, lora_dropout=0.0))
 
 
@@ -658,7 +636,7 @@ def test_experts_are_refused_where_they_cannot_be(monkeypatch, tmp_path):
 def test_new_rows(base, tmp_path, tied):
     """Rows of new tokens begin as those of the model, are trained alone, and compute what PEFT's wrappers compute."""
     tokens, ids = [3, 50], torch.arange(60).unsqueeze(0)
-    make_base(tmp_path / "base", seed=1, tie_word_embeddings=tied)
+    toy.make_base(tmp_path / "base", seed=1, tie_word_embeddings=tied)
     model, plain = (load_model(str(tmp_path / "base"), "sdpa") for _ in range(2))
     args = toy.Args(model_name_or_path=str(tmp_path / "base"), use_peft=True, lora_dropout=0.0)
     adapter = add_adapters(model, args, tokens)
@@ -697,17 +675,17 @@ def test_new_rows_and_a_bias(monkeypatch):
     model = tiny_model("phi")
     monkeypatch.setattr("accelerate_recipes.models.adapters.folder_of_base", lambda *base: None)
     monkeypatch.setattr("accelerate_recipes.models.adapters.mapped_weights", lambda folder: {})
-    with pytest.raises(ConfigError, match="the output layer of PhiForCausalLM has a bias, which PEFT leaves out"):
+    with pytest.raises(ConfigError, match="PhiForCausalLM has a bias"):
         add_adapters(model, toy.Args(model_name_or_path="phi", use_peft=True), [3])
 
 
 def test_new_rows_and_an_output_layer_that_the_config_calls_tied(tmp_path):
     """Whoever adds rows to such a model before it loads the adapters would tie it: only merged, it is what was trained."""
-    make_base(tmp_path, seed=1, tie_word_embeddings=False)
+    toy.make_base(tmp_path, seed=1, tie_word_embeddings=False)
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
     args = toy.Args(model_name_or_path=str(tmp_path), use_peft=True)
-    with pytest.raises(ConfigError, match="ties its output layer to its embedding, but its weights do not"):
+    with pytest.raises(ConfigError, match=r"ties its output layer .* weights do not"):
         add_adapters(load_model(str(tmp_path), "sdpa"), args, [3])
     args.merge_adapter = True
     assert add_adapters(load_model(str(tmp_path), "sdpa"), args, [3])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from arithmetic import CONFIGS, POSITIONS, loss_and_gradients, make, packed, positions
 from helpers import CHILDREN, ROOT
 from tiny import tiny_config, tiny_model
 from torch._dynamo.testing import CompileCounter
@@ -16,7 +17,6 @@ from torch.nn.attention import activate_flash_attention_impl
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
-    AutoModelForCausalLM,
     BloomConfig,
     DeepseekV3Config,
     DogeConfig,
@@ -34,14 +34,11 @@ from accelerate_recipes.args import resolve
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import next_token_loss
-from accelerate_recipes.models import attention
-from accelerate_recipes.models.attention import (
-    beyond_documents,
-    boundaries,
-    choose,
-    keep_cudnn_from_masks,
-    with_padding,
-)
+from accelerate_recipes.models import documents as documents_module
+from accelerate_recipes.models import torch_attention
+from accelerate_recipes.models.attention import beyond_documents, choose, with_padding
+from accelerate_recipes.models.documents import boundaries
+from accelerate_recipes.models.torch_attention import keep_cudnn_from_masks
 
 IDS = torch.arange(8)[None] + 4
 PADDED = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
@@ -102,46 +99,6 @@ def test_while_generating_cudnn_is_off(calls, model):
     assert model == "t5" or not any(masked for masked, _ in calls)
 
 
-CONFIGS = {
-    "heads in groups": tiny_config(),
-    "window 1": tiny_config("mistral", sliding_window=1),
-    "window 2": tiny_config("mistral", sliding_window=2),
-    "window 5": tiny_config("mistral", sliding_window=5, num_key_value_heads=4),
-    "biases": tiny_config("qwen2"),
-    "experts": tiny_config("mixtral"),
-    "both kinds of layer": tiny_config(
-        "gemma3_text", sliding_window=5, layer_types=["sliding_attention", "full_attention"]
-    ),
-    "learnt positions": tiny_config("gpt2", n_positions=300, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
-}
-
-
-def positions(*rows: list[int]) -> torch.Tensor:
-    """Return the positions of rows of documents with these lengths."""
-    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
-
-
-# Documents of one token, of more than a block of the kernel, and one over a whole row.
-POSITIONS = positions([5, 1, 1, 193], [200], [130, 70])
-TOKENS = torch.randint(0, 100, POSITIONS.shape, generator=torch.Generator().manual_seed(0))
-
-
-def make(config, attention: str, dtype: torch.dtype = torch.float32):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
-
-
-def packed(position_ids: torch.Tensor = POSITIONS, tokens: torch.Tensor = TOKENS) -> dict:
-    batch = {"input_ids": tokens, "position_ids": position_ids, "labels": tokens}
-    return batch | boundaries(position_ids)
-
-
-def loss_and_gradients(model, batch: dict) -> tuple[float, dict[str, torch.Tensor]]:
-    loss = next_token_loss(model.train(), batch)
-    loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_documents_are_attended_to_as_with_a_mask(name):
     """Loss and gradients are those with a mask, to 1e-6."""
@@ -175,13 +132,13 @@ def test_boundaries():
 def test_precision_of_autocast(monkeypatch):
     """RoPE leaves queries and keys in fp32; the kernel for GPUs takes one dtype."""
     dtypes = []
-    compute = attention.varlen_attn
+    compute = documents_module.varlen_attn
 
     def record(query, key, value, *args, **settings):
         dtypes.append({query.dtype, key.dtype, value.dtype})
         return compute(query, key, value, *args, **settings)
 
-    monkeypatch.setattr(attention, "varlen_attn", record)
+    monkeypatch.setattr(documents_module, "varlen_attn", record)
     with torch.autocast("cpu", torch.bfloat16):
         loss, gradients = loss_and_gradients(make(CONFIGS["heads in groups"], "documents"), packed())
         masked, _ = loss_and_gradients(make(CONFIGS["heads in groups"], "sdpa"), packed())
@@ -333,33 +290,30 @@ def test_choices_that_cannot_be_are_errors(monkeypatch):
         said = f"{name}: transformers' {config.model_type} does not support it; give {other}, or auto"
         with pytest.raises(ConfigError, match=said):
             choose(name, config, torch.bfloat16)
-    for version, said in (
-        (2, "flash_attn is not installed; pip install flash-attn"),
-        (3, "not installed; build it in the folder"),
-    ):
-        with pytest.raises(ConfigError, match=f"flash_attention_{version}: its package .*{said}"):
+    for version, said in ((2, "pip install flash-attn"), (3, "not installed; build it in the folder")):
+        with pytest.raises(ConfigError, match=rf"flash_attention_{version}: its package .*{said}"):
             choose(f"flash_attention_{version}", LlamaConfig(), torch.bfloat16)
     assert choose("documents", LlamaConfig(), torch.float32) == ("documents", "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="documents computes in bf16 on a GPU; set `mixed_precision: bf16`"):
+    with pytest.raises(ConfigError, match=r"documents .* set `mixed_precision: bf16`"):
         choose("documents", LlamaConfig(), torch.float32)
 
 
 def test_flash_attention_3_where_it_can_be(monkeypatch):
     """On Hopper, where its package is installed; a package that does not work is an error, and not left out silently."""
     activated = []
-    monkeypatch.setattr(attention, "find_spec", lambda name: name == "flash_attn_interface")
-    assert not attention.use_flash_3()  # there is no GPU
+    monkeypatch.setattr(torch_attention, "find_spec", lambda name: name == "flash_attn_interface")
+    assert not torch_attention.use_flash_3()  # there is no GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(attention, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", activated.append)
     for major, expected in ((8, []), (10, []), (9, ["FA3"])):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda major=major: (major, 0))
-        assert attention.use_flash_3() == bool(expected) and activated == expected
-    monkeypatch.setattr(attention, "activate_flash_attention_impl", activate_flash_attention_impl)  # torch's
+        assert torch_attention.use_flash_3() == bool(expected) and activated == expected
+    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", activate_flash_attention_impl)  # torch's
     with pytest.raises(ConfigError, match=r"flash_attn_interface .* does not work with torch .*No module named"):
-        attention.use_flash_3()
-    monkeypatch.setattr(attention, "find_spec", lambda name: None)
-    assert not attention.use_flash_3()
+        torch_attention.use_flash_3()
+    monkeypatch.setattr(torch_attention, "find_spec", lambda name: None)
+    assert not torch_attention.use_flash_3()
 
 
 def test_a_run_takes_flash_attention_3(monkeypatch):

@@ -282,11 +282,9 @@ def test_a_model_that_no_tiny_one_stands_for_is_tried_itself(monkeypatch):
     monkeypatch.setattr(probes, "_packing", {})
     model = tiny_model("opt")
     assert packing_of(model.config) is Packing.UNKNOWN
-    with pytest.raises(ConfigError, match=r"opt models do not keep attention inside .*, and a mask could not be tried"):
+    with pytest.raises(ConfigError, match=r"opt models .* a mask could not be tried"):
         check_document_mask(model, torch.device("cpu"))
-    with pytest.raises(
-        ConfigError, match=r"no tiny opt could be made .* nothing says whether it keeps to the documents"
-    ):
+    with pytest.raises(ConfigError, match=r"no tiny opt could be made .* nothing says"):
         check_trl_packing(SimpleNamespace(packing=True, packing_strategy="bfd", router_aux_loss_coef=0.0), model)
     assert any("no tiny llama could be made" in said for said in sharing.model_sharing_problems(LlamaConfig(), 2))
 
@@ -338,15 +336,13 @@ def test_a_tiny_model_of_unusual_sizes(config):
 def test_a_tokenizer_without_an_end_token(tmp_path):
     make, _, _ = SHAPES["qwen"]
     PreTrainedTokenizerFast(tokenizer_object=make()).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=f"the tokenizer of {tmp_path} has no end token, .*; set its eos_token"):
+    with pytest.raises(ConfigError, match=rf"the tokenizer of {tmp_path} has no end token, .*; set its eos_token"):
         load_tokenizer(str(tmp_path))
 
 
 def test_rows_longer_than_the_model_is_made_for(folder, tmp_path):
     check_length(str(folder), 96)
-    with pytest.raises(
-        ConfigError, match=rf"--max_length is 97, but {folder} is made for 96 tokens; set it to 96 or less"
-    ):
+    with pytest.raises(ConfigError, match=rf"--max_length is 97, but {folder} .* 96 or less"):
         check_length(str(folder), 97)
 
 

@@ -155,9 +155,7 @@ def test_rows_of_a_checkpoint():
     state = json.loads(json.dumps(make_train_loader([1, 2, 3], args, 0, 1, content="abc").state()))
     make_train_loader([1, 2, 3], args, 0, 1, content="abc").start_at(1, [state])
     make_train_loader([1, 2, 3], args, 0, 1, content="abc").start_at(1, [{}])
-    with pytest.raises(
-        ConfigError, match="others than the checkpoint's: their checksum is abd, was abc; put the files"
-    ):
+    with pytest.raises(ConfigError, match="their checksum is abd, was abc;"):
         make_train_loader([1, 2, 3], args, 0, 1, content="abd").start_at(1, [state])
 
 
@@ -179,9 +177,7 @@ def test_shards_of_a_checkpoint(tmp_path, monkeypatch):
     resume(TextShards([str(file)], tokenizer), text)
     resume(TextShards([str(file)], tokenizer), tokens)  # the same rows, from tokens
     file.write_text('{"text": "a b a"}\n')
-    with pytest.raises(
-        ConfigError, match=r"the data changed since the checkpoint: sizes .* now, .* then; put them back"
-    ):
+    with pytest.raises(ConfigError, match=r"the data changed .*: sizes .* now, .* then; put them back"):
         resume(TextShards([str(file)], tokenizer), text)
     with pytest.raises(ConfigError, match="the data changed since the checkpoint: tokens"):
         resume(pretokenize(tmp_path / "others", tokenizer, lambda: [str(file)], {}), tokens)
@@ -278,7 +274,7 @@ def test_machines_with_other_files_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(prepared, "on_all_ranks", lambda value: [value, *others])
     assert prepared.content_of(rows, ["input_ids"]) == content
     others[1] = "another"
-    said = f"the checksum of the rows is {content} on the machine of rank 0, and another on that of rank 2; give all"
+    said = f"the checksum of the rows is {content} .* rank 0, and another .* rank 2"
     with pytest.raises(ConfigError, match=said):
         prepared.content_of(rows, ["input_ids"])
     with pytest.raises(ConfigError, match=r"the key of the prepared data is .* on the machine of rank 0"):

@@ -357,7 +357,7 @@ def test_a_full_disk_is_one_message_from_beginning_to_end(make_run, capsys):
     lock.take(output_dir)
     with files_limited_to(0):
         recipe.end_with(run.args, state="failed")
-    assert "warning: status.json could not be written: [Errno 27] File too large" in capsys.readouterr().err
+    assert "warning: status.json could not be written: [Errno 27]" in capsys.readouterr().err
 
 
 def test_a_mistake_of_the_program_leaves_nothing_and_stays_one(make_run):
@@ -449,6 +449,20 @@ def test_one_beyond_the_last_step_is_refused_before_anything_starts(make_run):
     run.args.max_steps = 9
     with pytest.raises(ConfigError, match="checkpoint-10 is further on than the 9 steps of this run"):
         find_resume(run.args)
+
+
+def test_one_with_positions_that_an_earlier_version_stretched_is_refused(make_run):
+    """The model that the run begins with has other positions. Where the flags were unset, the run goes on."""
+    run = make_run()
+    file = save(run, 10) / "args.yaml"
+    unset = {"rope_theta": 0.0, "rope_scaling_factor": 1.0, "rope_low_freq_factor": 1.0, "max_position_embeddings": 0}
+    saved = yaml.safe_load(file.read_text()) | unset
+    file.write_text(yaml.safe_dump(saved))
+    resume.check_arguments(file.parent, run.args)
+    for flag, value in (("rope_theta", 5e5), ("rope_scaling_factor", 8.0)):
+        file.write_text(yaml.safe_dump(saved | {flag: value}))
+        with pytest.raises(ConfigError, match=rf"--{flag} was {value}, .* export of this checkpoint"):
+            resume.check_arguments(file.parent, run.args)
 
 
 def test_an_interrupted_removal_is_finished_by_the_next_save(make_run):
@@ -543,7 +557,7 @@ def test_checkpoint_of_an_older_python(make_run, tmp_path, monkeypatch, attribut
         patch.setattr(owner, "__reduce_ex__", lambda self, _: (getattr, (owner, attribute)))
         file.write_bytes(pickle.dumps(metadata))
     assert b"getattr" in file.read_bytes()
-    with contextlib.nullcontext() if is_known else pytest.raises(ConfigError, match=f"{attribute} of .*would run"):
+    with contextlib.nullcontext() if is_known else pytest.raises(ConfigError, match=rf"{attribute} of .*would run"):
         export(checkpoint, tmp_path / "export")
     assert (tmp_path / "export").exists() == is_known
 
@@ -569,9 +583,7 @@ def test_pinned_memory_is_not_rounded_up(monkeypatch):
 def test_a_checkpoint_of_another_model_is_refused(make_run):
     checkpoint = save(make_run(), 10)
     other = make_run(resumed_from=checkpoint, hidden_size=32)
-    with pytest.raises(
-        ConfigError, match=r"holds another model: lm_head\.weight has the shape \(50, 16\) there and \(50, 32\) here"
-    ):
+    with pytest.raises(ConfigError, match=r"another model: lm_head\.weight .*\(50, 16\) there and \(50, 32\) here"):
         other.resume()
 
 
@@ -716,7 +728,7 @@ def test_an_export_takes_no_place_but_an_exports(make_run, tmp_path, monkeypatch
         tmp_path / "link": "mine holds .*, which no export wrote",
         mine / "deep": "deep holds empty, which no export wrote",
         mine / "notes.txt": r"notes\.txt is a file; an export needs a folder",
-        tmp_path / "beside": r"beside\.partial, where the export is written first, holds something else",
+        tmp_path / "beside": r"beside\.partial, .* holds something else",
         tmp_path / "not-ours": r"not-ours holds accelerate_recipes\.json",
     }.items():
         with pytest.raises(ConfigError, match=message):

@@ -120,10 +120,7 @@ def test_a_damaged_export(damage, copied, monkeypatch, capfd):
     [
         (["--max_new_tokens", "0"], "--max_new_tokens is 0; it must be at least 1"),
         (["--max_new_tokens", "-1"], "--max_new_tokens is -1; it must be at least 1"),
-        (
-            ["--max_new_tokens", "100000"],
-            "behind a prompt of 2 tokens is more than the model is made for; give at most 30",
-        ),
+        (["--max_new_tokens", "100000"], "give at most 30"),
         (["--prompt", ""], "--prompt has no tokens; give a text"),
     ],
 )
@@ -150,7 +147,7 @@ def test_answers(exported, monkeypatch, capfd):
 @pytest.mark.parametrize("size", ["abc", "0", "-1", "1e3", "", "0GB", "-5MB", "nanGB", "infGB", "5 G B"])
 def test_sizes_of_files(size, tmp_path, monkeypatch, capfd):
     code, said = call(monkeypatch, capfd, "export", tmp_path, tmp_path / "out", f"--max_shard_size={size}")
-    assert code == 1 and f"--max_shard_size {size!r} is not a size; give a number with KB, MB" in said
+    assert code == 1 and f"--max_shard_size {size!r} is not a size" in said
 
 
 def test_an_interrupted_command_leaves_no_stack(monkeypatch, capfd):
@@ -200,21 +197,20 @@ def mistaken(tmp_path, monkeypatch) -> Path:
         ("checkpoint verify", "run/checkpoint-9.partial", "it has no complete.json: the save was interrupted"),
         ("checkpoint list", "nothing", "nothing: there is no such folder"),
         ("checkpoint list", "file", "file: there is no such folder"),
-        ("checkpoint list", "run/checkpoint-20", "run/checkpoint-20: it is a checkpoint; give the folder above it"),
+        ("checkpoint list", "run/checkpoint-20", "run/checkpoint-20: it is a checkpoint"),
         ("export", "run", "whose newest checkpoint is run/checkpoint-20"),
         ("export", "nothing", "nothing: there is no such folder"),
         ("check-export", "nothing", "nothing is no export: there is no such folder"),
-        ("check-export", "run", "run is no export: it is the output directory of a run, whose export is run/export"),
-        ("check-export", "new", "new is no export: it is the output directory of a run, which has no export yet"),
-        ("check-export", "run/checkpoint-5", "it is a checkpoint; `python -m accelerate_recipes export` turns"),
+        ("check-export", "run", "whose export is run/export"),
+        ("check-export", "new", "a run, which has no export yet"),
+        ("check-export", "run/checkpoint-5", "it is a checkpoint; `python -m accelerate_recipes export`"),
         ("check-export", "empty", "it holds no config.json or adapter_config.json"),
-        ("push", "run", "run is no export: it is the output directory of a run, whose export is run/export"),
-        ("evaluate", "run", "whose export is run/export"),
+        ("push", "run", "whose export is run/export"),
     ],
 )
 def test_a_folder_that_is_something_else(command, given, said, mistaken, monkeypatch, capfd):
     """The message says what it is, and which was meant."""
-    more = {"push": ["me/tiny"], "evaluate": ["--tasks", "a"], "export": ["out"]}.get(command, [])
+    more = {"push": ["me/tiny"], "export": ["out"]}.get(command, [])
     code, message = call(monkeypatch, capfd, *command.split(), given, *more)
     assert code == 1 and said in message and message.count("error: ") == 1, message
 
@@ -228,13 +224,13 @@ def test_a_run_without_checkpoints_has_a_line(mistaken, monkeypatch, capsys):
 LONG = "x" * 5000
 COMMANDS = [
     ["preflight"], ["plan"], ["schema", "--json"], ["prepare"], ["download"], ["k8s", "pytorchjob"], ["k8s", "trainjob"], ["requeue"], ["verify"],
-    ["list"], ["checkpoint"], ["checkpoint", "verify"], ["checkpoint", "list"], ["export"], ["check-export"], ["evaluate"],
+    ["list"], ["checkpoint"], ["checkpoint", "verify"], ["checkpoint", "list"], ["export"], ["check-export"],
     ["push"], ["nonsense"],
 ]  # fmt: skip
 FLAGS = [
-    "--nodes", "--gpus-per-node", "--cpus-per-node", "--gpu", "--no_plan", "--json", "--plot", "--shell", "--num_processes",
+    "--nodes", "--gpus-per-node", "--cpus-per-node", "--gpu", "--no_plan", "--json", "--shell", "--num_processes",
     "--config", "--image", "--max_shards", "--update", "--max_restarts", "--signalled", "--dtype", "--max_shard_size",
-    "--merge_adapter", "--prompt", "--max_new_tokens", "--tasks", "--limit", "--batch_size", "--include_path", "--public",
+    "--merge_adapter", "--prompt", "--max_new_tokens", "--public",
     "--lerning_rate", "--max_steps", "--output_dir", "--", "-x",
 ]  # fmt: skip
 WORDS = [

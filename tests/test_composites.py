@@ -249,9 +249,7 @@ def test_adapters(model_type, forks, tmp_path):
     export(out / "checkpoint-6", tmp_path / "text", merge_adapter=True, text_only=True)
     text = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
     assert torch.allclose(logits_of(text), logits_of(whole), atol=1e-5)
-    with pytest.raises(
-        ConfigError, match="holds adapters, and no other part of their model; leave out --text_only_export"
-    ):
+    with pytest.raises(ConfigError, match=r"holds adapters, .* leave out --text_only_export"):
         export(out / "checkpoint-6", tmp_path / "refused", text_only=True)
 
 

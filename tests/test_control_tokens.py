@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_conversations import LENGTHS, PAIRS, conversation, prepare, save_base, template_of, write
+from conversations import LENGTHS, PAIRS, conversation, prepare, save_base, template_of, write
 from tokenizers import AddedToken, normalizers
 from transformers import AutoTokenizer
 
@@ -60,9 +60,7 @@ def test_messages_with_control_tokens(base, capsys, name, row):
     """Wherever a text stands, the row is named with the count and the remedies, or left out, or kept."""
     right = {"sft": CHATS, "dpo": PAIRS, "grpo": [{"prompt": chat["messages"][:2]} for chat in CHATS]}[name]
     rows = [*right[:3], row, *right[3:], row]
-    said = (
-        rf"rows\.jsonl, row 4: the text '<\|im_(end|start)\|>' is read as a control token, as in 2 of {len(rows)} rows"
-    )
+    said = rf"rows\.jsonl, row 4: the text '<\|im_(end|start)\|>' .* 2 of {len(rows)} rows"
     with pytest.raises(DataError, match=rf"{said}.*--control_tokens drop_rows.*keep"):
         prepare(base, rows, name=name)
     capsys.readouterr()
@@ -87,7 +85,7 @@ def test_what_is_no_control_token(tmp_path, capsys):
     assert "control token" not in capsys.readouterr().out
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<over>"])
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    with pytest.raises(DataError, match="row 31: the text '<over>' is read as a control token, as in 1 of 31 rows"):
+    with pytest.raises(DataError, match=r"row 31: the text '<over>' .* 1 of 31 rows"):
         prepare(folder, [*CHATS, with_text(CHATS[3], 2, "<call> <over>")])
 
 
@@ -180,5 +178,5 @@ def test_documents_of_a_stream(base):
     """c4.py reads the documents as they are; its line about the data says what those to validate on hold."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     said = ValidationRows(None, ["a", "b <|im_end|> c", "<s>"], 1.0).note_of_controls(tokenizer)
-    assert "2 of their 3 documents hold control tokens, such as '<|im_end|>'" in said
+    assert "2 of their 3 documents" in said
     assert not ValidationRows(None, ["a"], 1.0).note_of_controls(tokenizer)

@@ -14,8 +14,22 @@ import pytest
 import torch
 import trl
 from accelerate.state import AcceleratorState
+from conversations import (
+    LENGTHS,
+    OTHER_TOOL,
+    PAIRS,
+    PROMPTS,
+    ROWS_WITH_TOOLS,
+    TOOL,
+    call,
+    conversation,
+    prepare,
+    save_base,
+    template_of,
+    write,
+)
 from datasets import Dataset, Features
-from helpers import CHILDREN, ROOT, log_of, losses
+from helpers import ROOT, log_of, losses
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import (
@@ -24,8 +38,6 @@ from transformers import (
     AyaVisionConfig,
     FuyuConfig,
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     PaliGemmaConfig,
     PreTrainedTokenizerBase,
 )
@@ -60,81 +72,6 @@ PUBLISHED = {
 }  # fmt: skip
 WITHOUT_TOOLS = {"gemma", "gemma3", "phi3", "cohere", "llama3", "lfm2", "deepseekv3"}
 NOT_A_SYSTEM = {"gemma"}  # templates that refuse a system prompt
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Look at the sky.",
-        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
-    },
-}
-OTHER_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-    },
-}
-
-
-def call(name: str, **arguments) -> dict:
-    return {
-        "role": "assistant",
-        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
-    }
-
-
-def conversation(number: int, *, tools: bool, system: bool) -> dict:
-    """Make a conversation of several turns; every second one has other tools, and so another schema."""
-    messages = [{"role": "system", "content": "Be brief."}] if system else []
-    messages += [{"role": "user", "content": f"Question {number}?"}, {"role": "assistant", "content": "Yes."}]
-    messages += [{"role": "user", "content": f"And {number + 1}?"}]
-    if not tools:
-        return {"messages": [*messages, {"role": "assistant", "content": f"No, {number}."}]}
-    used = call("weather", town="Bern") if number % 2 else call("add", a=number)
-    messages += [used, {"role": "tool", "content": "4"}, {"role": "assistant", "content": f"It is {number}."}]
-    return {"messages": messages, "tools": json.dumps([TOOL]) if number % 2 else json.dumps([OTHER_TOOL])}
-
-
-def save_base(folder: Path, template: str | None, end: str = "</s>", spare_rows: int = 0, **config) -> Path:
-    """Save a small Llama with a tokenizer that knows the template's special tokens."""
-    marks = sorted(set(re.findall("<[|\uff5c]?[A-Za-z_\u2581|\uff5c]+[|\uff5c]?>", template or "")) - {"</s>", "<s>"})
-    tokenizer = new_bpe_tokenizer(["Be brief. Question 12? Yes. And? No. It is."] * 9, 300)
-    tokenizer.add_tokens([*marks, end], special_tokens=True)
-    tokenizer.eos_token, tokenizer.chat_template = end, template
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(tokenizer) + spare_rows, eos_token_id=tokenizer.eos_token_id, **sizes, **config)
-    )
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def write(file: Path, rows: list[dict]) -> Path:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-LENGTHS = {
-    "sft": ("--max_length", "2000"),
-    "dpo": ("--max_length", "2000"),
-    "grpo": ("--rewards", f"{CHILDREN}/rewards.py:short", "--max_completion_length", "8"),
-}
-
-
-def prepare(folder: Path, rows: list[dict], *flags: str, name: str = "sft") -> None:
-    """Prepare rows for the base in `folder`, as every run of a recipe does before its first step."""
-    file = write(folder / "rows.jsonl", rows)
-    where = ("--train_files", str(file), "--heldout_share", "0.3", "--output_dir", str(folder / "out"))
-    script = str(ROOT / f"recipes/{name}.py")
-    recipe.prepare_data([script, "--model_name_or_path", str(folder), *where, *LENGTHS[name], *flags])
-
-
-def template_of(name: str) -> str:
-    return (Path(trl.__file__).parent / f"chat_templates/{name}.jinja").read_text()
 
 
 def noted(monkeypatch) -> list[tuple[dict, Rendering]]:
@@ -174,10 +111,6 @@ def test_published_templates(name, tmp_path, capsys, monkeypatch):
     assert "Question" not in targets and "brief" not in targets, targets
 
 
-def test_at_least_ten_templates_have_tools():
-    assert len(PUBLISHED.keys() - WITHOUT_TOOLS) >= 10
-
-
 def test_a_template_that_does_not_end_answers(tmp_path):
     """GLM's ends an answer with the mark of the next user, so the last answer has no end."""
     folder = save_base(tmp_path, template_of("glm4moe"), "<|user|>")
@@ -194,9 +127,6 @@ def base(tmp_path_factory) -> Path:
 def family(request, tmp_path_factory) -> Path:
     """Bases with templates that have little in common."""
     return save_base(tmp_path_factory.mktemp(request.param), template_of(request.param), PUBLISHED[request.param])
-
-
-ROWS_WITH_TOOLS = [conversation(i, tools=True, system=True) for i in range(30)]
 
 
 def saved_with(patch, change: Callable[[PreTrainedTokenizerBase], str]) -> None:
@@ -261,10 +191,10 @@ def removed_tools(patch) -> None:
 @pytest.mark.parametrize(
     "mutation, said",
     [
-        (dropped_template, r"row 1(, token \d+: .* was trained, the export renders | cannot be rendered)"),
+        (dropped_template, r"row 1(, token \d+: .* was trained, | cannot be rendered)"),
         (lost_template, "row 1 cannot be rendered"),
         (changed_end, r"row 1, token \d+: .* was trained, the export renders .*</s>"),
-        (changed_stop, "no row ends with a target at which the model would stop"),
+        (changed_stop, "no row ends with a target"),
         (shifted_mask, r"row 1, token \d+, .*, was (a|no) target of the loss"),
         (removed_tools, r"row 1, token \d+: .* was trained, the export renders "),
     ],
@@ -294,17 +224,6 @@ def test_settings_of_the_export_are_those_of_training(tmp_path, monkeypatch):
     lost_settings(monkeypatch)
     with pytest.raises(ConfigError, match=r"generation stops at '</s>', the first row ends with '<\|im_end\|>\\n'"):
         prepare(folder, ROWS_WITH_TOOLS)
-
-
-def pair(number: int) -> dict:
-    """Make a pair of answers to a conversation with tools; every second one has other tools, and other fields in a call."""
-    *messages, answer = ROWS_WITH_TOOLS[number]["messages"]
-    other = {"role": "assistant", "content": f"I do not know {number}."}
-    return ROWS_WITH_TOOLS[number] | {"prompt": messages, "chosen": [answer], "rejected": [other], "messages": None}
-
-
-PAIRS = [{name: value for name, value in pair(i).items() if value} for i in range(30)]
-PROMPTS = [{"prompt": conversation(i, tools=False, system=True)["messages"][:-1]} for i in range(30)]
 
 
 def as_rows(name: str, rows: list[dict]) -> list[dict]:
@@ -375,9 +294,7 @@ def test_prompts_as_they_were_written(base, capsys, monkeypatch):
     text = capsys.readouterr().out.replace("|", "")
     assert "weather" in text and "null" not in text and "None" not in text
     tools = [row | {"tools": json.dumps([TOOL] if number == 20 else [])} for number, row in enumerate(PROMPTS, 1)]
-    with pytest.raises(
-        ConfigError, match=r"row \d+, has 'tools' (.*weather.*), but trl renders GRPO's prompts without"
-    ):
+    with pytest.raises(ConfigError, match=r"row \d+, has 'tools' (.*weather.*), but trl"):
         prepare(base, tools, name="grpo")
     settings = [row | {"chat_template_kwargs": {"enable_thinking": False}} for row in PROMPTS]
     with pytest.raises(ConfigError, match=r"row 1, has 'chat_template_kwargs' .*--chat_template_kwargs holds for all"):
@@ -444,9 +361,7 @@ def test_a_prompt_that_loses_its_end(tmp_path, capsys):
     folder = save_base(tmp_path, template, "<|im_end|>")
     rows = [pair | {"prompt": [{"role": "user", "content": f"A {i}?"}], "tools": None} for i, pair in enumerate(PAIRS)]
     prepare(folder, rows, name="dpo")
-    assert re.search(
-        r"In 16 of the first 16 pairs trl reads the prompt without its end '.*Think\.'", capsys.readouterr().out
-    )
+    assert re.search(r"16 of the first 16 pairs .*'.*Think\.'", capsys.readouterr().out)
 
 
 def test_images_are_refused_by_all(base):
@@ -492,9 +407,7 @@ def test_only_the_answers(base, tmp_path, capsys):
     texts = [{"text": f"Question {i}"} for i in range(30)]
     prepare(save_base(tmp_path / "texts", None), texts)
     assert "Question" in targets_of(tmp_path / "texts")
-    with pytest.raises(
-        ConfigError, match="--assistant_only_loss true is for conversations, and the column text holds texts"
-    ):
+    with pytest.raises(ConfigError, match=r"--assistant_only_loss true .* column text "):
         prepare(tmp_path / "texts", texts, "--assistant_only_loss", "true")
 
 
@@ -507,7 +420,7 @@ def test_rows_that_do_not_end_with_an_answer(base, tmp_path, capsys):
     held = ("--eval_files", str(write(tmp_path / "eval.jsonl", [conversation(99, tools=False, system=False)])))
     prepare(save_base(tmp_path, template_of("qwen2_5"), "<|im_end|>"), rows, *held, "--num_train_epochs", "1")
     printed = capsys.readouterr().out
-    assert re.search(r"rows.jsonl: 4 of 30 rows do not end with an answer, the first is row 5, .*'And 5\?'", printed)
+    assert re.search(r"rows.jsonl: 4 of 30 rows .* row 5, .*'And 5\?'", printed)
     assert "2 of them have none, and are left out" in printed and "eval.jsonl: " not in printed.replace(
         "eval.jsonl: messages", ""
     )
@@ -601,9 +514,7 @@ def test_rows_to_evaluate_on_of_another_form(tmp_path, capsys):
     )
     text = (folder / "out/rows.txt").read_text().replace("|", "")
     assert re.search(r"Evaluation\n\n  row 1: .*\n  read +(<s>)?And\?\n  target +No\.<im_end>\n", text)
-    with pytest.raises(
-        ConfigError, match=r"eval.jsonl has no column 'prompt'; there are messages: .* prompt and completion"
-    ):
+    with pytest.raises(ConfigError, match=r"eval.jsonl has no column 'prompt'; there are messages: "):
         prepare(folder, rows, "--eval_files", str(write(tmp_path / "eval.jsonl", [{"messages": [question, answer]}])))
 
 
@@ -638,10 +549,10 @@ def test_messages_of_parts(tmp_path):
     assert len(seen) == 1
     image = [text[0] | {"content": [{"type": "image_url", "image_url": "a.png"}]}, text[1]]
     for given in ([*rows[:3], image], [*parts[:3], image]):
-        said = "rows.jsonl, row 4: 'messages' has a message with a part that is no text, {'type': 'image_url'"
+        said = "rows.jsonl, row 4: 'messages' .* {'type': 'image_url'"
         with pytest.raises(DataError, match=said):
             prepare(folder, [{"messages": row} for row in given])
-    with pytest.raises(ConfigError, match="'prompt' has a message whose `content` is not a text but parts"):
+    with pytest.raises(ConfigError, match=r"'prompt' .*`content`.* parts"):
         prepare(folder, [{"prompt": row[:1]} for row in parts], name="grpo")
 
 
@@ -661,20 +572,20 @@ OTHER = [{"role": "assistant", "content": "No."}]
         ("sft", {"messages": [*ASKED, {"role": "assistant", "content": None, "refusal": "No."}]},
          "row 4: 'messages' has a message from assistant without a text as its content"),
         ("sft", {"messages": [*ASKED, {"role": "assistant", "content": "", "function_call": {"name": "add", "arguments": "{}"}}]},
-         "row 4: 'messages' has a message with function_call, which templates do not write; give tool_calls"),
+         "row 4: 'messages' .*function_call,.* give tool_calls"),
         ("dpo", {"prompt": ASKED, "chosen": ANSWER, "rejected": [{"role": "assistant", "content": None}]},
          "row 1: 'rejected' has a message from assistant without a text as its content"),
         ("sft", {"messages": [{"content": "And?"}, *CHAT]}, "row 4: 'messages' has a message without a role"),
-        ("sft", {"messages": [{"role": 3, "content": "And?"}]}, "row 1: 'messages' has a message without a role that is a text"),
-        ("sft", {"messages": [{"role": 3, "content": "And?"}, *CHAT]}, "row 4: 'messages' has a message without a role that is a text"),
+        ("sft", {"messages": [{"role": 3, "content": "And?"}]}, "row 1: 'messages' .* role that is a text"),
+        ("sft", {"messages": [{"role": 3, "content": "And?"}, *CHAT]}, "row 4: 'messages' .* role that is a text"),
         ("sft", {"messages": [call("add") | {"tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]}]},
-         r"row 4: 'messages': the arguments '\[1\]' of a tool call must be a JSON object"),
+         r"row 4: 'messages': .*'\[1\]'.* JSON object"),
         ("sft", {"messages": [call("add") | {"tool_calls": [{"function": {"name": "a", "arguments": "{a"}}]}]},
-         r"row 4: 'messages': the arguments '{a' of a tool call are no JSON: "),
+         r"row 4: 'messages': .*'{a'.* no JSON: "),
         ("sft", {"messages": CHAT, "chat_template_kwargs": {"tokenize": False}},
-         r"'chat_template_kwargs' has tokenize, which is no variable of a chat template, but an argument"),
+         r"'chat_template_kwargs' has tokenize,"),
         ("grpo", {"prompt": []}, "row 4: 'prompt' has no message"),
-        ("dpo", {"chosen": ANSWER, "rejected": OTHER}, "row 1: the answers are messages, but do not begin with the same one"),
+        ("dpo", {"chosen": ANSWER, "rejected": OTHER}, "row 1: the answers .* same one"),
     ],
 )  # fmt: skip
 def test_rows_of_another_form(base, name, row, said):
@@ -687,9 +598,7 @@ def test_rows_of_another_form(base, name, row, said):
 
 def test_completion_only_loss_of_other_rows(tmp_path):
     folder = save_base(tmp_path, None)
-    with pytest.raises(
-        ConfigError, match="--completion_only_loss is for rows of prompt and completion; these have text"
-    ):
+    with pytest.raises(ConfigError, match=r"--completion_only_loss .* these have text"):
         prepare(folder, [{"text": f"Question {i}"} for i in range(3)], "--completion_only_loss", "true")
 
 
@@ -712,7 +621,7 @@ def test_an_end_of_the_user_alone(tmp_path, packing):
     )
     folder = save_base(tmp_path, template)
     rows = [conversation(i, tools=False, system=True) for i in range(30)]
-    with pytest.raises(ConfigError, match=r"no row ends with a target at which the model would stop: .* ends with '"):
+    with pytest.raises(ConfigError, match=r"no row ends with a target.*: .* ends with '"):
         prepare(folder, rows, *packing)
 
 
@@ -759,7 +668,7 @@ def test_what_is_not_here(tmp_path):
     """The command that downloads it is one that can be run."""
     file = write(tmp_path / "a.jsonl", [{"text": "a"}])
     command = [str(SCRIPT), "--model_name_or_path", "no/such", "--train_files", str(file)]
-    said = f"where there is internet, run: python -m accelerate_recipes download {shlex.join(command)}"
+    said = f"download {shlex.join(command)}"
     with pytest.raises(ConfigError, match=re.escape(said)):
         recipe.prepare_data(command)
 
@@ -832,10 +741,7 @@ def test_a_run_is_compared_with_its_export(forks, base, tmp_path, monkeypatch, c
             {"trained": [[ids[::-1], targets, ""] for ids, targets, _ in written["trained"]]},
             "again does not render what was trained",
         ),
-        (
-            {"ends": [5]},
-            r"rows end with .*, where its generation would not stop: it stops at '<\|im_end\|>'; name that end",
-        ),
+        ({"ends": [5]}, r"rows end with .* it stops at '<\|im_end\|>'"),
     ):
         (out / ROWS).write_text(json.dumps(written | change))
         with pytest.raises(SystemExit):
@@ -867,7 +773,7 @@ def test_a_run_is_compared_with_its_export(forks, base, tmp_path, monkeypatch, c
         check_export(out / "export", None, 3)
     for file in (out / "export").glob("away-*"):
         file.rename(file.with_name(file.name.removeprefix("away-")))
-    with pytest.raises(ConfigError, match="is no export: it is the output directory of a run, whose export is"):
+    with pytest.raises(ConfigError, match=r"is no export: .*whose export is"):
         check_export(out, None, 3)
 
 
@@ -888,9 +794,7 @@ def test_tokens_of_a_template_beside_adapters(tmp_path, capsys):
         flags = ("--chat_template_path", str(tmp_path / "other"))
         prepare(folder, rows, *flags)
         assert "<a>|" in capsys.readouterr().out
-        with pytest.raises(
-            ConfigError, match=r"is a model, whose tokens trl adds: the tokenizer had \d+, and has \d+\. --use_peft"
-        ):
+        with pytest.raises(ConfigError, match=r"tokens trl adds: .*\d+, .*\d+\. --use_peft"):
             prepare(folder, rows, *flags, "--use_peft")
     prepare(folder, [{"text": f"{i} <b>"} for i in range(30)], "--new_tokens", "<b>", "<c>")
     assert "<b>|" in capsys.readouterr().out
@@ -932,9 +836,7 @@ def test_adapters_of_a_base_that_stops_elsewhere(forks, tmp_path):
     assert re.search(stops, said) and renders in said, said
     template = out / "export/chat_template.jinja"
     template.write_text(template.read_text().replace("assistant", "helper"))
-    with pytest.raises(
-        ConfigError, match=r"does not render what was trained(.|\n)*row 1, token .* the export renders "
-    ):
+    with pytest.raises(ConfigError, match=r"does not render what was trained(.|\n)*row 1, token "):
         check_export(out / "export", ["And?"], 2)
 
 
@@ -1109,9 +1011,7 @@ def test_messages_of_weight_0(name, tmp_path):
     """They are no targets, nor are their ends; rows of prompt and completion too. Nobody trains them without a word."""
     folder = save_base(tmp_path, MARKED if name == "marked" else template_of(name), PUBLISHED.get(name, "</s>"))
     rows = [{"messages": weighted(i, **({"reasoning": "Hm."} if i % 2 else {}))} for i in range(30)]
-    with pytest.raises(
-        ConfigError, match=r"rows.jsonl has messages of weight 0, .* remove --assistant_only_loss false"
-    ):
+    with pytest.raises(ConfigError, match=r"messages of weight 0, .* remove --assistant_only_loss false"):
         prepare(folder, rows, "--assistant_only_loss", "false")
     prepare(folder, rows)
     end = PUBLISHED.get(name, "</s>").replace("|", "")
@@ -1149,9 +1049,9 @@ def test_weights_that_say_nothing(tmp_path):
     """A part that is the same for every message, between messages of other weights, is nobody's."""
     constant = MARKED.replace("{{ m.reasoning }}", "Hm.")
     folder = save_base(tmp_path, constant)
-    with pytest.raises(ConfigError, match=r"row 1, .*: the template does not show to which message 'Hm.' belongs"):
+    with pytest.raises(ConfigError, match=r"row 1, .*message 'Hm.'"):
         prepare(folder, [{"messages": weighted(i)} for i in range(30)], "--assistant_only_loss", "true")
-    said = "the template does not show which part is message 1, of weight 0; remove the row"
+    said = "message 1, of weight 0"
     with pytest.raises(ConfigError, match=said):
         dropping = MARKED.replace(
             "{{ m.content }}</s>{% endgeneration %}", "{{ m.content|trim('W') if 0 }}</s>{% endgeneration %}"
@@ -1173,7 +1073,7 @@ def test_weights_that_say_nothing(tmp_path):
     with pytest.raises(DataError, match=r"row 8: 'messages' has a message of weight 0.5; .* give 0 or 1"):
         prepare(folder, rows, "--assistant_only_loss", "true")
     rows = [{"messages": weighted(i)[:2]} for i in range(30)]
-    with pytest.raises(ConfigError, match=r"none of \d+ rows to train on has .* see roles and weights of the messages"):
+    with pytest.raises(ConfigError, match=r"none of \d+ rows to train on has .* roles and weights"):
         prepare(folder, rows, "--assistant_only_loss", "true")
 
 

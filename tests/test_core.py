@@ -7,31 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import CHILDREN, ROOT, environment, losses
-from test_layout import LIBRARY, PACKAGE
+from helpers import CHILDREN, HIDE, LIBRARY, OPTIONAL, PACKAGE, ROOT, environment, losses
 from tiny import tiny_model
 from transformers import AutoModelForMaskedLM
 
 from accelerate_recipes.models.tokenizers import new_word_tokenizer
 
-OPTIONAL = {"chess", "datasets", "evaluate", "matplotlib", "pandas", "peft", "pyarrow", "trl"}
 # Modules about these packages, which import them at once; all others do where they use them.
 ABOUT = {
-    "data/conversations.py", "data/formats.py", "data/json_texts.py", "data/tables.py", "data/unwritten.py", "games/rules.py",
-    "posttraining/answers.py",
-    "posttraining/evaluation.py", "posttraining/references.py",
-    "posttraining/objective.py", "posttraining/preferences.py", "posttraining/rewards.py", "posttraining/settings.py",
-    "posttraining/supervised.py",
+    "data/conversations.py", "data/formats.py", "data/json_texts.py", "data/tables.py", "data/unwritten.py",
+    "posttraining/answers.py", "posttraining/evaluation.py", "posttraining/references.py", "posttraining/objective.py",
+    "posttraining/preferences.py", "posttraining/rewards.py", "posttraining/settings.py", "posttraining/supervised.py",
 }  # fmt: skip
-# As on a machine where these are not installed; read by each Python process at its start.
-HIDE = f"""
-from importlib.machinery import PathFinder
-
-find = PathFinder.find_spec
-PathFinder.find_spec = classmethod(
-    lambda cls, name, *args: None if name.split(".")[0] in {OPTIONAL} else find(name, *args)
-)
-"""
 
 
 def imports_at_once(path: Path) -> set[str]:
@@ -50,7 +37,7 @@ def imports_at_once(path: Path) -> set[str]:
 
 def test_optional_packages_are_imported_where_they_are_used():
     found = {str(path.relative_to(PACKAGE)): imports_at_once(path) & OPTIONAL for path in LIBRARY}
-    assert {name for name, packages in found.items() if packages} | {"games/rules.py"} == ABOUT
+    assert {name for name, packages in found.items() if packages} == ABOUT
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import ROOT, environment
-from test_core import HIDE
+from helpers import HIDE, ROOT, environment
 
 from accelerate_recipes.doctor import command, links, proofs
 from accelerate_recipes.doctor.card import write_card

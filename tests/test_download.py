@@ -8,21 +8,18 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import CHILDREN, CONFIGS, ROOT, environment, log_of, read_metrics
+from helpers import CONFIGS, ROOT, log_of, read_metrics
 from huggingface_hub import constants
-from loopback_hub import LoopbackHub
-from tiny import tiny_config
+from loopback_hub import C4, CHESS, Commands, LoopbackHub, model_files
 
 from accelerate_recipes import recipe
 from accelerate_recipes.__main__ import main
-from accelerate_recipes.chess.rules import all_uci_moves
 from accelerate_recipes.data.files import read_split
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import download
@@ -38,15 +35,7 @@ from accelerate_recipes.hub.cache import (
     repository,
 )
 from accelerate_recipes.launch import requirements
-from accelerate_recipes.models.loading import new_model
-from accelerate_recipes.models.tokenizers import new_word_tokenizer
-from accelerate_recipes.models.weights import initialize
 
-CHESS = [
-    "recipes/chess.py", "--model_name_or_path", "tiny/llama", "--dataset_name", "tiny/games",
-    "--dataset_files", "**/chess_game_000[1-2].parquet",
-]  # fmt: skip
-C4 = ["recipes/c4.py", "--tokenizer_name", "tiny/llama", "--max_steps", "2"]
 CARD = """---
 configs:
 - config_name: cs-en
@@ -64,23 +53,6 @@ configs:
 """
 
 
-def tiny_model(folder: Path) -> dict[str, bytes]:
-    """Make a repository's files: weights in two files, the same weights in other formats, and a tokenizer."""
-    tokenizer = new_word_tokenizer(all_uci_moves())
-    config = tiny_config(
-        vocab_size=len(tokenizer), intermediate_size=32, num_hidden_layers=1, bos_token_id=1, eos_token_id=2
-    )
-    model = new_model(config, "sdpa")
-    initialize(model, 0, "cpu").save_pretrained(folder, max_shard_size="300KB")
-    tokenizer.save_pretrained(folder)
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates/short.jinja").write_text("{{ messages }}")
-    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert sum(name.endswith(".safetensors") for name in files) == 2
-    others = ("pytorch_model.bin", "consolidated.safetensors", "flax_model.msgpack", "original/consolidated.00.pth")
-    return files | {name: b"the same weights again" for name in others} | {"README.md": b"A card."}
-
-
 def parquet(rows) -> bytes:
     file = io.BytesIO()
     pq.write_table(rows, file)
@@ -90,7 +62,7 @@ def parquet(rows) -> bytes:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     server = LoopbackHub()
-    files = tiny_model(tmp_path_factory.mktemp("model"))
+    files = model_files(tmp_path_factory.mktemp("model"))
     server.push("models/tiny/llama", files)
     server.push("models/codellama/CodeLlama-7b-hf", files)
     server.push("models/meta-llama/Llama-3.1-8B", files)
@@ -112,42 +84,6 @@ def server(tmp_path_factory):
     yield server
     server.shutdown()
     server.server_close()
-
-
-class Commands:
-    """Server that runs `python -m accelerate_recipes ...` with this Hub; see tests/children/command_server.py."""
-
-    def __init__(self, url: str, tmp_path: Path):
-        env = environment(tmp_path) | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1"}
-        self.log = tmp_path / "log"
-        self.process = subprocess.Popen(
-            [sys.executable, str(CHILDREN / "command_server.py")],
-            cwd=ROOT, env=env | {"HF_UPDATE_DOWNLOAD_COUNTS": "0"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def start(self, cache: Path, *argv: object, **env: str) -> int:
-        """Start a command and return its process id; call `end` afterwards."""
-        self.log.unlink(missing_ok=True)
-        job = {"argv": [str(word) for word in argv], "cache": str(cache), "log": str(self.log), "env": env}
-        print(json.dumps(job), file=self.process.stdin, flush=True)
-        return int(self.process.stdout.readline())
-
-    def end(self) -> tuple[int, str]:
-        """Wait for the command; return exit code and output."""
-        return int(self.process.stdout.readline()), self.log.read_text()
-
-    def run(self, cache: Path, *argv: object, **env: str) -> tuple[int, str]:
-        self.start(cache, *argv, **env)
-        return self.end()
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
-
-    def ok(self, cache: Path, *argv: object, **env: str) -> str:
-        code, output = self.run(cache, *argv, **env)
-        assert code == 0, output
-        return output
 
 
 @pytest.fixture(scope="module")
@@ -266,10 +202,7 @@ def test_killed_and_gone_on_with(server, commands, tmp_path):
     assert len(here) >= 4
     assert "model-00001-of-00002.safetensors" in commands.ok(cache, "list")
     code, output = commands.run(cache, "verify")
-    assert (
-        code == 1
-        and "model-00001-of-00002.safetensors is missing; run: python -m accelerate_recipes download" in output
-    )
+    assert code == 1 and "model-00001-of-00002.safetensors is missing; run: " in output
     server.sent.clear()
     commands.ok(cache, "download", *CHESS)
     assert not here & set(server.sent) and "models/tiny/llama/model-00001-of-00002.safetensors" in server.sent
@@ -312,7 +245,7 @@ def test_all_that_cannot_be_had_at_once(commands, tmp_path):
     ]  # fmt: skip
     code, output = commands.run(tmp_path / "hub", "download", *argv)
     assert code == 1 and "model 'no/model' is not on http://127" in output
-    assert "dataset 'tiny/games' (*.pgn) has no file that matches; there are README.md" in output
+    assert "dataset 'tiny/games' (*.pgn) has no file" in output
     code, output = commands.run(tmp_path / "hub", "download", "recipes/chess.py", "--max_shard", 2)
     assert code == 1 and "unknown argument 'max_shard'" in output
     code, output = commands.run(tmp_path / "hub", "download", *CHESS, HF_ENDPOINT="ignored: read at import")

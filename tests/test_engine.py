@@ -237,7 +237,6 @@ def test_a_slow_first_step_raises_the_limit_once(monkeypatch):
     agenda.step_timeout = None
     agenda.args = replace(ARGS, ddp_timeout=300, step_timeout=300)
     agenda.log = SimpleNamespace(completed=lambda step: None)
-    agenda.profiler = SimpleNamespace(completed=lambda step: None)
     limits = []
     for seconds in (100.0, 1000.0, 1.0):
         agenda.completed(1, seconds, wants_save=False, wants_stop=False)
@@ -337,7 +336,7 @@ def test_steps_without_targets(run, monkeypatch, idle, logging_steps):
         return count_next_tokens(batch) * (left[0] < 0)
 
     if idle == 5:
-        with pytest.raises(DataError, match=r"no row of the steps 1 to 4 has a target of the loss: .* mend the data"):
+        with pytest.raises(DataError, match=r"no row of the steps 1 to 4 has a target"):
             run(logging_steps=logging_steps, count_fn=count_fn)
         return
     records, _ = run(logging_steps=logging_steps, count_fn=count_fn)

@@ -109,17 +109,11 @@ def test_without_torchs_launcher_nothing_is_written(tmp_path, monkeypatch):
     [
         (
             ("--config_file", "configs/single.yaml", "chess"),
-            r"configs/single.yaml: no such file; did you mean accelerate_configs/single.yaml\?$",
+            r"no such file; did you mean accelerate_configs/single.yaml\?$",
         ),
-        (
-            ("--config_file", "mine.yaml", "chess"),
-            "^mine.yaml: no such file; the shipped ones lie in accelerate_configs/$",
-        ),
-        (
-            ("recipes/configs/chess/laptop.yaml", "chess"),
-            "laptop.yaml is not a recipe; give a .py file, and a preset behind it: --config recipes/configs/chess/laptop.yaml$",
-        ),
-        (("fsdp_full", "chess"), "fsdp_full is not a recipe; give it before the recipe: --config_file fsdp_full$"),
+        (("--config_file", "mine.yaml", "chess"), "^mine.yaml: no such file; .* accelerate_configs/$"),
+        (("recipes/configs/chess/laptop.yaml", "chess"), "laptop.yaml .*: --config recipes/configs/chess/laptop.yaml$"),
+        (("fsdp_full", "chess"), "fsdp_full is not a recipe; .*: --config_file fsdp_full$"),
         (("accelerate_configs/ddp.yaml", "chess"), "before the recipe: --config_file accelerate_configs/ddp.yaml$"),
         (("--config_file", "fsdp_ful", "chess"), r"no such file; did you mean accelerate_configs/fsdp_full.yaml\?$"),
         (("--config_file", "single", "recipes/stf.py"), r"^recipes/stf.py: no such recipe; did you mean 'sft'\?$"),
@@ -142,14 +136,8 @@ def test_files_that_cannot_be_meant(argv, said, monkeypatch):
         (["fsdp_full", "--num_machines", "0"], "--num_machines is 0; it must be at least 1"),
         (["fsdp_full", "--num_machines", "2", "--machine_rank", "2"], "--machine_rank is 2; the 2 machines are 0 to 1"),
         (["fsdp_full", "--num_machines", "2"], "--num_machines is 2, .* --main_process_ip, and .* --machine_rank"),
-        (
-            ["fsdp_full", "--main_process_port", "99999"],
-            "--main_process_port is 99999; it must be 0, .* or at most 65535",
-        ),
-        (
-            ["fsdp_full", "--main_process_port", "-5", "--num_processes", "0"],
-            "0 processes .*; --main_process_port is -5; ",
-        ),
+        (["fsdp_full", "--main_process_port", "99999"], "--main_process_port is 99999; .* at most 65535"),
+        (["fsdp_full", "--main_process_port", "-5", "--num_processes", "0"], "0 processes .*_port is -5; "),
     ],
 )
 def test_numbers_at_which_the_launcher_would_end_in_a_stack(flags, said, monkeypatch):
@@ -164,9 +152,7 @@ def test_a_wrong_file_of_the_launcher_is_told_before_anything_starts(tmp_path, m
     (tmp_path / "mine.yaml").write_text(
         "distributed_type: FSDP\nnum_processes: 2\nmain_process_port: abc\nmachine_rnk: 1\n"
     )
-    with pytest.raises(
-        ConfigError, match=r"unknown key 'machine_rnk'(.|\n)*main_process_port is 'abc'; it must be a whole"
-    ):
+    with pytest.raises(ConfigError, match=r"unknown key 'machine_rnk'(.|\n)*main_process_port is 'abc'"):
         launch(["--config_file", str(tmp_path / "mine.yaml"), str(TOY)])
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,8 +11,8 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+from conversations import TOOL, call, prepare, save_base, template_of
 from helpers import ROOT
-from test_conversations import TOOL, call, prepare, save_base, template_of
 
 from accelerate_recipes.args import parse
 from accelerate_recipes.arguments import shipped
@@ -104,9 +105,7 @@ def test_arrow_files_and_folders(tmp_path):
     args.elsewhere = ("/volume",)  # of a job, whose machine has it
     assert args.problems(1) == []
     (tmp_path / "data/b.jsonl").write_text('{"text": "c"}\n')
-    with pytest.raises(
-        ConfigError, match=r"--train_files: the folder .*data holds files of several kinds, \.jsonl, \.arrow"
-    ):
+    with pytest.raises(ConfigError, match=r"the folder .*data holds files of several kinds, \.jsonl, \.arrow"):
         parse(sft.Args, given, world_size=1)
     # Of a folder that is a dataset, `datasets` would make numbers of texts.
     for name, content in (("t.tsv", b"code\tn\n007\t1\n"), ("t.csv.gz", gzip.compress(b"code,n\n007,1\n"))):
@@ -267,7 +266,7 @@ def test_rows_of_two_forms(tmp_path):
     chat = {"messages": [{"role": "user", "content": "a"}]}
     with pytest.raises(ConfigError) as error:
         made_of([chat] * 2 + [{"text": "a"}], tmp_path)
-    assert str(error.value).startswith("rows.jsonl has rows of 2 forms, but a run reads one; give files of one form:\n")
+    assert str(error.value).startswith("rows.jsonl has rows of 2 forms")
     assert "--columns" not in str(error.value)
     for said in ("messages=messages (messages: 2 of 3 rows)", "text=text (text: 1 of 3 rows)", "'text': None}"):
         assert said in str(error.value)
@@ -287,9 +286,7 @@ def test_columns_by_other_names(base, tmp_path, capsys):
     assert [message["content"] for message in swapped[0]["messages"]] == ["a", "b"]
     with pytest.raises(ConfigError, match=r"has no column 'x', which --columns names; there are q, a, prompt, extra"):
         made_of([row], tmp_path, prompt="x")
-    with pytest.raises(
-        ConfigError, match=r"columns q, a, prompt, extra; it needs those of one of these forms(.|\n)*- ShareGPT: c"
-    ):
+    with pytest.raises(ConfigError, match=r"columns q, a, prompt, extra;(.|\n)*- ShareGPT: c"):
         made_of([row], tmp_path)
     for given, said in (
         ("quest=q", "write NAME=COLUMN, with a NAME of messages, "),
@@ -323,7 +320,7 @@ def test_columns_that_are_nearly_right(tmp_path, capsys):
         ({"prompts": "a"}, "did you mean 'prompts'"),
         ({"messages": []}, "sft.py trains on conversations"),
     ):
-        with pytest.raises(DataError, match=f"no column 'prompt'; .*; {said}"):
+        with pytest.raises(DataError, match=rf"no column 'prompt'; .*; {said}"):
             check_texts_or_messages(datasets.Dataset.from_list([row]), ["prompt"], "x")
 
 
@@ -340,7 +337,7 @@ def shared(*turns: tuple[str, object], **others: object) -> dict:
         (shared(("human", "a")), shared(("human", None)), "'conversations' has a message from human without a text"),
         (shared(("human", "a")), shared(("human", 5)), "'conversations' has a message from human without a text"),
         (shared(("human", "a")), {"other": 1}, "'conversations' is null, not a text"),
-        (shared(("human", "a")), shared(("human", [{"type": "image"}])), "'conversations' has a message with a part that is no text, {'type': 'image'}"),
+        (shared(("human", "a")), shared(("human", [{"type": "image"}])), "'conversations' .* no text, {'type': 'image'}"),
         (shared(("human", "a"), system="b"), shared(("system", "c"), system="b"), "'system' says something else"),
         ({"question": "a", "answer": "b"}, {"question": "a"}, "'answer' is null, not a text"),
         ({"question": "a", "answer": "b"}, {"question": "a", "answer": 7}, "'answer' is 7, not a text"),
@@ -349,7 +346,7 @@ def shared(*turns: tuple[str, object], **others: object) -> dict:
          r"'history' has \['a'\]; it must be pairs"),
         ({"question": "a", "chosen": "b", "rejected": "c"}, {"question": "a", "chosen": "b"}, "'rejected' is null"),
         ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}, {"chosen": "a", "rejected": "b"},
-         "'chosen' does not begin with a line 'Human:', unlike the first row"),
+         "'chosen' .*'Human:'"),
     ],
 )  # fmt: skip
 def test_a_row_of_another_form(right, wrong, said, tmp_path):
@@ -401,15 +398,13 @@ def test_a_question_is_read_once(name, row, wanted, tmp_path):
 def test_texts_of_which_some_repeat_the_question(tmp_path, capsys):
     rows = [{"prompt": "ab", "completion": text} for text in ("c", "abc", "abd")]
     assert made_of(rows, tmp_path) == rows
-    assert "2 of 3 answers begin with their question; it stays there; the first is row 2" in capsys.readouterr().out
+    assert re.search("2 of 3 answers begin .* row 2", capsys.readouterr().out)
 
 
 def test_a_prompt_that_is_not_in_its_conversation(tmp_path):
     """It is an error, and the columns that --columns names as they are say which form is meant."""
     row = {"prompt": "2+2?", "chosen": [USER, TWO], "rejected": [USER, THREE]}
-    with pytest.raises(
-        DataError, match=r"row 1: 'chosen' is a conversation without the question, '2\+2\?'; .* chosen=chosen"
-    ):
+    with pytest.raises(DataError, match=r"row 1: 'chosen' .* without .*'2\+2\?'; .* chosen=chosen"):
         made_of([row], tmp_path, "dpo")
     assert made_of([row], tmp_path, "dpo", chosen="chosen", rejected="rejected") == [PARTED]
     for said in ([USER], [THREE | {"role": "user"}, TWO]):
@@ -436,9 +431,7 @@ def test_keys_of_messages(message, tmp_path):
             assert [(m["role"], m["content"]) for m in made] == [("user", "1+1?"), ("assistant", "2")]
     for wrong in ({"role": "user", "text": "1+1?"}, {"role": "user", "weight": 1}):
         for rows in ([{"messages": [wrong, TWO]}] * 2, [{"messages": [USER, TWO]}, {"messages": [wrong, TWO]}]):
-            with pytest.raises(
-                DataError, match=rf"row {3 - rows.count(rows[-1])}: .* from user without a text as its content"
-            ):
+            with pytest.raises(DataError, match=rf"row {3 - rows.count(rows[-1])}: .* from user without a text"):
                 made_of(rows, tmp_path)
 
 
@@ -518,7 +511,7 @@ def test_bad_answers_are_not_trained(tmp_path):
 def test_what_a_template_refuses_is_named_in_its_form(tmp_path):
     template = "{% for m in messages %}{{ raise_exception('No.') if m.content == 'A' }}{{ m.content }}</s>{% endfor %}"
     rows = [{"question": "A" if i == 17 else f"{i}?", "answer": "Yes."} for i in range(30)]
-    with pytest.raises(ConfigError, match=r"rows.jsonl, row 18, cannot be rendered by the chat template: No\."):
+    with pytest.raises(ConfigError, match=r"rows.jsonl, row 18, cannot be rendered .*: No\."):
         prepare(save_base(tmp_path, template), rows)
 
 

@@ -1,5 +1,7 @@
 """Linear layers in fp8: near bf16, the same under all strategies, and the checkpoints of bf16."""
 
+import re
+
 import pytest
 import torch
 import yaml
@@ -32,7 +34,7 @@ def test_layers():
     assert fp8_layers(model) == wanted - {"model.layers.0.self_attn.q_proj"} | {
         "model.layers.0.self_attn.q_proj.base_layer"
     }
-    with pytest.raises(ConfigError, match="MixtralForCausalLM keeps the experts of a layer in one weight"):
+    with pytest.raises(ConfigError, match="MixtralForCausalLM keeps the experts"):
         fp8_layers(new_model(tiny_config("mixtral", **SIZES), "sdpa"))
 
 
@@ -42,16 +44,13 @@ def test_what_it_needs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     (problem,) = launch_checks.fp8_problems(env)
-    assert (
-        "compute capability 8.9 or later (Ada, Hopper, Blackwell), this one has 8.0; set `mixed_precision: bf16`"
-        in problem
-    )
+    assert "this one has 8.0; set `mixed_precision: bf16`" in problem
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(launch_checks, "find_spec", lambda name: None)
     (problem,) = launch_checks.fp8_problems(env)
     assert "pip install torchao==0.18.0" in problem
     (problem,) = launch_checks.lever_problems(TrainArgs(use_peft=True, load_in_4bit=True), env, num_devices=1)
-    assert "--load_in_4bit keeps linear layers in 4 bits, mixed_precision: fp8" in problem
+    assert re.match("--load_in_4bit .* mixed_precision: fp8", problem)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +118,7 @@ def test_preflight_refuses_experts(monkeypatch):
     config, recipe = CONFIGS / "fsdp_fp8.yaml", ROOT / "recipes/c4.py"
     preset = ("--config", str(ROOT / "recipes/configs/c4/laptop.yaml"))
     assert "Ready" in preflight([str(config), str(recipe), *preset])[0]
-    with pytest.raises(ConfigError, match="MixtralForCausalLM keeps the experts of a layer in one weight"):
+    with pytest.raises(ConfigError, match="MixtralForCausalLM keeps the experts"):
         preflight(
             [
                 str(config), str(recipe), *preset, "--model_type", "mixtral", "--config_overrides",

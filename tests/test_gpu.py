@@ -23,15 +23,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import toy
+from arithmetic import CONFIGS, compare_in_bf16, loss_and_gradients, make, packed
 from helpers import CHILDREN, ROOT, launch_ok, read_metrics
 from safetensors.torch import load_file
-from test_adapters import make_base
-from test_attention import CONFIGS, loss_and_gradients, make, packed
-from test_losses import compare_in_bf16
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accelerate_recipes.engine import to_device
-from accelerate_recipes.models.attention import sdpa
+from accelerate_recipes.models.torch_attention import sdpa
 from accelerate_recipes.optim import add_compensated_
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -44,7 +43,7 @@ BY_LAYER = ("--dynamo_backend", "inductor", "--dynamo_use_regional_compilation")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     """Saved model from which both begin, because a GPU draws other weights for a new model than a CPU."""
-    return make_base(tmp_path_factory.mktemp("base") / "base", seed=1)
+    return toy.make_base(tmp_path_factory.mktemp("base") / "base", seed=1)
 
 
 def steps(tmp_path, base: Path, config: str, *flags: str, gpu: bool) -> dict:

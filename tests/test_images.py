@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from datasets import ClassLabel, Dataset, Features, Value, load_dataset
 from datasets import Image as ImageColumn
-from helpers import ROOT
+from helpers import ROOT, png
 from PIL import Image
 
 from accelerate_recipes.args import TrainArgs
@@ -40,13 +40,6 @@ PROCESSOR = new_image_processor(16)
 @dataclass
 class Args(ImageArgs, TrainArgs):
     """Arguments of a recipe that reads images."""
-
-
-def png(seed: int, size: int = 24) -> bytes:
-    """Make an image of noise, so that no two are alike."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (size, size + seed % 5, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(out := io.BytesIO(), format="png")
-    return out.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +144,7 @@ def test_rand_augment_is_a_function_of_seed_epoch_and_row(parquet, monkeypatch):
 def test_rand_augment_without_torchvision(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)
     found = [text for text in Args(rand_augment=2).problems(1) if "rand_augment" in text]
-    assert len(found) == 1 and found[0].startswith("--rand_augment needs torchvision, but it cannot be imported: ")
+    assert len(found) == 1 and found[0].startswith("--rand_augment needs torchvision")
 
 
 def test_crops_lie_inside_and_have_the_area():
@@ -225,9 +218,7 @@ def test_every_source_gives_the_same_images(parquet, tmp_path):
         member = tarfile.TarInfo("alone.png")
         member.size = len(png(1))
         tar.addfile(member, io.BytesIO(png(1)))
-    with pytest.raises(
-        DataError, match=r"shard-0\.tar: alone has no label beside it; the members alone.jpg and alone\.cls"
-    ):
+    with pytest.raises(DataError, match=r"shard-0\.tar: alone has no label .* alone.jpg and alone\.cls"):
         sides([str(shard) for shard in shards])
     with tarfile.open(shards[1], "a") as tar:
         tar.addfile(tarfile.TarInfo("images/20.jpg"))
@@ -431,9 +422,7 @@ def test_all_images_to_evaluate_on_are_broken(broken, others, tmp_path):
         def forward(self, pixel_values):
             return SimpleNamespace(logits=super().forward(pixel_values.flatten(1)[:, :2]))
 
-    with pytest.raises(
-        DataError, match=r"all 1 images to evaluate on \(.*broken.parquet\) are broken; leave out --skip"
-    ):
+    with pytest.raises(DataError, match=r"all 1 images .*broken.parquet\) are broken; leave out --skip"):
         evaluation.evaluate(Accelerator(cpu=True), Model(2, 3), 0)
 
 
@@ -477,7 +466,7 @@ def test_columns_and_labels_are_checked(parquet, tmp_path):
     Dataset.from_dict(
         {"image": images, "label": ["a", "d"]}, features=Features({"image": ImageColumn(), "label": Value("string")})
     ).to_parquet(file)
-    with pytest.raises(DataError, match=r"test\.parquet, row 2: the label 'd' is none of the 3 classes trained on"):
+    with pytest.raises(DataError, match=r"test\.parquet, row 2: the label 'd' .* 3 classes"):
         sides([parquet], eval_files=[file])
     Dataset.from_dict({"image": images, "label": [[0], [0, 1]]}).cast_column("image", ImageColumn()).to_parquet(file)
     with pytest.raises(DataError, match=r"'label' holds .*, not one name or number"):
@@ -501,7 +490,5 @@ def test_size_of_processors():
 def test_machines_with_other_images_are_refused(parquet, monkeypatch):
     """By their labels, before a rank would look for an image that its machine lacks."""
     monkeypatch.setattr(prepared, "on_all_ranks", lambda value: [value, "another"])
-    with pytest.raises(
-        ConfigError, match=f"the checksum of the labels in {parquet} is .*, and another on that of rank 1"
-    ):
+    with pytest.raises(ConfigError, match=rf"labels in {parquet} is .*, and another on that of rank 1"):
         sides([parquet])

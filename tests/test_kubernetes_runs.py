@@ -21,9 +21,7 @@ CHESS = ["recipes/chess.py", "--config", "recipes/configs/chess/laptop.yaml", "-
 CHESS += ["--max_steps", "6", "--logging_steps", "1", *SMALL_CHESS]
 
 
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 @pytest.fixture(scope="module")

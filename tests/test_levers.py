@@ -7,11 +7,11 @@ from collections import defaultdict
 
 import pytest
 import torch
+import toy
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
 from helpers import CHILDREN, launch_ok, log_of, losses
-from test_adapters import make_base
 from tiny import tiny_config
 from transformers import AutoModelForCausalLM
 
@@ -221,6 +221,6 @@ def test_one_device_in_pure_bf16_copies_no_weights(tmp_path):
     assert written("single", *KAHAN, "--max_grad_norm", 0)["_foreach_mul_"] == 0
     assert copied(written("single", precision="bf16")) > 5
     assert copied(written("fsdp_full", precision="bf16")) > 10
-    base = make_base(tmp_path / "base", seed=1, hidden_size=256, intermediate_size=768)
+    base = toy.make_base(tmp_path / "base", seed=1, hidden_size=256, intermediate_size=768)
     lora = ("--model_name_or_path", base, "--use_peft", "--lora_r", 3)
     assert copied(written("single", *lora, precision="bf16")) < 0.6, "what is frozen is in bf16, and not cast"

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from arithmetic import compare_in_bf16
 from helpers import CHILDREN, launch_ok
 from tiny import tiny_config
 from torch import nn
@@ -81,29 +82,6 @@ def test_in_bf16(autocast):
     for name, gradient in gradients.items():
         allowed = 1.2 * distance(plain_gradients[name], wanted_gradients[name])
         assert distance(gradient, wanted_gradients[name]) < allowed, name
-
-
-def compare_in_bf16(device: torch.device) -> None:
-    """Over 16 chunks gradients are as near to fp32 as those of whole logits."""
-    torch.manual_seed(0)
-    head = nn.Linear(16, 501, bias=False, device=device)
-    hidden, targets = torch.randn(2, 6144, 16, device=device), torch.randint(501, (12288,), device=device)
-    head.weight.data, hidden = head.weight.data.bfloat16().float(), hidden.bfloat16().float()
-
-    def gradients(dtype: torch.dtype, whole: bool) -> list[torch.Tensor]:
-        layer, inputs = copy.deepcopy(head).to(dtype), hidden.detach().to(dtype).requires_grad_()
-        if whole:
-            loss = summed_cross_entropy(layer(inputs).flatten(0, 1), targets)
-        else:
-            loss = linear_cross_entropy(layer, targets, inputs)
-        (loss / 777).backward()
-        return [loss.detach(), layer.weight.grad.float(), inputs.grad.float()]
-
-    wanted, plain, found = (
-        gradients(*way) for way in ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False))
-    )
-    for right, other, ours in zip(wanted, plain, found, strict=True):
-        assert (ours - right).norm() < 1.2 * (other - right).norm() + 1e-6 * right.norm()
 
 
 @pytest.fixture
@@ -273,7 +251,7 @@ def test_a_model_that_changes_its_logits_is_refused():
     for name, value in (("final_logit_softcapping", 30.0), ("logits_scaling", 8.0), ("logit_scale", 0.0625)):
         changed = copy.deepcopy(config)
         setattr(changed, name, value)
-        with pytest.raises(ConfigError, match=f"{name} {value} behind its output layer, .* give --whole_logits"):
+        with pytest.raises(ConfigError, match=rf"{name} {value} behind its output layer, .* give --whole_logits"):
             next_token_loss_without_logits(new_model(changed, "sdpa"), make_batch())
         setattr(changed, name, None if value == 30.0 else 1.0)  # Gemma 3 has the name, and caps nothing
         check_head(changed)

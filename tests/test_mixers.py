@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import toy
+from arithmetic import positions
 from models_table import ARCHITECTURES, compare_gradients, documents_alone, gradients
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.attention.flex_attention import create_block_mask
@@ -27,7 +28,8 @@ from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import check_document_mask, next_token_loss
 from accelerate_recipes.models import mixers, probes
-from accelerate_recipes.models.attention import boundaries, boundary_arguments, choose
+from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.documents import boundaries, boundary_arguments
 from accelerate_recipes.models.loading import load_model
 from accelerate_recipes.models.mixers import Unpacking, documents_of, recompute_documents, unpack_documents
 from accelerate_recipes.models.probes import mixers_in
@@ -56,10 +58,6 @@ def make(name: str, **changes: object) -> PreTrainedModel:
 def batch_of(*rows: int) -> dict:
     packed = PackedRows(toy.make_rows(20), toy.LENGTH, 0, document_mask=True)
     return collate([packed[row] for row in rows])
-
-
-def positions(*rows: list[int]) -> torch.Tensor:
-    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
 
 
 def test_documents_are_found_and_put_back():

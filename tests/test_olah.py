@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 from helpers import ROOT, environment
-from test_download import C4, CHESS, Commands, tiny_model
+from loopback_hub import C4, CHESS, Commands, model_files
 
 OLAH = ROOT / ".venv/olah/bin/olah-cli"
 CONFIG = """
@@ -31,7 +31,7 @@ pytestmark = [
 def url(tmp_path):
     """URL of a server of plain git repositories."""
     repositories = {
-        "models/tiny/llama": tiny_model(tmp_path / "model"),
+        "models/tiny/llama": model_files(tmp_path / "model"),
         "datasets/tiny/games": {"data/chess_game_0001.parquet": (ROOT / "data/chess/games_20k.parquet").read_bytes()},
         "datasets/allenai/c4": {f"en/{path.name}": path.read_bytes() for path in ROOT.glob("data/c4_pydoc/en/*")},
     }

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import CONFIGS, ROOT
-from test_simulate import (  # noqa: F401  with fixtures
+from simulations import (
     BF16,
     C4,
     CHESS_DPO,
@@ -27,10 +27,8 @@ from test_simulate import (  # noqa: F401  with fixtures
     STEP,
     T5,
     TEMPLATE,
-    bases,
     command_of,
     job,
-    simulator,
 )
 from torch.optim.adamw import adamw
 from transformers import LlamaConfig
@@ -113,7 +111,7 @@ COPIES = ("_to_copy", "copy_", "clone", "cat")
 SEES_DOCUMENTS = ("c4", "chess", "sft with packed rows")  # their rows have 72 tokens
 
 
-def test_the_path_of_gpus_without_a_gpu(simulator):  # noqa: F811
+def test_the_path_of_gpus_without_a_gpu(simulator):
     """Our code runs on tensors of a GPU, waits once a step, and attends document by document."""
     with_mask = on_four("fsdp_hybrid", [*CUDA_C4, "--attn_implementation", "sdpa"])
     found, masked = simulator([on_four("fsdp_hybrid", CUDA_C4), with_mask])
@@ -159,7 +157,7 @@ def check_path(name: str, config: str, found: Outcome | Exception) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GPU_COMMANDS)
-def test_the_path_of_gpus_of_each_recipe(simulator, bases, name):  # noqa: F811
+def test_the_path_of_gpus_of_each_recipe(simulator, bases, name):
     """Each recipe with a trial runs on tensors of GPUs under each FSDP2 config, and in bf16 on one GPU."""
     command = command_of(bases, GPU_COMMANDS[name][0])
     configs = [*FSDP2, *(["fsdp_long"] if name in ("c4", "chess") else [])]
@@ -181,7 +179,7 @@ def test_the_path_of_gpus_of_each_recipe(simulator, bases, name):  # noqa: F811
         pytest.param([*GRPO, "TALL", "--total_batch_size", "512"], [], id="answers", marks=pytest.mark.slow),
     ],
 )
-def test_deep_models_with_more_than_two_passes(simulator, bases, command, flags):  # noqa: F811
+def test_deep_models_with_more_than_two_passes(simulator, bases, command, flags):
     """A model is extrapolated to the byte from two stacks of layers, and with passes that draw answers, also if they decide."""
     deep = on_four("fsdp_full", command_of(bases, command), *flags)
     (whole,) = simulator([deep])
@@ -207,7 +205,7 @@ def trial(args):
 """
 
 
-def test_faults_that_only_a_gpu_shows(simulator, tmp_path):  # noqa: F811
+def test_faults_that_only_a_gpu_shows(simulator, tmp_path):
     """A tensor on the wrong device fails the simulation; one more wait is counted."""
     for name, loss in {
         "device": "right.loss_fn(model, batch) + torch.ones(1).sum()[None]",
@@ -228,7 +226,7 @@ def test_faults_that_only_a_gpu_shows(simulator, tmp_path):  # noqa: F811
      *(pytest.param(*case, marks=pytest.mark.long) for case in (
          ([], []), (RECOMPUTE, ["--checkpoint_every_n_layers", "2"]), ([], ["--prefetch_layers", "2"])))],
 )  # fmt: skip
-def test_deep_models_follow_from_shallow_ones(simulator, flags, more):  # noqa: F811
+def test_deep_models_follow_from_shallow_ones(simulator, flags, more):
     """Peak with its kinds, FLOPs and collectives are extrapolated to the byte; the bound of the time nearly."""
     deep = on_four("fsdp_full", [*CUDA_C4, "--config_overrides", "num_hidden_layers=13", *more], *flags)
     (whole,) = simulator([deep])
@@ -243,7 +241,7 @@ def test_deep_models_follow_from_shallow_ones(simulator, flags, more):  # noqa: 
 
 
 @pytest.mark.long
-def test_the_search_makes_it_fit(simulator, monkeypatch):  # noqa: F811
+def test_the_search_makes_it_fit(simulator, monkeypatch):
     """What is proposed fits, what keeps the trajectory comes first, and a pair is found where no single change is enough."""
     sizes = ["hidden_size=2048", "intermediate_size=4096", "vocab_size=16000", "max_position_embeddings=1024"]
     command = [*CUDA_C4, "--config_overrides", *sizes, "--max_length", "1024"]
@@ -384,7 +382,7 @@ def test_what_the_search_could_not_try_is_said():
     ],
 )
 @pytest.mark.slow
-def test_all_that_the_search_proposes_can_be_launched(simulator, bases, config, command, refused):  # noqa: F811
+def test_all_that_the_search_proposes_can_be_launched(simulator, bases, config, command, refused):
     """Each change is one that the launcher, the recipe and the strategy accept; the 8-bit optimizer is not simulated."""
     number = 1 if config == "single" else 4
     more = ON_FOUR.get(config, [])
@@ -520,7 +518,7 @@ def test_the_first_answer_comes_at_once(monkeypatch):
 def test_a_config_alone_is_enough_of_a_model(tmp_path):
     """The message that a model is missing says so."""
     args = load_recipe(ROOT / "recipes/sft.py").Args(model_name_or_path=str(tmp_path))
-    with pytest.raises(NotSimulatedError, match=r"; a folder with the model's config\.json alone is enough here"):
+    with pytest.raises(NotSimulatedError, match=r"config\.json alone is enough"):
         config_of(args)
     LlamaConfig(hidden_size=64).save_pretrained(tmp_path)
     assert config_of(args).hidden_size == 64
@@ -575,7 +573,7 @@ def test_hours():
     assert drawing.hours == pytest.approx(200 * 24 / 3600), "every second step draws"
     assert "(plus copies" not in rows.report()
     offloaded = prediction_of(job("fsdp_full", DEEPVIT), replace(slow, host_peak=GIB), GPUS["l4"])
-    assert "at least 36 s (plus copies to the CPU and back, and the optimizer there); " in offloaded.report()
+    assert "at least 36 s (plus " in offloaded.report()
     steps.outcome.before = 24
     assert "; drawing answers takes 24 s of the step" in steps.report()
 
@@ -587,7 +585,7 @@ def test_the_size_of_a_checkpoint():
         assert prediction_of(job(config, C4), found, GPUS["l4"]).checkpoint == size
 
 
-def test_memory_of_a_node(bases):  # noqa: F811
+def test_memory_of_a_node(bases):
     """Each process of a node reads the whole model, or one, or none; it is gone when a checkpoint is copied."""
     command, found = command_of(bases, [*SFT, "LLAMA"]), replace(outcome(3 * GIB), parameters=GIB, trained=GIB)
     for config, readers in (("fsdp_full", 0), ("fsdp1_full", 1), ("ddp", 4)):
@@ -642,8 +640,7 @@ def test_the_usage_names_the_command():
     [
         (["--json", "{tmp}"], "--json {tmp}: it is a folder; name a file"),
         (["--json", "{tmp}/file/plan.json"], "--json {tmp}/file/plan.json: Not a directory"),
-        (["--plot", "/proc/nowhere/plan.png"], "--plot /proc/nowhere/plan.png: No such file or directory"),
-        (["--plot", "{tmp}/plan.html"], "--plot {tmp}/plan.html: matplotlib writes no html; it writes "),
+        (["--json", "/proc/nowhere/plan.json"], "--json /proc/nowhere/plan.json: No such file or directory"),
         (["--json", "{tmp}/gone/plan.json"], "{tmp}/gone is a link to nowhere, which is not there"),
     ],
 )
@@ -656,7 +653,7 @@ def test_what_cannot_be_written_is_told_before_the_first_simulation(flags, said,
     assert said.format(tmp=tmp_path) in str(caught.value)
 
 
-def test_a_line_for_each_simulation(simulator, monkeypatch):  # noqa: F811
+def test_a_line_for_each_simulation(simulator, monkeypatch):
     """Each is told when it is there, with what is left."""
     told: list[str] = []
     monkeypatch.setattr(simulator, "tell", told.append)
@@ -682,10 +679,8 @@ def test_the_command(monkeypatch, capsys, tmp_path):
         "--config", "recipes/configs/c4/laptop.yaml", "--total_batch_size", "16", "--per_device_train_batch_size",
         "1",
     ]  # fmt: skip
-    written = ["--json", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.png")]
-    found = plan(["--gpu", "a100", "--no_search", *written, *laptop])
+    found = plan(["--gpu", "a100", "--no_search", "--json", str(tmp_path / "plan.json"), *laptop])
     assert "Memory of a GPU: " in found and "fits" in found
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     facts = json.loads((tmp_path / "plan.json").read_text())
     memory = facts["memory"]
     assert (
@@ -726,14 +721,12 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
     said, _ = preflight(["--gpu", "l4", *argv])
     assert "Memory of a GPU: " in said and ": fits" in said
     monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=OUTSIDE))
-    nothing = "none of the single changes that keep the loss trajectory, and could be simulated, is enough"
-    with pytest.raises(
-        ConfigError, match=rf"Memory of a GPU: .* does not fit; {nothing}\. `python -m accelerate_recipes plan"
-    ):
+    nothing = "none of the single changes"
+    with pytest.raises(ConfigError, match=rf"Memory of a GPU: .* does not fit; {nothing}"):
         preflight(["--gpu", "l4", *argv])
     monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=int((OUTSIDE + 9 * 2**20) / 0.95)))
     said, _ = preflight(["--gpu", "l4", *argv])
-    assert "fits, but only just; what lies outside of tensors is not known exactly" in said.splitlines()[-1]
+    assert "fits, but only just" in said.splitlines()[-1]
     large = [
         *argv, "--config_overrides", "hidden_size=512", "intermediate_size=4096", "--per_device_train_batch_size",
         "4",
@@ -774,7 +767,7 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
         ("fsdp_full", [*SFT, ".", "--loss_type", "dft"], "SFT with --loss_type dft"),
     ],
 )
-def test_what_is_not_simulated_is_named(simulator, bases, config, command, said):  # noqa: F811
+def test_what_is_not_simulated_is_named(simulator, bases, config, command, said):
     flags = [] if config == "fsdp_fp8" else FP32
     (found,) = simulator([job(config, command_of(bases, command), *flags)])
     assert isinstance(found, NotSimulatedError) and said in str(found)
@@ -791,7 +784,7 @@ def test_allocator():
     page = 2 * 2**20
 
     def size_of(*changes: tuple) -> int:
-        return reserved([Event(i, key, size, kind, stream) for i, (key, size, kind, stream) in enumerate(changes)])
+        return reserved([Event(*change) for change in changes])
 
     def gpu(key: int, size: int, stream: int = 0) -> tuple:
         return key, size, ACTIVATIONS, stream

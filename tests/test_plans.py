@@ -23,9 +23,7 @@ PLANS = json.loads(plans.RESULT.read_text())["plans"]
 CHEAP = "c4/llama3_2_1b.yaml"
 
 
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("at_the_root")
 
 
 def test_pages_and_presets_show_what_was_simulated():

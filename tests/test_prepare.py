@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from conversations import save_base, template_of
 from helpers import ROOT, SMALL_CHESS
-from test_conversations import save_base, template_of
 from trl import DPOTrainer
 
 # What `python -m accelerate_recipes` does, in a process that is no rank.

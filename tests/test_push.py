@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import CHILDREN, CONFIGS, ROOT, log_of
 from huggingface_hub import constants
-from loopback_hub import LoopbackHub
-from test_download import Commands, tiny_model
-from test_template import arguments  # noqa: F401
+from loopback_hub import Commands, LoopbackHub, model_files
 
 from accelerate_recipes import recipe
 from accelerate_recipes.checkpoint.export import exported_files, list_files
@@ -62,7 +60,7 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, bytes]:
-    made = tiny_model(tmp_path_factory.mktemp("model"))
+    made = model_files(tmp_path_factory.mktemp("model"))
     others = ("pytorch_model.bin", "consolidated.safetensors", "flax_model.msgpack", "original/consolidated.00.pth")
     return {name: data for name, data in made.items() if name not in others}
 
@@ -155,9 +153,7 @@ def test_what_from_pretrained_would_read_is_in_the_way(server, push, tmp_path, n
     server.repositories["models/me/theirs"].private = True
     before = server.repositories["models/me/theirs"].main
     code, output = push(export, "me/theirs")
-    assert code == 1 and f"me/theirs holds {name}, which no push of an export wrote; delete that there" in output, (
-        output
-    )
+    assert code == 1 and f"me/theirs holds {name}" in output, output
     assert server.repositories["models/me/theirs"].main == before and not server.received
     server.push("models/me/theirs", {"notes.txt": b"Mine.", "results.json": b"{}"})
     assert push(export, "me/theirs")[0] == 0
@@ -209,13 +205,13 @@ def test_a_killed_push_goes_on(server, shared_commands, push, export, tmp_path):
 
 def test_what_the_hub_refuses(server, push, export):
     code, output = push(export, "others/tiny")
-    again = f"It is whole and unchanged; to push it, run: python -m accelerate_recipes push {export} others/tiny"
-    assert code == 1 and "403" in output and "rights to create a model under others. " + again in output, output
+    again = f"python -m accelerate_recipes push {export} others/tiny"
+    assert code == 1 and "403" in output and output.endswith(f"{again}\n"), output
     server.push("models/me/tiny", {".gitattributes": b"", ".gitignore": b"config.json\n"})
     repository = server.repositories["models/me/tiny"]
     repository.private = True
     code, output = push(export, "me/tiny")
-    assert code == 1 and "config.json did not arrive; a .gitignore there may name them" in output, output
+    assert code == 1 and "config.json did not arrive" in output, output
     server.before_commit = lambda: repository.push({"by": b"somebody else"})
     (export / "README.md").write_text("New.")
     code, output = push(export, "me/tiny")
@@ -288,19 +284,25 @@ def test_problems_are_found_together_and_before_any_work(monkeypatch, tmp_path):
     assert requirements.push_to_hub_problems(args, from_here=True) == []
 
 
-def test_preflight_knows(arguments, tmp_path):  # noqa: F811
+def test_preflight_knows(template_arguments, tmp_path):
     from accelerate_recipes.launch.preflight import preflight
 
-    command = [CONFIGS / "fsdp_full.yaml", ROOT / "recipes/template.py", *arguments, "--output_dir", tmp_path / "out"]
-    with pytest.raises(recipe.ConfigError, match="--push_to_hub: a push needs the Hub, and HF_HUB_OFFLINE is set"):
+    command = [
+        CONFIGS / "fsdp_full.yaml",
+        ROOT / "recipes/template.py",
+        *template_arguments,
+        "--output_dir",
+        tmp_path / "out",
+    ]
+    with pytest.raises(recipe.ConfigError, match=r"--push_to_hub: .*HF_HUB_OFFLINE"):
         preflight([str(word) for word in (*command, "--push_to_hub", "me/tiny")])
 
 
-def test_a_run_pushes_and_a_failed_push_loses_nothing(server, forks, arguments, push, tmp_path):  # noqa: F811
+def test_a_run_pushes_and_a_failed_push_loses_nothing(server, forks, template_arguments, push, tmp_path):
     """A run that may not push is trained and exported, and says how to push; the same run again pushes, as does `push`."""
     out = tmp_path / "run"
     env = {"TESTED_ENDPOINT": server.url, "HF_TOKEN": server.token}
-    args = [*arguments, "--push_to_hub", "me/run"]
+    args = [*template_arguments, "--push_to_hub", "me/run"]
     server.owner = "others"
     assert forks.run(out, *args, **env) == 2
     log = log_of(out)
@@ -322,9 +324,9 @@ def test_a_run_pushes_and_a_failed_push_loses_nothing(server, forks, arguments, 
     assert not any(server.token.encode() in file.read_bytes() for file in written)
 
 
-def test_a_run_without_network_is_refused_before_work(forks, arguments, tmp_path):  # noqa: F811
+def test_a_run_without_network_is_refused_before_work(forks, template_arguments, tmp_path):
     template = ROOT / "recipes/template.py"
-    assert forks.run(tmp_path / "run", *arguments, "--push_to_hub", "me/run", script=template) == 2
+    assert forks.run(tmp_path / "run", *template_arguments, "--push_to_hub", "me/run", script=template) == 2
     log = (tmp_path / "run.log").read_text()
     assert "error: This run cannot start" in log and "HF_HUB_OFFLINE is set: unset it, or push the export later" in log
     assert not (tmp_path / "run").exists()

@@ -57,7 +57,7 @@ def test_there_are_commands():
 
 
 OTHER_PROGRAMS = (
-    ".", "apptainer", "cp", "docker", "enroot", "hf", "kubectl", "llama-server", "pip", "sed", "squeue", "transformers",
+    ".", "apptainer", "cp", "docker", "enroot", "hf", "kubectl", "llama-server", "lm_eval", "pip", "sed", "squeue", "transformers",
     "vllm",
 )  # fmt: skip
 CHATML = (ROOT / "recipes/chat_templates/chatml.jinja").read_text().replace("<|im_end|>", "</s>")
@@ -160,7 +160,7 @@ def test_command_elsewhere_is_valid(command, monkeypatch, capsys):
         if word.startswith("my_"):  # a file of the reader; a function in it is the one that the page shows
             name, _, function = word.partition(":")
             (ROOT / name).write_text(blocks(PAGES["grpo"])[0] if function else "")
-    if words[3:4] in (["push"], ["evaluate"], ["check-export"]):  # tests/test_push.py, tests/test_evaluate.py
+    if words[3:4] in (["push"], ["check-export"]):  # tests/test_push.py
         monkeypatch.setattr(sys, "argv", words[2:])
         with pytest.raises(SystemExit):
             __main__.main()
@@ -177,7 +177,7 @@ def test_command_elsewhere_is_valid(command, monkeypatch, capsys):
         return
     if words[0] in OTHER_PROGRAMS or words[1].startswith("convert_") or "sglang.launch_server" in words:
         assert words[0] != "cp" or (ROOT / words[1]).is_file()
-        return  # tests/test_create_env.py, tests/test_image.py
+        return  # tests/test_create_env.py, tests/test_image.py, tests/test_evaluate.py
     if words[0] in ("slurm/submit.sh", "sbatch"):
         end = words.index("--" if words[0] == "slurm/submit.sh" else "slurm/submit.sh")
         asked = dict(flag.lstrip("-").split("=") for flag in words[1:end] if "=" in flag)
@@ -337,7 +337,7 @@ def test_every_config_and_flag_on_the_page_exists():
     launch = {flag for action in launch_command_parser()._actions for flag in action.option_strings}
     ours = {
         "--nodes", "--gpus-per-node", "--gpu", "--max_shards", "--update", "--memory_gib", "--seeds", "--out", "--model",
-        "--prompt", "--prove", "--dtype", "--max_shard_size", "--no_plan", "--no_search", "--plot", "--json", "--gres",
+        "--prompt", "--prove", "--dtype", "--max_shard_size", "--no_plan", "--no_search", "--json", "--gres",
     }  # fmt: skip
     of_jobs = {f"--{flag(field.name)}" for field in fields(JobArgs)}
     about_other_flags = {

@@ -167,31 +167,23 @@ MODEL = "--model_name_or_path outputs/demo/export"
         ("c4", "--report_to foo", "--report_to names 'foo'; known are none, tensorboard, trackio, wandb"),
         ("c4", "--config a.yaml b.yaml", "--config takes one file, once"),
         ("c4", "--config a.yaml --config b.yaml", "--config takes one file, once"),
-        (
-            "t5",
-            "--eval_files a.jsonl --eval_split test",
-            "--eval_files and --eval_split test both say what to evaluate on",
-        ),
+        ("t5", "--eval_files a.jsonl --eval_split test", "--eval_files and --eval_split test both"),
         ("t5", "--eval_dataset_name a/b", "--eval_dataset_name a/b needs --eval_split, such as test"),
         ("vit", f"{IMAGES} --eval_files a.parquet --eval_split b", "--eval_split b and --eval_files both say"),
         (
             "c4",
             "--train_files README.md ./data/../README.md --validation_files README.md",
-            "--train_files and --validation_files both name ",
+            "--train_files and --validation_files both",
         ),
         (
             "c4",  # a file in a folder
             "--train_files data/c4_pydoc/en --validation_files data/c4_pydoc/en/c4-train.00000-of-01024.json.gz",
-            "--train_files and --validation_files both name ",
+            "--train_files and --validation_files both",
         ),
         ("sft", f"{MODEL} --train_files a.jsonl b.csv", "--train_files must all be of one kind"),
         ("sft", f"{MODEL} --from_scratch --tokenizer_name a", "--from_scratch makes a new model; remove it, or"),
         ("sft", f"{MODEL} --tokenizer_name a", "--from_scratch and --tokenizer_name go together"),
-        (
-            "sft",
-            f"{MODEL} --pad_to_multiple_of 0",
-            "--pad_to_multiple_of is 0; it must be auto, none or a positive number",
-        ),
+        ("sft", f"{MODEL} --pad_to_multiple_of 0", "--pad_to_multiple_of is 0;"),
     ],
 )
 def test_contradictions(name, argv, problem):

@@ -24,7 +24,8 @@ from accelerate_recipes.launch.settings import launch_environment, launch_flags
 from accelerate_recipes.launch_checks import lever_problems, lever_warnings
 from accelerate_recipes.losses import count_next_tokens, next_token_loss, next_tokens
 from accelerate_recipes.models import IGNORE_INDEX
-from accelerate_recipes.models.attention import DOCUMENTS, boundaries, choose
+from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.documents import DOCUMENTS, boundaries
 from accelerate_recipes.models.shared_rows import attend_shared, part_of_rows, share_attention, whole_rows
 from accelerate_recipes.models.shared_rows_check import check_shared_masks, model_sharing_problems
 from accelerate_recipes.ranks import data_world_size, ranks_a_row
@@ -55,7 +56,7 @@ def test_parts_are_the_whole():
         for part in parts:
             assert torch.equal(part["cu_seqlens"], batch["cu_seqlens"])
             assert torch.equal(part["row_position_ids"], positions)
-    with pytest.raises(ConfigError, match="parallelism_config_cp_size 5 does not divide rows of 12 tokens"):
+    with pytest.raises(ConfigError, match=r"cp_size 5 .* 12 tokens"):
         part_of_rows(batch, rank_of(0, 5))
     assert part_of_rows(batch, None) is batch
 
@@ -121,7 +122,7 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0}
         (tiny_config("gemma3_text"), 2, ""),
         (tiny_config("qwen3"), 2, ""),
         (tiny_config("mixtral"), 2, ""),
-        (tiny_config(), 3, "llama has 4 query heads, which parallelism_config_cp_size 3 does not divide; .* 1, 2, 4"),
+        (tiny_config(), 3, "llama has 4 query heads, .*cp_size 3 .* 1, 2, 4"),
         (tiny_config(rope_parameters={"rope_type": "dynamic", **ROPE}), 2, r"rotary embedding of llama \(dynamic\)"),
         (tiny_config("gemma2"), 2, "gemma2 has softcapped scores"),
         (tiny_config("gpt_oss"), 2, "gpt_oss has attention sinks"),
@@ -130,11 +131,7 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0}
         (tiny_config("qwen3_next"), 2, "qwen3_next has an attention of its own"),
         (GraniteMoeHybridConfig(), 2, "layers of granitemoehybrid mix positions beside attention"),
         (MiniMaxConfig(), 2, "layers of minimax mix positions beside attention"),
-        (
-            tiny_config("lfm2", layer_types=["conv", "full_attention"]),
-            2,
-            "layers of lfm2 mix positions beside attention",
-        ),
+        (tiny_config("lfm2", layer_types=["conv", "full_attention"]), 2, "lfm2 mix positions"),
         (
             tiny_config("llama4_text", layer_types=["chunked_attention", "full_attention"]),
             2,
@@ -162,9 +159,7 @@ def test_experts_that_are_balanced_in_another_way(monkeypatch):
 def test_phi3_with_two_tables_of_frequencies():
     factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
     config = tiny_config("phi3", rope_parameters=factors, original_max_position_embeddings=2048)
-    assert "rotary embedding of phi3 (longrope) depends on the last position" in " ".join(
-        model_sharing_problems(config, 2)
-    )
+    assert "phi3 (longrope) depends on the last position" in " ".join(model_sharing_problems(config, 2))
 
 
 def test_the_kernel_is_documents_unless_the_model_needs_another():
@@ -182,9 +177,7 @@ def test_the_kernel_is_documents_unless_the_model_needs_another():
         check_shared_masks(llama, "sdpa", 8200)
     mixtral = tiny_config("mixtral")
     check_shared_masks(mixtral, DOCUMENTS, 8)
-    with pytest.raises(
-        ConfigError, match=r"with which mixtral cannot balance its experts; give --attn_implementation doc"
-    ):
+    with pytest.raises(ConfigError, match=r"mixtral cannot balance its experts; give --attn_implementation doc"):
         check_shared_masks(mixtral, "sdpa", 8)
 
 
@@ -203,7 +196,7 @@ def test_what_a_launch_says(monkeypatch):
     assert (ranks_a_row(env), data_world_size(env), ranks_a_row({"PARALLELISM_CONFIG_CP_SIZE": "2"})) == (2, 2, 1)
     assert lever_problems(chess_args(), env, 0) == lever_warnings(chess_args(), env, 0) == []
     (problem,) = lever_problems(chess_args("--max_length", "255"), env, 0)
-    assert "--max_length 255 is not a multiple of parallelism_config_cp_size 2" in problem and "254 or 256" in problem
+    assert re.search("--max_length 255 .*cp_size 2.* 254 or 256", problem)
     (warning,) = lever_warnings(chess_args(), env | {"LOCAL_WORLD_SIZE": "3"}, 0)
     assert "2 ranks share a row, but a machine has 3 processes" in warning
     monkeypatch.setattr(os, "environ", env)  # `datasets` replaces it too
@@ -211,24 +204,18 @@ def test_what_a_launch_says(monkeypatch):
     shards = ["--num_processes", "4", "--parallelism_config_dp_shard_size", "2"]
     found, _ = preflight([LONG, *shards, *CHESS])
     assert "16 sequences a step = 2 groups of 2 processes that share rows x 8 x 1 micro-batches" in found
-    with pytest.raises(
-        ConfigError, match="llama has 4 query heads, which parallelism_config_cp_size 3 does not divide"
-    ):
+    with pytest.raises(ConfigError, match=r"llama has 4 query heads, .*cp_size 3 "):
         preflight([LONG, "--num_processes", "3", "--parallelism_config_cp_size", "3", *CHESS, "--max_length", "255"])
     c4 = [str(ROOT / "recipes/c4.py"), "--config", str(ROOT / "recipes/configs/c4/laptop.yaml")]
     with pytest.raises(ConfigError) as caught:
         preflight([LONG, *shards, *c4, "--total_batch_size", "15", "--num_streams", "25"])
     text = str(caught.value)
-    assert (
-        "15 is not a multiple of --per_device_train_batch_size 4 x 2 groups of 2 processes that share rows = 8" in text
-    )
+    assert re.search("15 is not a multiple of .* 4 x 2 groups of 2 .* = 8", text)
     assert "totals that work: 8 or 16" in text
     assert "25 is not a multiple of 2 groups of 2 processes that share rows; numbers that work: 1, 5, 25" in text
     for name in ("sft", "dpo"):
         trl = [str(ROOT / f"recipes/{name}.py"), "--model_name_or_path", "m", "--dataset_name", "d"]
-        with pytest.raises(
-            ConfigError, match=r"in this recipe a row is whole on each process; .*sft\.py with --packing"
-        ):
+        with pytest.raises(ConfigError, match=r"a row is whole on each process; .*sft\.py with --packing"):
             preflight([LONG, *trl])
 
 
@@ -238,12 +225,10 @@ def test_sizes_and_kernels_that_cannot_be(tmp_path):
     config.write_text((CONFIGS / "fsdp_long.yaml").read_text().replace("cp_size: 2", "cp_size: 2.0"))
     with pytest.raises(ConfigError, match=r"parallelism_config_cp_size is 2\.0; it must be a whole number"):
         preflight([str(config), *CHESS])
-    with pytest.raises(
-        ConfigError, match=r"flash_attention_2: rows that ranks share .* need documents, or sdpa with a mask"
-    ):
+    with pytest.raises(ConfigError, match=r"flash_attention_2: rows that ranks share .* need documents"):
         preflight([LONG, *CHESS, "--attn_implementation", "flash_attention_2"])
     alone = ["--num_processes", "1", "--parallelism_config_cp_size", "1"]
-    with pytest.raises(ConfigError, match=r"if all are meant to be 1, take accelerate_configs/fsdp_full\.yaml"):
+    with pytest.raises(ConfigError, match=r"take accelerate_configs/fsdp_full\.yaml"):
         preflight([LONG, *alone, *CHESS])
     replicas = ["--nodes", "2", "--gpus-per-node", "4", "--parallelism_config_dp_replicate_size", "2"]
     said, assignments = preflight([LONG, *replicas, *CHESS, "--per_device_train_batch_size", "1"])

@@ -4,114 +4,38 @@ import json
 from dataclasses import asdict
 
 import pytest
-from helpers import CHILDREN, CONFIGS, ROOT, blocks, launch_ok
-from tiny import tiny_config
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
-from transformers import BartConfig, ConvNextConfig, PreTrainedTokenizerFast, SwinConfig
-
-from accelerate_recipes.launch.settings import launch_environment
-from accelerate_recipes.plan.simulate import Job, Simulator
+from helpers import CHILDREN, launch_ok
+from simulations import (
+    BF16,
+    C4,
+    CHESS_DPO,
+    DEEPVIT,
+    DPO,
+    FP32,
+    GRPO,
+    RECOMPUTE,
+    SFT,
+    T5,
+    TEMPLATE,
+    TEXTS,
+    VIT,
+    command_of,
+    job,
+)
 
 SCRIPT = CHILDREN / "ledger_of_run.py"
-# A Llama of two layers with grouped heads and sizes that do not divide.
-SMALL = [
-    "--config_overrides", "vocab_size=203", "hidden_size=48", "intermediate_size=100", "num_hidden_layers=2",
-    "num_attention_heads=4", "num_key_value_heads=2", "max_position_embeddings=64", "--max_length", "40",
-    "--max_steps", "1", "--total_batch_size", "8", "--per_device_train_batch_size", "2", "--attn_implementation", "sdpa",
-]  # fmt: skip
-C4 = [str(ROOT / "recipes/c4.py"), *SMALL]
 EQUAL = ("peak", "at_peak", "flops", "recomputed", "collectives", "shapes")
 # Operators that a real run calls otherwise: it reads all flags of a step at once, takes norms by one kernel for all gradients
 # where they are plain tensors, and waits for the sum of the norm.
 OTHERWISE = {
     "unbind", "wait_tensor", "_wrap_tensor_autograd", "mul_", "linalg_vector_norm", "_foreach_norm", "_foreach_mul_",
 }  # fmt: skip
-FP32, BF16 = ["--mixed_precision", "no"], ["--mixed_precision", "bf16"]
-RECOMPUTE = ["--fsdp_activation_checkpointing", "true"]
 HYBRID = ["--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size", "2"]
 MIXTRAL = ["--model_type", "mixtral", "--config_overrides", "intermediate_size=96"]
 ADAFACTOR = ["--optim", "adafactor"]
 KAHAN = ["--optim", "adamw_bf16_kahan"]
 LORA = ["--model_name_or_path", "LLAMA", "--use_peft", "--lora_r", "4"]
-# Other recipes; the name of a model follows.
-STEP = ["--total_batch_size", "8", "--per_device_train_batch_size", "2"]
-T5 = [
-    str(ROOT / "recipes/t5.py"), "--max_source_length", "24", "--max_target_length", "14", *STEP,
-    "--model_name_or_path",
-]  # fmt: skip
-TEXTS = str(ROOT / "data/en_fr/libreoffice.jsonl")  # any file: nothing is read
-SFT = [str(ROOT / "recipes/sft.py"), "--max_length", "20", "--train_files", TEXTS, *STEP, "--model_name_or_path"]
-DPO = [str(ROOT / "recipes/dpo.py"), *SFT[1:]]
-CHESS_DPO = [str(ROOT / "recipes/chess_dpo.py"), "--max_length", "20", *STEP, "--model_name_or_path"]
-GRPO = [
-    str(ROOT / "recipes/grpo.py"), "--max_prompt_length", "11", "--max_completion_length", "9", "--num_generations", "4",
-    "--rewards", "think_format_reward", "--train_files", TEXTS, *STEP, "--model_name_or_path",
-]  # fmt: skip
-CHESS_GRPO = [
-    str(ROOT / "recipes/chess_grpo.py"), "--max_prompt_length", "11", "--num_generations", "4", *STEP, "--model_name_or_path",
-]  # fmt: skip
-VIT = [str(ROOT / "recipes/vit.py"), "--train_files", str(ROOT / "data/fashion/images_10k.parquet"), *STEP]
-DEEPVIT = [
-    *VIT, "--from_scratch", "--config_overrides", "image_size=28", "patch_size=7", "hidden_size=48", "intermediate_size=100",
-    "num_hidden_layers=2", "num_attention_heads=4",
-]  # fmt: skip
-TEMPLATE = ["TEMPLATE.py", "--max_length", "20", "--train_files", TEXTS, *STEP, "--model_name_or_path"]
 LOOKUPS = 16  # bytes that a real mesh of two dimensions holds to find a rank's place in it
-
-
-@pytest.fixture(scope="module")
-def simulator():
-    with Simulator() as simulator:
-        yield simulator
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory):
-    """Folders with the configuration of a pretrained model, by their names: nothing else of it is read; and a recipe."""
-    odd = {"vocab_size": 203, "hidden_size": 48, "intermediate_size": 100, "max_position_embeddings": 64}
-    t5 = {"vocab_size": 203, "hidden_size": 48, "d_kv": 12, "d_ff": 100}
-    gated = t5 | {"feed_forward_proj": "gated-gelu"}
-    sides = {
-        f"{side}_{name}": n
-        for side in ("encoder", "decoder")
-        for name, n in (("ffn_dim", 100), ("attention_heads", 4), ("layers", 2))
-    }
-    swin = {"image_size": 28, "patch_size": 2, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 7}
-    configs = {
-        "LLAMA": tiny_config(**odd),
-        "WIDE": tiny_config(**odd | {"hidden_size": 64, "max_position_embeddings": 72}),
-        "TALL": tiny_config(**odd, num_hidden_layers=13),
-        "MIXTRAL": tiny_config(
-            "mixtral", **odd | {"intermediate_size": 96}
-        ),  # kernels of experts take multiples of 16 bytes
-        "TIED": tiny_config(**odd, tie_word_embeddings=True),
-        "OPT": tiny_config("opt", **odd, ffn_dim=100, word_embed_proj_dim=48, dropout=0.0),
-        "GEMMA2": tiny_config("gemma2", **odd, head_dim=12),
-        "T5": tiny_config("t5", **t5),
-        "FLAN": tiny_config("t5", **gated, tie_word_embeddings=False),
-        "MT5": tiny_config("mt5", **gated),
-        "DEEP": tiny_config("t5", **t5, num_hidden_layers=12),
-        "BART": BartConfig(vocab_size=203, d_model=48, max_position_embeddings=64, **sides),
-        "SWIN": SwinConfig(**swin, drop_path_rate=0.0),
-        "CONVNEXT": ConvNextConfig(image_size=32, hidden_sizes=[16, 32], depths=[1, 2], num_stages=2),
-        "BERT": tiny_config("bert", **odd),
-    }
-    folder = tmp_path_factory.mktemp("bases")
-    for name, config in configs.items():
-        config.save_pretrained(folder / name)
-    characters = Tokenizer(WordLevel({"<s>": 0, "</s>": 1, "?": 2}, unk_token="?"))  # of which a move has four or five
-    characters.pre_tokenizer = Split("", "isolated")
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "unk_token": "?"}
-    PreTrainedTokenizerFast(tokenizer_object=characters, **special).save_pretrained(folder / "WIDE")
-    for name in ("FLAN", "MT5"):  # as published; transformers would write true
-        file = folder / name / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
-    # The template with the trial that its page shows.
-    recipe, page = ((ROOT / name).read_text() for name in ("recipes/template.py", "docs/your-recipe.md"))
-    (folder / TEMPLATE[0]).write_text(recipe.replace("def main(", f"{blocks(page)[-1]}\n\ndef main("))
-    return folder
 
 
 @pytest.mark.slow
@@ -122,17 +46,6 @@ def test_an_output_layer_of_its_own(simulator, bases):
     tied, *others = (outcome.parameters for outcome in found)
     # Of a gated MLP there is one matrix more in each of the four layers.
     assert others == [tied + 203 * 48 + 4 * 48 * 100] * 2
-
-
-def command_of(bases, variant: list[str]) -> list[str]:
-    """Make a recipe's command of a variant: C4 with more arguments, or another recipe; models by their names in `bases`."""
-    words = [*C4, *variant] if not variant or variant[0].startswith("--") else variant
-    return [str(bases / word) if (bases / word).exists() else word for word in words]
-
-
-def job(config: str, command: list[str], *flags: str, num_processes: int = 2, **changes) -> Job:
-    argv = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--num_processes", str(num_processes), *flags]
-    return Job(launch_environment([*argv, "--main_process_ip", "head", *command]), command, **changes)
 
 
 PACKED = ["--attn_implementation", "auto", "--whole_logits", "true", "--model_name_or_path"]

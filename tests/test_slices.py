@@ -158,4 +158,4 @@ def test_an_error_on_one_rank_is_an_error_on_all(folders):
     missing, short, lost = on_ranks(2, damaged, [(folders["tied"], kind) for kind in kinds])
     assert "none cannot be read: [Errno 2] No such file or directory" in missing
     assert "cannot be read: it ends at byte" in short and "within model.layers.1.mlp.gate_proj.weight" in short
-    assert lost == "the files of the model give 1 of its weights no values, such as model.layers.1.mlp.gate_proj.weight"
+    assert "1 of its weights" in lost and "model.layers.1.mlp.gate_proj.weight" in lost

@@ -1,7 +1,6 @@
 """Tests of streams: the same rows on any number of ranks and workers, exact after a resume, whatever the network does."""
 
 import gzip
-import http.server
 import itertools
 import json
 import multiprocessing
@@ -11,8 +10,6 @@ import shutil
 import signal
 import threading
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +20,7 @@ import pytest
 import torch
 from helpers import ROOT
 from huggingface_hub import constants
+from streaming import QUICK, Ranks, no_retry
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -31,8 +29,8 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.resume import changed_arguments, check_arguments
-from accelerate_recipes.data import documents, streams
-from accelerate_recipes.data.documents import Retry, all_texts, lines, read_documents, text_of
+from accelerate_recipes.data import documents
+from accelerate_recipes.data.documents import all_texts, lines, read_documents, text_of
 from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.data.rows import make_eval_loader
 from accelerate_recipes.data.shards import find_shards, named_shards
@@ -47,14 +45,8 @@ from accelerate_recipes.models.tokenizers import new_word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("worker_server")
 
-OF_ROWS = ("input_ids", "position_ids", "labels", "row")  # of a batch, without the document boundaries
 PAGES = ROOT / "data/c4_pydoc"
 NUM_STREAMS, MAX_LENGTH, BLOCK = 24, 16, 4
-QUICK = Retry(tries=4, wait=0.01, longest_wait=0.02, timeout=0.5)
-
-
-def no_retry() -> None:
-    raise AssertionError("nothing failed")
 
 
 def zstd(content: bytes) -> bytes:
@@ -119,58 +111,6 @@ def make_loader(source, rank: int = 0, world_size: int = 1, num_workers: int = 0
     return StreamLoader(
         source, args, rank, world_size, max_length=MAX_LENGTH, num_streams=NUM_STREAMS, shuffle_block=BLOCK
     )
-
-
-class Ranks:
-    """Several ranks as threads of one process; replaces `on_all_ranks`, and does what the engine does between steps."""
-
-    def __init__(self, loaders: list[StreamLoader], names: Sequence[str] = OF_ROWS):
-        self.loaders, self.names = loaders, names
-        self.all_there = threading.Barrier(len(loaders), timeout=60)
-        self.values = [None] * len(loaders)
-        self.own = threading.local()
-        self.talks = 0
-
-    def on_all_ranks(self, value):
-        self.talks += self.own.rank == 0
-        return self.gather(value)
-
-    def gather(self, value):
-        self.values[self.own.rank] = value
-        self.all_there.wait()
-        values = list(self.values)
-        self.all_there.wait()
-        return values
-
-    def run(self, num_steps: int) -> list[list[dict]]:
-        """Return the rows of each step, by epoch; ends the loaders' workers."""
-
-        def steps_of(rank: int, batches) -> list[list[dict]]:
-            self.own.rank, loader, steps = rank, self.loaders[rank], []
-            num_batches = loader.args.accumulation_steps(len(self.loaders))
-            try:
-                for _ in range(num_steps):
-                    step = [next(batches) for _ in range(num_batches)]
-                    of_rows = [{name: batch[name] for name in self.names} for batch in step]
-                    steps.append(
-                        [dict(zip(b, row, strict=True)) for b in of_rows for row in zip(*b.values(), strict=True)]
-                    )
-                    loader.is_uneven = any(self.gather(loader.is_uneven))
-            except BaseException:
-                self.all_there.abort()
-                raise
-            return steps
-
-        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(self.loaders)) as pool:
-            patch.setattr(streams, "on_all_data_ranks", self.on_all_ranks)
-            batches = [iter(loader) for loader in self.loaders]
-            done = [pool.submit(steps_of, rank, part) for rank, part in enumerate(batches)]
-            found = [future.result() for future in done]
-        for steps in zip(*found, strict=True):
-            assert len({len(step) for step in steps}) == 1
-        return [
-            sorted(itertools.chain(*parts), key=lambda row: row["row"].tolist()) for parts in zip(*found, strict=True)
-        ]
 
 
 def run_steps(loaders: list[StreamLoader], num_steps: int) -> list[list[list[int]]]:
@@ -402,7 +342,7 @@ def test_short_documents_are_left_out(text_shards, corpus, tokenizer):
     assert begun + run_steps(second, 23) == rows
     for name in ("documents_left_out", "documents_seen"):
         assert sum(part.counts()[name] for part in second) == counts[name] > 0
-    with pytest.raises(ConfigError, match="min_document_tokens is 0, the checkpoint has 20; set it back"):
+    with pytest.raises(ConfigError, match="min_document_tokens is 0, the checkpoint has 20"):
         make_loader(text_shards).start_at(7, states)
     with pytest.raises(DataError, match="no document of --min_document_tokens 999 or more to train on"):
         run_steps([StreamLoader(text_shards, args, 0, 1, **settings | {"min_document_tokens": 999})], 1)
@@ -507,9 +447,7 @@ def test_streams_follow_the_first_launch_and_stay(tmp_path):
             check_arguments(tmp_path, later)
             assert later.num_streams == 96
         else:
-            with pytest.raises(
-                ConfigError, match=f"96 is not a multiple of {world_size} processes.*: 1, 2, 3, 4, 6, 8, "
-            ):
+            with pytest.raises(ConfigError, match=rf"96 .* {world_size} processes.*: 1, 2, 3, 4, 6, 8, "):
                 check_arguments(tmp_path, later)
     with pytest.raises(ConfigError, match="--num_streams was 96 and is now 24"):
         check_arguments(tmp_path, args_on(8, "--num_streams", "24")[0])
@@ -573,11 +511,7 @@ def test_another_column(tokenizer, corpus, tmp_path):
     "name, content, message",
     [
         ("a.json.gz", b"<html>busy</html>", r"a.json.gz cannot be read: Not a gzipped file"),
-        (
-            "a.json.gz",
-            gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-20],
-            r"a.json.gz cannot be read: .* ended before the end",
-        ),
+        ("a.json.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-20], r"a.json.gz cannot be read: .* ended"),
         ("a.json.gz", b"", r"a.json.gz cannot be read: it is empty"),
         ("a.json.zst", b"<html>busy</html>", r"a.json.zst cannot be read: "),
         ("a.json.zst", zstd(b'{"text": "a"}\n' * 99)[:-9], r"a.json.zst cannot be read: Truncated"),
@@ -586,11 +520,7 @@ def test_another_column(tokenizer, corpus, tmp_path):
         ("a.jsonl", b'{"text": "a"}\n["b"]\n', "a.jsonl, line 2 is no JSON object, but a list"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', "a.jsonl, line 2 is not JSON: .*codec can't decode"),
         ("a.jsonl", b"[" * 10**5, "a.jsonl, line 1 is not JSON: .*recursion"),
-        (
-            "a.jsonl",
-            b'{"text": "a"}\n{"text": "b\\ud800c"}\n',
-            r"a.jsonl, line 2: 'text' holds \\ud800, which is no char",
-        ),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b\\ud800c"}\n', r"a.jsonl, line 2: 'text' holds \\ud800,"),
         ("a.jsonl", b'{"text": "b\xed\xa0\x80c"}\n', "a.jsonl, line 1 is not JSON: .*codec can't decode"),
         ("a.jsonl", b'{"text": null}\n', "a.jsonl, line 1: 'text' is no text, but NoneType"),
         ("a.parquet", b"PAR", "a.parquet cannot be read: "),
@@ -696,10 +626,7 @@ def test_a_folder_of_texts(tmp_path, tokenizer, corpus):
     with pytest.raises(DataError, match=r"c\.txt is not UTF-8 at byte 1"):
         list(all_texts(files, "text"))
     write_shard(tmp_path / "e.jsonl", corpus)
-    for folder, said in (
-        (tmp_path, r"holds files of several kinds, \.jsonl, \.txt; name those"),
-        (tmp_path / "x", "holds no .json.gz,"),
-    ):
+    for folder, said in ((tmp_path, r"several kinds, \.jsonl, \.txt"), (tmp_path / "x", "holds no .json.gz,")):
         folder.mkdir(exist_ok=True)
         with pytest.raises(ConfigError, match=said):
             named_shards([str(folder)])
@@ -796,73 +723,6 @@ def test_steps_of_epochs(source, epochs, least):
 
 
 # The network
-
-
-class Server(http.server.ThreadingHTTPServer):
-    """File server on the loopback; each request gets the next of `faults`, and is logged with its range."""
-
-    daemon_threads = True
-
-    def __init__(self, files: dict[str, bytes]):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.faults, self.requests, self.always = files, [], [], None
-        self.ignores_range = False
-        self.end_stalls = threading.Event()
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self):
-        server, fault = self.server, self.server.always
-        range_ = self.headers["Range"] or ""
-        server.requests.append((self.path, range_))
-        if server.faults:
-            fault = server.faults.pop(0)
-        if isinstance(fault, int):
-            self.send_response(fault)
-            self.send_header("Retry-After", "0")
-            self.send_header("Content-Length", "0")
-            return self.end_headers()
-        body = server.files.get(self.path.partition("?")[0])
-        if body is None:
-            return self.send_error(404)
-        start = 0 if server.ignores_range else int(range_.removeprefix("bytes=").removesuffix("-") or 0)
-        if start >= len(body) > 0:
-            return self.send_error(416)
-        self.send_response(206 if start else 200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body) - start))
-        self.end_headers()
-        part = body[start:]
-        if fault == "damage":
-            part = part[:40] + bytes(20) + part[60:]
-        # Send a third of what is left; the next request must continue there.
-        self.wfile.write(part[: len(part) // 3] if fault in ("truncate", "stall") else part)
-        self.wfile.flush()
-        if fault == "stall":
-            server.end_stalls.wait(20)
-        return None
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture
-def serve():
-    servers = []
-
-    def start(files: dict[str, bytes]) -> Server:
-        servers.append(Server(files))
-        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.end_stalls.set()
-        server.shutdown()
-        server.server_close()
 
 
 @pytest.fixture

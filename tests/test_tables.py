@@ -129,7 +129,7 @@ def test_texts_of_csv_stay_texts(tmp_path):
         "a\né\n".encode("latin-1"): "codec can't decode byte 0xe9.*; save it as UTF-8", b"": "it has 0 rows", b"a,b\n": "it has 0 rows",
     }.items():  # fmt: skip
         (tmp_path / "b.csv").write_bytes(content)
-        with pytest.raises(DataError, match=f"b.csv cannot be read: .*{message}"):
+        with pytest.raises(DataError, match=rf"b.csv cannot be read: .*{message}"):
             read_files([str(tmp_path / "b.csv")])
 
 

@@ -1,8 +1,8 @@
 """Tests of docs/your-recipe.md: the code of its blocks is recipes/template.py, which trains, stops and resumes."""
 
 import ast
+import gzip
 import json
-import re
 import shutil
 import time
 from pathlib import Path
@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import ROOT, blocks, log_of, losses, read_metrics
 from tiny import tiny_model
-from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.files import candidates, step_of
@@ -19,7 +19,6 @@ from accelerate_recipes.checkpoint.resume import find_resume
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.attempts import read_attempts
 from accelerate_recipes.models.loading import load_classifier
-from accelerate_recipes.models.tokenizers import new_word_tokenizer
 from accelerate_recipes.report.report import read_run
 
 PAGE = (ROOT / "docs/your-recipe.md").read_text()
@@ -41,45 +40,23 @@ def test_the_page_is_the_template(typed):
     assert ast.unparse(ast.parse(typed.read_text())) == ast.unparse(template)
 
 
-@pytest.fixture(scope="module")
-def arguments(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bert")
-    tokenizer = new_word_tokenizer(WORDS)
-    tokenizer.save_pretrained(folder / "model")
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    bert = tiny_model("bert", AutoModelForMaskedLM, max_position_embeddings=16, pad_token_id=0, **sizes)
-    bert.save_pretrained(folder / "model")
-    # The label says whether the words are even or odd; there are more even ones.
-    rows = [
-        {
-            "text": " ".join(WORDS[(7 * i * j + i % 3 % 2) % 40] for j in range(0, 10 + i % 9, 2)),
-            "label": ["even", "odd"][i % 3 % 2],
-        }
-        for i in range(300)
-    ]
-    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "preset.yaml").write_text(re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[1])
-    return [
-        "--config", folder / "preset.yaml", "--model_name_or_path", folder / "model", "--train_files", folder / "texts.jsonl",
-        "--max_length", 16, "--learning_rate", 0.03, "--per_device_eval_batch_size", 4, "--max_steps", 8, "--save_steps", 2, "--logging_steps", 1, "--total_batch_size", 16,
-    ]  # fmt: skip
-
-
-def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, arguments, tmp_path):
+def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, template_arguments, tmp_path):
     """The page's recipe trains sharded over two processes; after a kill, its steps are those of an uninterrupted run.
 
     Meanwhile the model was moved; another model cannot take its place, nor can other data.
     """
     whole, killed, begun = tmp_path / "whole", tmp_path / "killed", time.time()
     profiled = ("--profile_steps", "3-4", "--profile_ranks", 1, "--eval_steps", 4)
-    assert forks.run(whole, *arguments, *profiled, script=typed) == 0, log_of(whole)[-3000:]
+    assert forks.run(whole, *template_arguments, *profiled, script=typed) == 0, log_of(whole)[-3000:]
     fault = {"rank": 1, "event": "open", "path": "checkpoint-8.partial/rng-1.pt", "count": 1, "everyone": True}
-    arguments = [*arguments, "--dataloader_num_workers", 1]
-    assert forks.run(killed, *arguments, script=typed, TOY_FAULT=json.dumps(fault)) != 0
+    template_arguments = [*template_arguments, "--dataloader_num_workers", 1]
+    assert forks.run(killed, *template_arguments, script=typed, TOY_FAULT=json.dumps(fault)) != 0
     assert [step_of(path) for path in candidates(killed)] == [4, 6]
-    model = Path(arguments[arguments.index("--model_name_or_path") + 1])
+    model = Path(template_arguments[template_arguments.index("--model_name_or_path") + 1])
     moved = shutil.copytree(model, tmp_path / "moved")
-    assert forks.run(killed, *arguments, "--model_name_or_path", moved, script=typed) == 0, log_of(killed)[-3000:]
+    assert forks.run(killed, *template_arguments, "--model_name_or_path", moved, script=typed) == 0, log_of(killed)[
+        -3000:
+    ]
     assert f"--model_name_or_path is now '{moved}'; until step 6 it was '{model}'" in log_of(killed)
     (moved / "config.json").write_text((moved / "config.json").read_text() + " ")
     args = shipped.load(ROOT / "recipes/template.py").Args(
@@ -111,31 +88,35 @@ def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, arguments, tmp
     assert "restarts: 1, which lost" in reports[1] and ">killed<" in reports[1] and ">finished<" in reports[1]
     assert "<h3>Accuracy</h3>" in reports[0] and "label odd" in reports[0] and "Attempts" in reports[0]
     assert all((out / "result.png").read_bytes().startswith(b"\x89PNG") for out in (whole, killed))
-    assert "Profile of steps 3 to 4, rank 1" in reports[0] and not (whole / "profile/rank-0.json").exists()
-    found = json.loads((whole / "profile/rank-1.json").read_text())
-    assert 0 < found["communication"] < 1 and 0 < found["computation"] < 1 and 0 <= found["idle"] < 1
+    assert [file.name for file in (whole / "profile").iterdir()] == ["rank-1.trace.json.gz"]
+    assert "<p>profile/rank-1.trace.json.gz, " in reports[0] and "<h2>Profile</h2>" not in reports[1]
+    trace = gzip.decompress((whole / "profile/rank-1.trace.json.gz").read_bytes()).decode()
+    assert "ProfilerStep#3" in trace and "gloo:" in trace
 
-    rows, others = Path(arguments[arguments.index("--train_files") + 1]).read_text(), tmp_path / "others.jsonl"
+    rows, others = (
+        Path(template_arguments[template_arguments.index("--train_files") + 1]).read_text(),
+        tmp_path / "others.jsonl",
+    )
     others.write_text("".join(reversed(rows.splitlines(keepends=True))))
-    assert forks.run(whole, *arguments, "--train_files", others, "--max_steps", 9, script=typed) == 2
+    assert forks.run(whole, *template_arguments, "--train_files", others, "--max_steps", 9, script=typed) == 2
     said = log_of(whole).rpartition("arguments that differ")[2]
     assert "error: the training data are others than the checkpoint's" in said and "Strategy: " not in said, said[
         -3000:
     ]
 
 
-def test_machines_with_other_texts(forks, typed, arguments, tmp_path):
-    rows = Path(arguments[arguments.index("--train_files") + 1]).read_text().splitlines(keepends=True)
+def test_machines_with_other_texts(forks, typed, template_arguments, tmp_path):
+    rows = Path(template_arguments[template_arguments.index("--train_files") + 1]).read_text().splitlines(keepends=True)
     for machine in range(2):
         (folder := tmp_path / f"machine-{machine}").mkdir()
         (folder / "texts.jsonl").write_text("".join(rows[machine:]))
     out = tmp_path / "out"
-    code = forks.run(out, *arguments, "--train_files", "texts.jsonl", script=typed, TESTED_MACHINES=tmp_path)
+    code = forks.run(out, *template_arguments, "--train_files", "texts.jsonl", script=typed, TESTED_MACHINES=tmp_path)
     assert code == 2 and "the checksum of the rows is " in log_of(out), log_of(out)[-3000:]
 
 
 @pytest.mark.slow
-def test_second_example(forks, arguments, tmp_path):
+def test_second_example(forks, template_arguments, tmp_path):
     """The code of docs/token-labels.md takes the place of the template's; it learns, and rows show the label of a token."""
     (code,) = ["\n\n".join(blocks((ROOT / "docs/token-labels.md").read_text()))]
     nodes = ast.parse(code).body
@@ -154,17 +135,17 @@ def test_second_example(forks, arguments, tmp_path):
         for text in texts
     ]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert forks.run(out, *arguments, "--train_files", rows, script=script) == 0, log_of(out)[-3000:]
+    assert forks.run(out, *template_arguments, "--train_files", rows, script=script) == 0, log_of(out)[-3000:]
     evaluations = [record for record in read_metrics(out) if "eval_accuracy" in record]
     assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"] - 0.05
     assert 0 <= evaluations[0]["eval_accuracy"] < evaluations[-1]["eval_accuracy"] <= 1
     assert "ODD" in (out / "rows.txt").read_text()
     rows.write_text(rows.read_text() + json.dumps({"text": "w1 w2", "tags": "O"}) + "\n")
-    assert forks.run(tmp_path / "bad", *arguments, "--train_files", rows, script=script) == 2
+    assert forks.run(tmp_path / "bad", *template_arguments, "--train_files", rows, script=script) == 2
     assert "rows.jsonl, row 201 has 2 words and 1 tags; give each word a tag" in log_of(tmp_path / "bad")
 
 
-def test_a_base_with_classes_of_its_own(arguments, tmp_path):
+def test_a_base_with_classes_of_its_own(tmp_path):
     """The rows of a base go by the names of its labels, also where their number differs, and both tables of names agree."""
     base = tiny_model("bert", AutoModelForSequenceClassification, id2label={0: "even", 1: "odd", 2: "zero"})
     base.save_pretrained(tmp_path)
@@ -178,7 +159,7 @@ def test_a_base_with_classes_of_its_own(arguments, tmp_path):
 
 
 @pytest.mark.parametrize("of_base", [None, {0: 0, 1: 1, 2: 2}, {0: "0", 1: "1", 2: "2"}])
-def test_classes_without_names(of_base, arguments, tmp_path):
+def test_classes_without_names(of_base, tmp_path):
     """They are called by their numbers, with or without `LABEL_`; a base for several labels at once serves one here."""
     base = tiny_model(
         "bert", AutoModelForSequenceClassification, num_labels=3, problem_type="multi_label_classification"
@@ -193,11 +174,11 @@ def test_classes_without_names(of_base, arguments, tmp_path):
         assert model.config.problem_type is None and [*model.config.id2label.values()] == labels
 
 
-def test_too_few_texts_to_hold_any_out(forks, typed, arguments, tmp_path):
+def test_too_few_texts_to_hold_any_out(forks, typed, template_arguments, tmp_path):
     """Too few texts are refused, because an evaluation of no rows would give no number."""
     out, texts = tmp_path / "out", tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"text": "w1", "label": "odd"}) + "\n")
-    assert forks.run(out, *arguments, "--train_files", texts, script=typed) == 2
+    assert forks.run(out, *template_arguments, "--train_files", texts, script=typed) == 2
     assert "error: none of 1 rows is left to evaluate on" in log_of(out)
-    assert forks.run(out, *arguments, "--train_files", texts, "--use_peft", script=typed) == 2
+    assert forks.run(out, *template_arguments, "--train_files", texts, "--use_peft", script=typed) == 2
     assert "--use_peft would leave the new output layer as it is" in log_of(out)

@@ -20,7 +20,7 @@ import torch
 import yaml
 from accelerate import PartialState
 from datasets import Features, List, Value
-from helpers import CHILDREN, IN_STEP_5, ROOT, STEPS, log_of, losses, read_metrics
+from helpers import CHILDREN, IN_STEP_5, ROOT, STEPS, evaluations, log_of, losses, read_metrics
 from peft import PeftModel
 from safetensors.torch import load_file
 from tiny import tiny_model
@@ -63,10 +63,6 @@ STOP_AFTER_STEP_3 = {
         }
     )
 }  # fmt: skip
-
-
-def evaluations(out: Path, name: str = "eval_loss") -> list[float]:
-    return [record[name] for record in read_metrics(out) if name in record]
 
 
 def save_base(folder: Path, tokenizer, **config) -> Path:
@@ -204,7 +200,7 @@ def test_whole_steps():
     steps = [list(a + b) for a, b in zip(*(zip(*[iter(rows)] * 2, strict=True) for rows in found), strict=True)]
     wanted = [[row for row in rows_of_step(block, 2, 7, 1) for _ in range(2)] for block in range(5)]
     assert steps == [rows for rows in wanted for _ in range(3)] and num_whole_steps(answers, 7) == 15
-    with pytest.raises(ConfigError, match=r"--num_train_epochs 0\.1 of 20 rows are 2, which do not fill a step of 4"):
+    with pytest.raises(ConfigError, match=r"--num_train_epochs 0\.1 of 20 rows are 2, .* 4"):
         num_whole_steps(SimpleNamespace(**args | {"num_train_epochs": 0.1}), 20)
 
 
@@ -699,7 +695,7 @@ def test_a_resume_keeps_its_targets(chats, arguments, tmp_path):
             check_same_targets(args, features, tmp_path)
             assert args.assistant_only_loss == resumes
         else:
-            with pytest.raises(ConfigError, match=f"was trained on .*; give {saved is not False}".lower()):
+            with pytest.raises(ConfigError, match=rf"was trained on .*; give {saved is not False}".lower()):
                 check_same_targets(args, features, tmp_path)
 
 
@@ -716,11 +712,8 @@ def test_fewer_rows_than_a_step(forks, arguments, chats, tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ((), r"--eos_token '<\|nothing\|>' is no token of the tokenizer; add it, .*: --new_tokens '<\|nothing\|>'"),
-        (
-            ("--chat_template_path",),
-            r"trl's trainer refuses this run: The specified `eos_token` \('<\|nothing\|>'\) is not found",
-        ),
+        ((), r"--eos_token '<\|nothing\|>' .*--new_tokens '<\|nothing\|>'"),
+        (("--chat_template_path",), r"trl's trainer refuses .*'<\|nothing\|>'"),
     ],
     ids=["by us", "by trl"],  # a model whose template is taken may bring the token
 )
@@ -744,8 +737,8 @@ def test_rows_that_take_too_long_to_tokenise(chats, arguments, monkeypatch, tmp_
         return preflight(["accelerate_configs/fsdp_full.yaml", f"recipes/{recipe}.py", *base, *args])[0]
 
     files = ("--train_files", str(folder / "large.jsonl"))
-    line = "7.2 GB of rows take about 120 minutes to tokenise, at 1 MB/s in 1 process(es)."
-    assert f"{line} The processes that wait for it give up after 1800 s (--ddp_timeout): run" in said("sft", *files)
+    line = "7.2 GB of rows take about 120 minutes"
+    assert re.search(rf"{line} .* 1800 s \(--ddp_timeout\)", said("sft", *files))
     assert line in said("dpo", *files) and line in said("sft", "--dataset_name", str(folder))
     assert line not in said("sft", *files, "--ddp_timeout", "7201")
     assert line not in said("sft", *files, "--dataset_num_proc", "8")

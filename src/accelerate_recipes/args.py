@@ -165,9 +165,7 @@ class TrainArgs(AdapterArgs):
     report_to: str = arg(
         "none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: only metrics.jsonl.", group="logging"
     )
-    profile_steps: str = arg(
-        "", "Steps that torch's profiler records, such as 10-12; the report shows them.", group="logging"
-    )
+    profile_steps: str = arg("", "Steps that torch's profiler records, such as 10-12.", group="logging")
     profile_ranks: list[int] = arg([0], "Processes of which --profile_steps are recorded.", min=0, group="rare")
     text_only_export: bool = arg(
         False,
@@ -207,6 +205,16 @@ class TrainArgs(AdapterArgs):
 
     # Whether all rows are tokenised before the first step, while other processes wait in a collective.
     tokenizes_first: ClassVar[bool] = False
+
+    # Fields of some recipes, as they are in the others.
+    attn_implementation = ""
+    max_length = 0
+    document_mask = packing = False
+    whole_logits = None  # the recipe has no choice
+    new_tokens = train_files = eval_files = ()
+    num_iterations = num_generations = 1
+    dataset_num_proc = None
+    template_date = ""
 
     # Folders that only the machine of the run can see. Files in them cannot be checked here.
     elsewhere = ()

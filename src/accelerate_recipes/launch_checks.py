@@ -218,7 +218,7 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
 
 def sharing_problems(args: TrainArgs, size: int) -> list[str]:
     """List the arguments that do not work where `size` ranks share each row, one sentence each."""
-    length = getattr(args, "max_length", 0)
+    length = args.max_length
     near = " or ".join(str(n) for n in (length // size * size, (length // size + 1) * size) if n)
     problems = {
         f"parallelism_config_cp_size is {size}, but in this recipe a row is whole on each process; set it to 1. If "

@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import IGNORE_INDEX
-from accelerate_recipes.models.attention import READ_BOUNDARIES, boundaries, boundary_arguments, document_masks
+from accelerate_recipes.models.documents import READ_BOUNDARIES, boundaries, boundary_arguments, document_masks
 from accelerate_recipes.models.probes import Packing, check_packing, crosses, packing_of, unwrapped
 from accelerate_recipes.models.shared_rows import balance_of_rows, balance_weight, whole_rows
 from accelerate_recipes.ranks import computes_in_bf16

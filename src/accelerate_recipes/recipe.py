@@ -20,6 +20,7 @@ from typing import NoReturn, TextIO
 import transformers
 import yaml
 
+from accelerate_recipes.agenda import observers
 from accelerate_recipes.args import Args, TrainArgs, parse, resolve
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.export import exported_files
@@ -38,7 +39,8 @@ from accelerate_recipes.life import lock, parent, watch, workers
 from accelerate_recipes.life.status import attempt, is_wish_of_a_person, update_status
 from accelerate_recipes.life.stop import Stopped, requested
 from accelerate_recipes.ranks import is_first, is_first_of_machine
-from accelerate_recipes.report.report import write_report
+from accelerate_recipes.report.profile import StepProfiler
+from accelerate_recipes.report.report import Report, write_report
 from accelerate_recipes.run import DataReady
 
 
@@ -91,6 +93,7 @@ def run_recipe(
                 workers.start_fork_server()  # before the first thread
             watched = watch.start_watch(Path(args.output_dir), partial(fail, args))
             provide(args, requirements(args), sys.argv)
+            observers[:] = [Report(args), StepProfiler(args)]
             main(args)
             if args.push_to_hub and is_first():  # last, and the other ranks do not wait for it
                 out = Path(args.output_dir) / "export"

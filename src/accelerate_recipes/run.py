@@ -45,11 +45,13 @@ from accelerate_recipes.life.picture import Bars, Curves, draw_run, spoken
 from accelerate_recipes.life.status import attempt
 from accelerate_recipes.metrics import Flops, device_name, is_evaluation
 from accelerate_recipes.models.adapters import Adapter, add_adapters
-from accelerate_recipes.models.attention import DOCUMENTS, choose, use_flash_3
+from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.documents import DOCUMENTS
 from accelerate_recipes.models.loading import tie_as_read
 from accelerate_recipes.models.probes import mixers_in
 from accelerate_recipes.models.shared_rows import UNBALANCED
 from accelerate_recipes.models.shared_rows_check import check_shared_masks
+from accelerate_recipes.models.torch_attention import use_flash_3
 from accelerate_recipes.models.untrained import described, is_decoder, open_base, untrained
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.ranks import on_first_rank, ranks_a_row
@@ -220,7 +222,7 @@ class Run(Generic[Args]):
             ConfigError: if adapters, strategy or settings do not fit the model.
         """
         if ranks_a_row() > 1:
-            check_shared_masks(model.config, model.config._attn_implementation, getattr(self.args, "max_length", 0))
+            check_shared_masks(model.config, model.config._attn_implementation, self.args.max_length)
         if model.config.model_type in UNBALANCED:
             self.print(f"Experts are not balanced: {type(model).__name__} computes no loss for that")
         tie_as_read(model)  # again, since a recipe may load its model without `models`
@@ -234,13 +236,13 @@ class Run(Generic[Args]):
             self.artifacts.append(Published(self.artifacts[0], tokenizer))
         self.flops = flops_fn(model) if flops_fn else None
         self.shard(model)
-        name = getattr(self.args, "attn_implementation", "")
+        name = self.args.attn_implementation
         attention, why = choose(
             name, model.config, self.args.param_dtype, self.args.has_boundaries, is_shared=ranks_a_row() > 1
         )
         if why:
             self.print(f"Attention: {attention}, since {why}")
-        is_packed = getattr(self.args, "document_mask", False) or getattr(self.args, "packing", False)
+        is_packed = self.args.document_mask or self.args.packing
         if is_packed and (mixers := mixers_in(model)):
             self.print(f"Packed rows: each document is computed by itself in {', '.join(sorted(mixers))}")
         if attention == DOCUMENTS and use_flash_3():

@@ -21,7 +21,7 @@ from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import to_device, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models.adapters import load_settings
-from accelerate_recipes.models.attention import boundaries
+from accelerate_recipes.models.documents import boundaries
 from accelerate_recipes.models.loading import load_model, new_model
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run

@@ -19,7 +19,7 @@ from toy import requirements
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import evaluate_loss, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss_without_logits
-from accelerate_recipes.models.attention import boundaries
+from accelerate_recipes.models.documents import boundaries
 from accelerate_recipes.models.generation import generate_texts
 from accelerate_recipes.models.loading import new_model
 from accelerate_recipes.models.tokenizers import new_word_tokenizer

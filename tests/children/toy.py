@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from safetensors.torch import save_file
-from tiny import tiny_config
+from tiny import tiny_config, tiny_model
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -80,6 +80,15 @@ def make_rows(num_rows: int) -> Dataset:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     return new_word_tokenizer([f"w{i}" for i in range(96)])
+
+
+def make_base(folder: Path, seed: int, **config: object) -> Path:
+    """Save a base of three layers with its tokenizer."""
+    tokenizer = make_tokenizer()
+    sizes = {"num_hidden_layers": 3, "max_position_embeddings": LENGTH, "pad_token_id": 0, "initializer_range": 0.1}
+    tiny_model(seed=seed, vocab_size=len(tokenizer), **sizes | config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def make_model(args: Args) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:

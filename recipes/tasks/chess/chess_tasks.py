@@ -1,7 +1,8 @@
 """Data and measures of the chess tasks for lm-evaluation-harness.
 
-`export` is the folder of the model; its card has the arguments of the run, which say what was held out. Relative names
-of files are those of the run, so start the evaluation where the run was started.
+The functions get the --model_args of `lm_eval`. The card of the export, which is `peft` if it holds adapters, has the
+arguments of the run, which say what was held out. Relative names of files are those of the run, so start the evaluation
+where the run was started.
 """
 
 import tempfile
@@ -27,8 +28,9 @@ def games_args(export: str) -> tuple[GamesArgs, dict]:
     return GamesArgs(**known), arguments
 
 
-def positions(export: str, **_: object) -> dict[str, Dataset]:
+def positions(pretrained: str, peft: str = "", **_: object) -> dict[str, Dataset]:
     """Return the positions in which the run predicted moves."""
+    export = peft or pretrained
     args, arguments = games_args(export)
     tokenizer = load_tokenizer(export)
     folder = prepare_games(tokenizer, args, max_length=arguments["max_length"], seed=arguments["seed"])
@@ -45,8 +47,9 @@ def judge(doc: dict, results: list[str]) -> dict[str, float]:
     return {f"{name}{part}": float(value) for name, value in found.items() for part in parts}
 
 
-def games(export: str, **_: object) -> dict[str, Dataset]:
+def games(pretrained: str, peft: str = "", **_: object) -> dict[str, Dataset]:
     """Return the games that the run held out, each with the number of its tokens that the loss counts."""
+    export = peft or pretrained
     args, _arguments = games_args(export)
     tokenizer = load_tokenizer(export)
     begin, rows, different = str(tokenizer.convert_ids_to_tokens(begin_token(tokenizer))), [], 0

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from accelerate_recipes.checkpoint import files, weight_files
 from accelerate_recipes.checkpoint.files import EXPORT, SaveError
 from accelerate_recipes.checkpoint.published import COMPOSITE
-from accelerate_recipes.disk import read_json, read_json_lines, write_atomically
+from accelerate_recipes.disk import read_json, read_json_lines
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.metrics import is_evaluation
@@ -209,11 +209,6 @@ def exported_files(folder: Path) -> list[str]:
     if missing := sorted(listed - present.keys()):
         raise ConfigError(f"{folder} is not whole: it lacks {', '.join(missing)}; export the checkpoint again")
     return sorted(name for name in listed if present[name].is_file())
-
-
-def add_to_list(export: Path, name: str) -> None:
-    """Add a file to the list of an export, so that the next export may replace the file and a push includes it."""
-    write_atomically(export / EXPORT, json.dumps({"files": sorted(listed_files(export) | {name})}, indent=1) + "\n")
 
 
 def arguments_of(export: Path) -> dict:

@@ -15,6 +15,9 @@ from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.life import lock
 from accelerate_recipes.ranks import on_all_ranks, on_first_rank
 
+# Arguments of earlier versions that changed the model, with the values that changed nothing.
+STRETCHED = {"rope_scaling_factor": 1, "rope_theta": 0}
+
 
 def find_resume(args: TrainArgs) -> Path | None:
     """Find the checkpoint at which the run begins, or None for a fresh start. Its content is not verified yet.
@@ -167,5 +170,12 @@ def check_arguments(checkpoint: Path, args: TrainArgs) -> None:
         for name, (before, now) in changed_arguments(checkpoint, args).items()
         if name in fixed and not (name == "model_name_or_path" and is_same_model(checkpoint, now))
     ]
-    fatal += args.settle(files.saved_arguments(checkpoint))
+    saved = files.saved_arguments(checkpoint)
+    fatal += [
+        f"--{name} was {saved[name]!r}, and is no argument now; begin anew with the export of this checkpoint, whose "
+        "config.json holds the stretched positions"
+        for name, unset in STRETCHED.items()
+        if saved.get(name, unset) != unset
+    ]
+    fatal += args.settle(saved)
     raise_problems(f"{checkpoint} cannot be continued with these arguments", fatal)

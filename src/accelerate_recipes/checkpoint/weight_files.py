@@ -153,7 +153,7 @@ def model_on_meta(checkpoint: Path) -> tuple[nn.Module, set[str]]:
     """
     config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     with torch.device("meta"):
-        model = model_class(config.architectures[0])(config)  # pyright: ignore[reportOptionalSubscript]
+        model = model_class(config)(config)
     tied = set(model.all_tied_weights_keys)
     if not output_is_embedding(read_json(checkpoint / "config.json")):
         tied.discard("lm_head.weight")

@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.models import IGNORE_INDEX
-from accelerate_recipes.models.attention import boundaries
+from accelerate_recipes.models.documents import boundaries
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -2,7 +2,7 @@
 
 It simulates one optimizer step, without a GPU and without data (`plan/`). It reports the needs of a GPU and whether the run
 fits. If the run does not fit, it proposes the smallest changes that make it fit. Flags: those of preflight, and --gpu NAME,
---json FILE, --plot FILE and --no_search.
+--json FILE and --no_search.
 """
 
 import argparse
@@ -10,21 +10,18 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.arguments.declaring import group_flags
-from accelerate_recipes.arguments.gpus import GIB, GPUS
+from accelerate_recipes.arguments.gpus import GPUS
 from accelerate_recipes.disk import file_refusal
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.launch.request import Request, read_request
 from accelerate_recipes.launch.settings import launch_environment, yaml_problems
 from accelerate_recipes.launch_checks import environment_problems
 from accelerate_recipes.plan.layers import predict_outcomes
-from accelerate_recipes.plan.ledger import HOST, Event
 from accelerate_recipes.plan.predict import Prediction
 from accelerate_recipes.plan.search import Change, Proposal, Search, nodes_of, prediction_of, reason_of
 from accelerate_recipes.plan.simulate import Job, Outcome, Refusal, SimulationError, Simulator
@@ -37,14 +34,13 @@ def split_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Split a command line into the flags of `plan` alone, and the words that preflight also takes."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
     parser.add_argument("--no_search", action="store_true")
     return parser.parse_known_args(argv)
 
 
 def plan(argv: Sequence[str], tell: Callable[[str], None] = lambda text: None) -> str:
-    """Plan CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...; write the files that the flags name, and
-    return the text.
+    """Plan CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...; write the file of --json, and return
+    the text.
 
     `tell` gets each part of the text when it is there, and a line for each trial of the search.
 
@@ -54,7 +50,8 @@ def plan(argv: Sequence[str], tell: Callable[[str], None] = lambda text: None) -
     asked, argv = split_flags(argv)
     request = read_request(argv, "plan")
     raise_problems("This run cannot start", request.config_problems)
-    raise_problems("The plan could not be written", output_problems(asked))
+    if asked.json and (why := file_refusal(asked.json)):  # a simulation takes minutes
+        raise ConfigError(f"--json {asked.json}: {why}")
     job = job_of(request, request.gpu or "h100")
     raise_problems("This run cannot start", environment_problems(job.env, int(job.env["LOCAL_WORLD_SIZE"])))
     began, lines = time.perf_counter(), []
@@ -73,33 +70,11 @@ def plan(argv: Sequence[str], tell: Callable[[str], None] = lambda text: None) -
             more, proposals = searched(simulator, found, job, request, tell)
             say("\n".join(more))
             facts |= proposals
-        if asked.plot:
-            (whole,) = simulator([replace(job, keeps_events=True)])
-            asked.plot.parent.mkdir(parents=True, exist_ok=True)
-            draw(known(whole).events, asked.plot)
-            say(f"Memory over a step, by kind: {asked.plot}")
         say(f"{simulator.number} simulation{'s' * (simulator.number != 1)} in {time.perf_counter() - began:.0f} s")
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)  # for the report, it lies in the output directory
         asked.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return "\n".join(lines)
-
-
-def output_problems(asked: argparse.Namespace) -> list[str]:
-    """List why the files that the flags name cannot be written, one sentence each: a simulation takes minutes."""
-    found = [
-        f"--{name} {path}: {why}"
-        for name, path in (("json", asked.json), ("plot", asked.plot))
-        if path and (why := file_refusal(path))
-    ]
-    if asked.plot and find_spec("matplotlib") is None:
-        return [*found, "--plot: matplotlib is not installed; run: pip install matplotlib"]
-    if asked.plot and asked.plot.suffix:
-        from matplotlib.backend_bases import FigureCanvasBase
-
-        if (kind := asked.plot.suffix[1:].lower()) not in (known := FigureCanvasBase.get_supported_filetypes()):
-            found.append(f"--plot {asked.plot}: matplotlib writes no {kind}; it writes {', '.join(known)}")
-    return found
 
 
 def changed_words(request: Request, changes: Sequence[Change] = ()) -> tuple[list[str], list[str]]:
@@ -260,28 +235,3 @@ def as_json(proposals: Sequence[Proposal]) -> list[dict[str, Any]]:
         }
         for proposal in proposals
     ]
-
-
-def draw(events: Sequence[Sequence[Any]], path: Path) -> None:
-    """Draw the bytes of each kind over the operators of a step."""
-    import matplotlib.pyplot as plt
-
-    live: dict[int, tuple[int, str]] = {}
-    held: dict[str, int] = {}
-    times, rows = [], []
-    for event in (Event(*values) for values in events):
-        size, kind = live.pop(event.key, (0, event.kind))
-        held[kind] = held.get(kind, 0) - size
-        if event.size:
-            live[event.key] = event.size, event.kind
-            held[event.kind] = held.get(event.kind, 0) + event.size
-        times.append(event.at)
-        rows.append(dict(held))
-    kinds = sorted(held.keys() - {HOST}, key=lambda kind: -sum(row.get(kind, 0) for row in rows))
-    figure, axes = plt.subplots(figsize=(9, 4))
-    axes.stackplot(times, [[row.get(kind, 0) / GIB for row in rows] for kind in kinds], labels=kinds, step="post")
-    axes.set(xlabel="operators of a step", ylabel="GiB on a GPU", xlim=(0, max(times)))
-    axes.legend(loc="upper left", fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)

@@ -87,7 +87,7 @@ def with_adapters(models: Sequence[PreTrainedModel], args: TrainArgs) -> list[st
     with noting(problems):
         for model in models:
             # The tokenizer decides the numbers of the new tokens' rows; here any numbers will do.
-            add_adapters(model, args, range(len(getattr(args, "new_tokens", ()))))
+            add_adapters(model, args, range(len(args.new_tokens)))
     return problems
 
 

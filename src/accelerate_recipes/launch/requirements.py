@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -46,8 +45,7 @@ class Requirements:
     """Models with their tokenizers, tokenizers alone, and datasets that a run reads from the Hub; empty names are ignored.
 
     `kind` says how the models are loaded, each with its tokenizer unless `tokenizers` are named. `new_model` makes the
-    model of a run that begins with a new one; its first call is on the meta device. `changes(config, name)` returns the
-    fields that the run changes in the configuration of the model of this name.
+    model of a run that begins with a new one; its first call is on the meta device.
     """
 
     models: list[str] = field(default_factory=list)
@@ -55,7 +53,6 @@ class Requirements:
     datasets: list[cache.HubDataset] = field(default_factory=list)
     kind: Kind = CAUSAL
     new_model: Callable[[], transformers.PreTrainedModel] | None = None
-    changes: Callable[[transformers.PreTrainedConfig, str], dict[str, Any]] | None = None
 
     def __post_init__(self):
         self.models, self.tokenizers = ([name for name in names if name] for names in (self.models, self.tokenizers))
@@ -145,7 +142,7 @@ def check_models(
     for name in needed.models:
         if (place := cache.folder("model", name)) and (place / "config.json").is_file():
             with noting(problems):
-                models.append(check_model(name, needed.kind, needed.changes))
+                models.append(check_model(name, needed.kind))
                 if name != args.base_model or args.use_peft:
                     continue
                 if args.param_dtype == torch.bfloat16 and os.environ.get("ACCELERATE_USE_FSDP") == "true":
@@ -183,7 +180,7 @@ def model_problems(args: TrainArgs, model: transformers.PreTrainedModel, env: Ma
 
 def attention_problems(args: TrainArgs, model: transformers.PreTrainedModel, env: Mapping[str, str]) -> list[str]:
     """List why a model cannot be trained with the attention, the packing and the loss that the arguments ask for."""
-    name = getattr(args, "attn_implementation", "")
+    name = args.attn_implementation
     if not name or model.config.is_encoder_decoder:
         return []
     size = ranks_a_row(env)
@@ -193,10 +190,10 @@ def attention_problems(args: TrainArgs, model: transformers.PreTrainedModel, env
         attention, _ = choose(name, model.config, args.param_dtype, args.has_boundaries, size > 1)
         model.config._attn_implementation = attention
         if size > 1:
-            check_shared_masks(model.config, attention, getattr(args, "max_length", 0))
-        if getattr(args, "document_mask", False):
+            check_shared_masks(model.config, attention, args.max_length)
+        if args.document_mask:
             check_packing(model.config)
-        if not getattr(args, "whole_logits", True):
+        if args.whole_logits is False:
             check_head(model.config)
     return problems
 

@@ -192,7 +192,7 @@ def launch_environment(argv: list[str]) -> dict[str, str]:
         args.main_process_port, args.main_process_ip = 0, args.main_process_ip or "head"
         # For fp8 the launcher asks for packages; `launch_checks` reports what is wrong with fp8 here.
         precision, args.mixed_precision = args.mixed_precision, "no"
-        if args.use_fsdp or args.multi_gpu:
+        if (args.use_fsdp or args.multi_gpu) and not args.cpu:
             env, world_size = prepare_multi_gpu_env(args), processes
         else:
             env, world_size = prepare_simple_launcher_cmd_env(args)[1], 1
@@ -233,14 +233,19 @@ def launch_flags(
 
 
 def ignored_flags(config: Path | str, flags: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """Name, in one sentence, the launcher's flags that have no effect in the environment that it makes."""
+    """List what the launcher's flags ask for in vain, by the environment that it makes, one sentence each."""
     ignored = [flag for flag in flags if flag.startswith("--parallelism_config_")]
-    if not ignored or "ACCELERATE_USE_PARALLELISM_CONFIG" in env:
-        return []
-    return [
+    asked = parse_flags([*flags, "recipe.py"]).num_processes or read_yaml(Path(config)).get("num_processes") or 1
+    started = int(env.get("WORLD_SIZE", 1))
+    on_cpu = "leave out --cpu: without a GPU, all processes run on the CPU"
+    problems = {
         f"{', '.join(ignored)}: {config} has no parallelism_config, so accelerate launch would ignore it; take "
-        "fsdp_long.yaml for ranks that share rows, or fsdp_hybrid.yaml for replicas"
-    ]
+        "fsdp_long.yaml for ranks that share rows, or fsdp_hybrid.yaml for replicas": ignored
+        and "ACCELERATE_USE_PARALLELISM_CONFIG" not in env,
+        f"{asked} processes are asked for, by --num_processes or {config}, but accelerate launch starts {started}; "
+        f"{on_cpu if '--cpu' in flags else 'take fsdp_full.yaml, or ddp.yaml'}": asked > started,
+    }
+    return that_apply(problems)
 
 
 def launcher_problems() -> list[str]:

@@ -13,7 +13,7 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range, field_names
 from accelerate_recipes.errors import ConfigError, error_list, one_line, raise_problems, suggestion
 from accelerate_recipes.models.loading import CAUSAL
-from accelerate_recipes.models.positions import max_positions
+from accelerate_recipes.models.positions import LONGER, max_positions
 from accelerate_recipes.models.pretrained import Kind
 
 MOST_LAYERS = 10_000
@@ -202,5 +202,5 @@ def check_belong_together(config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
                 "the model's own tokenizer"
             )
     if max_length > (longest := max_positions(config)):
-        found.append(f"--max_length is {max_length}, the model's is {longest}")
+        found.append(f"--max_length is {max_length}, the model's is {longest}; set it to that or less: {LONGER}")
     raise_problems("Model and data do not belong together", found)

@@ -22,7 +22,6 @@ from accelerate_recipes.hub import cache
 from accelerate_recipes.models import slices
 from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.composites import COMPOSITES, is_text_part, placeholders, text_part
-from accelerate_recipes.models.positions import Stretch, stretched_positions
 from accelerate_recipes.models.pretrained import Kind, load_config, load_text_config, weights_in_files, with_weights
 from accelerate_recipes.models.probes import check_packing, sees_later_tokens
 from accelerate_recipes.models.shared_rows_check import check_sharing
@@ -35,18 +34,12 @@ BLIND_TO_PADDING = ("recurrent_gemma", "rwkv", "xlstm")
 
 
 def load_model(
-    name: str,
-    attn_implementation: str,
-    *,
-    packed: bool = False,
-    has_boundaries: bool = True,
-    stretch: Stretch | None = None,
-    **settings: Any,
+    name: str, attn_implementation: str, *, packed: bool = False, has_boundaries: bool = True, **settings: Any
 ) -> PreTrainedModel:
     """Load a causal language model, with the `settings` that `adapters.load_settings` gives, such as the `dtype`.
 
     With `packed`, a class of models is refused if its attention crosses the documents of a packed row. `has_boundaries` has
-    the same meaning as in `attention.choose`. `stretch` may extend the range of positions of the model.
+    the same meaning as in `attention.choose`.
 
     Under FSDP2, the model has no values until `distributed.prepare` has sharded it; see `slices`.
 
@@ -55,12 +48,6 @@ def load_model(
             model is not a decoder.
     """
     config = load_text_config(name)
-    changes = stretched_positions(config, name, stretch) if stretch else {}
-    if changes and is_first():
-        before = {field: getattr(config, field) for field in changes}
-        print(f"Positions of {name}: {changes}; before: {before}", flush=True)
-    for field, value in changes.items():
-        setattr(config, field, value)
     check_decoder(config, name)
     check_sharing(config)
     dtype = settings.get("dtype", torch.float32)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.models.attention import boundaries
+from accelerate_recipes.models.documents import boundaries
 
 # Arguments of a mixer that describe whole rows. A single document has no boundaries inside, no padding, no earlier state.
 BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}

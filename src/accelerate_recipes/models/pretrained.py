@@ -5,6 +5,7 @@ random values to weights that are missing in the files, and only prints a table 
 """
 
 import contextlib
+import sys
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,14 +16,7 @@ import torch
 import transformers
 import xxhash
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig,
-    AutoModelForImageClassification,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -37,13 +31,12 @@ from accelerate_recipes.disk import checksum
 from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models.composites import is_text_part, names_of_class, text_part
-from accelerate_recipes.models.deepvit import DeepViTConfig, DeepViTForImageClassification
 
 NUM_NAMED = 8  # weights named in a message
 MASKS = (".attn.bias", ".attention.bias", ".masked_bias")  # constants of attention in files of GPT-J and GPT-Neo
 NUM_VALUES = 1024  # values of each weight by which a model is recognised
 TEXTS = ("*.json", "*.jinja", "*.model", "*.txt")  # files of settings and tokenizers
-RESULTS = (cache.MANIFEST, "evaluation.json")  # an evaluation of an export writes them
+RESULTS = (cache.MANIFEST, "evaluation.json")  # a download, and earlier versions, wrote them
 # What wrappers put before or into names of weights, and the way to save weights without it.
 PARTS = {
     "_orig_mod.": "torch.compile: save the state dict of `model._orig_mod`, or remove it from the names",
@@ -55,19 +48,15 @@ PREFIXES = {
     "base_model.model.": "PEFT: save what `model.merge_and_unload()` returns",
 }
 
-# No code in a folder is run: transformers prefers a registered class to the copy in an export.
-AutoConfig.register(DeepViTConfig.model_type, DeepViTConfig)
-AutoModelForImageClassification.register(DeepViTConfig, DeepViTForImageClassification)
 
-
-def model_class(name: str) -> type[PreTrainedModel]:
-    """Return the class of a model that a config.json names.
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return the class of the model that a configuration names: one of transformers, or of the configuration's own module.
 
     Raises:
-        AttributeError: if neither transformers nor this project has such a class.
+        AttributeError: if neither has such a class.
     """
-    ours = DeepViTForImageClassification
-    return ours if name == ours.__name__ else getattr(transformers, name)
+    name = config.architectures[0]  # pyright: ignore[reportOptionalSubscript]
+    return getattr(transformers, name, None) or getattr(sys.modules[type(config).__module__], name)
 
 
 def output_is_embedding(settings: Mapping[str, Any]) -> bool:
@@ -152,13 +141,11 @@ def read_tokenizer(name: str) -> Tokenizer:
         raise ConfigError(f"the tokenizer of {name} cannot be loaded: {first_line(error)}") from error
 
 
-def check_model(
-    name: str, kind: Kind, changes: Callable[[PreTrainedConfig, str], dict[str, Any]] | None = None
-) -> PreTrainedModel:
+def check_model(name: str, kind: Kind) -> PreTrainedModel:
     """Check that a pretrained model can be loaded, and that its files hold all its weights and no others.
 
-    `changes` returns the fields of the configuration that the run changes. Weights that the class ignores do not count, nor
-    do tied weights. Only names and shapes are read from the files. If a file is not here, the weights are not checked.
+    Weights that the class ignores do not count, nor do tied weights. Only names and shapes are read from the files. If a
+    file is not here, the weights are not checked.
 
     Returns:
         The model on the meta device.
@@ -167,8 +154,6 @@ def check_model(
         ConfigError: with the reason why the model cannot be loaded.
     """
     config = kind.part(load_config(name), name)
-    for field, value in (changes(config, name) if changes else {}).items():
-        setattr(config, field, value)
     kind.check(config, name)
     try:
         config.architectures = config.architectures or []  # transformers 5.23 reads it to choose a class of a DeiT

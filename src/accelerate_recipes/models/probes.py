@@ -13,13 +13,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoMo
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.models.attention import (
-    READ_BOUNDARIES,
-    document_masks,
-    of_layers,
-    unsupported_kernels,
-    width_of_heads,
-)
+from accelerate_recipes.models.attention import of_layers, unsupported_kernels, width_of_heads
+from accelerate_recipes.models.documents import READ_BOUNDARIES, document_masks
 from accelerate_recipes.models.mixers import unpack_documents
 from accelerate_recipes.models.shared_rows import whole_rows
 

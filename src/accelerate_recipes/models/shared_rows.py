@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import IGNORE_INDEX
-from accelerate_recipes.models.attention import DOCUMENTS
+from accelerate_recipes.models.documents import DOCUMENTS
 
 # Mixtures of experts whose class in transformers 5.23 computes no loss that balances them, whatever the configuration says.
 UNBALANCED = ("llama4_text",)

@@ -6,7 +6,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from accelerate_recipes.errors import ConfigError, raise_problems
-from accelerate_recipes.models.attention import CHUNKS, DOCUMENTS, OWN, SINKS, SOFTCAP, beyond_documents, of_layers
+from accelerate_recipes.models.attention import CHUNKS, OWN, SINKS, SOFTCAP, beyond_documents, of_layers
+from accelerate_recipes.models.documents import DOCUMENTS
 from accelerate_recipes.models.probes import UNTRIED, shares_in_small, tiny_model
 from accelerate_recipes.models.shared_rows import balance_of_rows, balance_weight
 from accelerate_recipes.ranks import ranks_a_row

@@ -91,7 +91,7 @@ def extrapolate(outcomes: Sequence[Outcome], num_layers: int) -> Outcome | None:
         return None
     # The memory that the allocator cannot reuse hardly depends on the number of layers.
     found["reserved"] = peak[0] + max(outcome.reserved - outcome.peak for outcome in outcomes)
-    return replace(third, peak=peak[0], at_peak=peak[1], phases=[], events=[], **found)
+    return replace(third, peak=peak[0], at_peak=peak[1], phases=[], **found)
 
 
 def predict_outcomes(simulator: Simulator, jobs: Sequence[Job]) -> list[Outcome | Refusal]:

@@ -52,9 +52,8 @@ UNREAD = {
 
 
 class Event(NamedTuple):
-    """Change of a storage: its new size and kind; the size is 0 once it is freed. `at` counts operators."""
+    """Change of a storage: its new size and kind; the size is 0 once it is freed."""
 
-    at: int
     key: int
     size: int
     kind: str
@@ -146,7 +145,7 @@ class Ledger(TorchDispatchMode):
         self.peak, self.host_peak = self.total, self.held[HOST]
         self.at_peak = {kind: held for kind, held in self.held.items() if held and kind != HOST}
         self.flops: Counter[str] = Counter()
-        self.recomputed = self.at = self.value_reads = 0
+        self.recomputed = self.value_reads = 0
         self.calls: Counter[str] = Counter()  # by operator
         self.moved: Counter[str] = Counter()  # bytes that operators read and wrote
         self.shapes: set[tuple[int, ...]] = set()  # shapes of results
@@ -157,7 +156,7 @@ class Ledger(TorchDispatchMode):
         self.passes: list[tuple[str, int, dict[str, Any]]] = []  # before the micro-batches: see `begin_pass`
         self.in_pass = ""
         live = self.live.copy()  # the garbage collector may end tensors meanwhile
-        self.events = [Event(0, key, size, kind, 0) for key, (size, kind) in live.items()]
+        self.events = [Event(key, size, kind, 0) for key, (size, kind) in live.items()]
         self.clock.reset()
 
     def begin_pass(self, name: str, times: int) -> None:
@@ -216,7 +215,7 @@ class Ledger(TorchDispatchMode):
         self.total += (kind != HOST) * size - (old_kind != HOST) * old_size
         self.host_peak = max(self.host_peak, self.held[HOST])
         stream = torch.cpu.current_stream() if self.device == "cuda" and active_fake_mode() else None
-        self.events.append(Event(self.at, key, size, kind, id(stream)))
+        self.events.append(Event(key, size, kind, id(stream)))
         self.needs(0)
 
     def needs(self, size: int) -> None:
@@ -299,7 +298,6 @@ class Ledger(TorchDispatchMode):
 
     def account(self, func, args, kwargs, out) -> None:
         """Enter an operator that has run."""
-        self.at += 1
         name = func._schema.name.partition("::")[2]
         self.enter_phase(begins_segment=func.namespace == "c10d" and name in COLLECTIVES)
         if func is aten._local_scalar_dense.default:

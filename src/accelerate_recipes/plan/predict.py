@@ -52,7 +52,7 @@ class Prediction:
     @property
     def mean_seconds(self) -> float:
         """Mean seconds of a step, a lower bound: only one of --num_iterations steps draws answers."""
-        without = 1 - 1 / getattr(self.args, "num_iterations", 1)
+        without = 1 - 1 / self.args.num_iterations
         return self.outcome.seconds - without * self.outcome.before
 
     @property
@@ -106,7 +106,7 @@ class Prediction:
         """Number of processes of a node that read the whole pretrained model; 0 if each reads its own part (`slices`)."""
         if self.env.get("FSDP_CPU_RAM_EFFICIENT_LOADING") != "true" or self.args.load_in_4bit:
             return self.gpus_per_node
-        is_classifier = not hasattr(self.args, "attn_implementation")  # transformers loads it, with a new output layer
+        is_classifier = not self.args.attn_implementation  # transformers loads it, with a new output layer
         return int(is_classifier or self.env.get("FSDP_VERSION") != "2")
 
     @property

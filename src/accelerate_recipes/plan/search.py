@@ -104,7 +104,7 @@ def sharing_changes(args: TrainArgs, env: Mapping[str, str]) -> list[Change]:
 
     if replicas > 1:
         found.append(Change("shard", sizes(replicas // 2 if replicas % 2 == 0 else 1, row)))
-    divided = [getattr(args, "max_length", 0), int(env["LOCAL_WORLD_SIZE"]), world // replicas]
+    divided = [args.max_length, int(env["LOCAL_WORLD_SIZE"]), world // replicas]
     if args.shares_rows and all(number % (2 * row) == 0 for number in divided):
         found.append(
             in_config("fsdp_long.yaml", env, *sizes(replicas, 2))
@@ -134,7 +134,7 @@ def savings(args: TrainArgs, env: Mapping[str, str]) -> list[Change]:
         found.append(Change("rows", (), ("--per_device_train_batch_size", str(rows // 2 if rows % 2 == 0 else 1))))
     if rows > 2:
         found.append(Change("rows", (), ("--per_device_train_batch_size", "1")))
-    if getattr(args, "whole_logits", False):
+    if args.whole_logits:
         found.append(Change("logits", (), ("--whole_logits", "false")))
     if args.prefetch_layers:
         found.append(Change("prefetch", (), ("--prefetch_layers", "0")))

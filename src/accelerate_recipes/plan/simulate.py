@@ -54,7 +54,6 @@ class Job:
     device: str = "cuda"  # or cpu, to compare with a run on gloo
     num_layers: int = 0  # 0: as many as the model has
     micro_batches: int = MICRO_BATCHES
-    keeps_events: bool = False
 
 
 @dataclass
@@ -86,7 +85,6 @@ class Outcome:
     shapes: list[list[int]] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
-    events: list[list] = field(default_factory=list)
 
 
 class SimulationError(Exception):
@@ -266,16 +264,13 @@ def simulate_here(job: Job) -> Outcome:
             take_steps(ledger, run, trial, batches)
             facts = {"trained": trained, "parameters": parameters, "num_layers": layers_of(config)}
             outcome = outcome_of(ledger, trial, batches, is_uniform=is_uniform, **facts)
-            events = ledger.events
-            outcome.reserved = reserved(events) if job.device == "cuda" else 0
+            outcome.reserved = reserved(ledger.events) if job.device == "cuda" else 0
             if accumulation > len(batches):
                 one, two = ledger.after_backward[-2:]
                 add_more(outcome, one, two, accumulation - len(batches))
                 outcome.micro_batches = accumulation
     if not use_fsdp and world_size > 1:
         add_ddp(outcome, world_size, world_size == gpus_per_node, clock)
-    if job.keeps_events:
-        outcome.events = [list(event) for event in events]
     return outcome
 
 

@@ -15,8 +15,8 @@ from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models.adapters import load_settings
-from accelerate_recipes.models.attention import DOCUMENTS
 from accelerate_recipes.models.configurations import Architecture, check_belong_together, new_config
+from accelerate_recipes.models.documents import DOCUMENTS
 from accelerate_recipes.models.loading import load_model, new_model
 from accelerate_recipes.models.pretrained import load_text_config
 from accelerate_recipes.models.probes import UNTRIED, Packing, packing_of

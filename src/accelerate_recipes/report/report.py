@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from accelerate_recipes.agenda import Observer
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.disk import read_json, read_json_lines
 from accelerate_recipes.errors import ConfigError, one_line
 from accelerate_recipes.life import lock
@@ -21,6 +23,7 @@ from accelerate_recipes.life.attempts import of_this_run, read_attempts
 from accelerate_recipes.life.page import Html, element, folded, html_table, picture, write_page
 from accelerate_recipes.life.picture import plot, spoken
 from accelerate_recipes.life.status import read_status
+from accelerate_recipes.ranks import is_first
 
 MOST_SAMPLES = 200
 COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
@@ -136,6 +139,17 @@ def value_of(file: Path) -> Any:
         raise ConfigError(f"{file} is no JSON: {error}; write it again, or remove it") from error
 
 
+class Report(Observer):
+    """Page of this run, which rank 0 writes after each evaluation; `recipe` writes it when the run ends."""
+
+    def __init__(self, args: TrainArgs):
+        self.folder = Path(args.output_dir)
+
+    def evaluated(self, records: list[dict]) -> None:
+        if is_first():
+            write_report(self.folder, records)
+
+
 def write_report(folder: Path, records: list[dict] | None = None) -> None:
     """Write report.html of a run that has begun to train. An error is a warning: a report is not worth a run."""
     try:
@@ -188,8 +202,8 @@ def page_of(seen: Seen) -> list[Html]:
         ]
     if (file := seen.folder / "rows.png").exists():
         parts += [element("h2", "Data"), picture(file)]
-    for file in sorted((seen.folder / "profile").glob("rank-*.json")):
-        parts += profile_of(value_of(file))
+    if traces := sorted(f"profile/{file.name}" for file in seen.folder.glob("profile/*.trace.json.gz")):
+        parts += [element("h2", "Profile"), element("p", f"{', '.join(traces)}, for https://ui.perfetto.dev")]
     parts += attempts_of(seen)
     which = "Arguments that differ from their defaults" if "changed" in last else "Arguments"
     arguments = ((name, shown(value)) for name, value in last.get("changed", seen.args).items())
@@ -322,22 +336,6 @@ def attempts_of(seen: Seen) -> list[Html]:
     ]
     heads = ["began", "lasted", "from step", "ended", "saved step", "lost before its first step", "launch", "host"]
     return [element("h2", "Attempts"), html_table(heads, rows)] if rows else []
-
-
-def profile_of(found: dict) -> list[Html]:
-    """Write a profile: shares of the time, and operators."""
-    first, last = found["steps"]
-    shares = (
-        f"computation {found['computation']:.1%}, communication {found['communication']:.1%}, of which nothing hides "
-        f"{found['communication_alone']:.1%}, idle {found['idle']:.1%}"
-    )
-    whole = found["seconds"]
-    rows = ([f"{row['seconds'] / whole:.1%}", row["seconds"], row["calls"], row["name"]] for row in found["operators"])
-    return [
-        element("h2", f"Profile of steps {first} to {last}, rank {found['rank']}"),
-        element("p", f"{found['seconds']:.3g} s: {shares}"),
-        folded("Operators by their own time", html_table(("share", "seconds", "calls", "operator"), rows, sorts=True)),
-    ]
 
 
 def page_of_several(runs: Sequence[Seen]) -> list[Html]:

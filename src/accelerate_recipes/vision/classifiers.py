@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    AutoConfig,
     AutoImageProcessor,
     AutoModelForImageClassification,
     BitImageProcessorPil,
@@ -23,9 +24,14 @@ from accelerate_recipes.metrics import Flops, trained_share
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.configurations import Architecture, new_config
+from accelerate_recipes.models.deepvit import DeepViTConfig, DeepViTForImageClassification
 from accelerate_recipes.models.loading import classifier_on_meta, load_classifier, with_classes
 from accelerate_recipes.models.pretrained import Kind, load_config
 from accelerate_recipes.trial import NotSimulatedError, Trial, config_of
+
+# No code in a folder is run: transformers prefers a registered class to the copy in an export.
+AutoConfig.register(DeepViTConfig.model_type, DeepViTConfig)
+AutoModelForImageClassification.register(DeepViTConfig, DeepViTForImageClassification)
 
 # Layers that FSDP gathers one by one. transformers' own list also has embeddings, or whole stages of a Swin or a ConvNeXt.
 LAYERS = {

@@ -1,0 +1,107 @@
+"""Conversations with tools, pairs and prompts made of them, and bases to train on them."""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+import trl
+from helpers import CHILDREN, ROOT
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from accelerate_recipes import recipe
+from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Look at the sky.",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+    },
+}
+
+
+OTHER_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+
+
+def call(name: str, **arguments) -> dict:
+    return {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
+    }
+
+
+def conversation(number: int, *, tools: bool, system: bool) -> dict:
+    """Make a conversation of several turns; every second one has other tools, and so another schema."""
+    messages = [{"role": "system", "content": "Be brief."}] if system else []
+    messages += [{"role": "user", "content": f"Question {number}?"}, {"role": "assistant", "content": "Yes."}]
+    messages += [{"role": "user", "content": f"And {number + 1}?"}]
+    if not tools:
+        return {"messages": [*messages, {"role": "assistant", "content": f"No, {number}."}]}
+    used = call("weather", town="Bern") if number % 2 else call("add", a=number)
+    messages += [used, {"role": "tool", "content": "4"}, {"role": "assistant", "content": f"It is {number}."}]
+    return {"messages": messages, "tools": json.dumps([TOOL]) if number % 2 else json.dumps([OTHER_TOOL])}
+
+
+def save_base(folder: Path, template: str | None, end: str = "</s>", spare_rows: int = 0, **config) -> Path:
+    """Save a small Llama with a tokenizer that knows the template's special tokens."""
+    marks = sorted(set(re.findall("<[|\uff5c]?[A-Za-z_\u2581|\uff5c]+[|\uff5c]?>", template or "")) - {"</s>", "<s>"})
+    tokenizer = new_bpe_tokenizer(["Be brief. Question 12? Yes. And? No. It is."] * 9, 300)
+    tokenizer.add_tokens([*marks, end], special_tokens=True)
+    tokenizer.eos_token, tokenizer.chat_template = end, template
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer) + spare_rows, eos_token_id=tokenizer.eos_token_id, **sizes, **config)
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write(file: Path, rows: list[dict]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+LENGTHS = {
+    "sft": ("--max_length", "2000"),
+    "dpo": ("--max_length", "2000"),
+    "grpo": ("--rewards", f"{CHILDREN}/rewards.py:short", "--max_completion_length", "8"),
+}
+
+
+def prepare(folder: Path, rows: list[dict], *flags: str, name: str = "sft") -> None:
+    """Prepare rows for the base in `folder`, as every run of a recipe does before its first step."""
+    file = write(folder / "rows.jsonl", rows)
+    where = ("--train_files", str(file), "--heldout_share", "0.3", "--output_dir", str(folder / "out"))
+    script = str(ROOT / f"recipes/{name}.py")
+    recipe.prepare_data([script, "--model_name_or_path", str(folder), *where, *LENGTHS[name], *flags])
+
+
+def template_of(name: str) -> str:
+    return (Path(trl.__file__).parent / f"chat_templates/{name}.jinja").read_text()
+
+
+ROWS_WITH_TOOLS = [conversation(i, tools=True, system=True) for i in range(30)]
+
+
+def pair(number: int) -> dict:
+    """Make a pair of answers to a conversation with tools; every second one has other tools, and other fields in a call."""
+    *messages, answer = ROWS_WITH_TOOLS[number]["messages"]
+    other = {"role": "assistant", "content": f"I do not know {number}."}
+    return ROWS_WITH_TOOLS[number] | {"prompt": messages, "chosen": [answer], "rejected": [other], "messages": None}
+
+
+PAIRS = [{name: value for name, value in pair(i).items() if value} for i in range(30)]
+
+
+PROMPTS = [{"prompt": conversation(i, tools=False, system=True)["messages"][:-1]} for i in range(30)]

@@ -1,0 +1,125 @@
+"""Ranks that read streams as threads of one process, and a file server with faults."""
+
+import http.server
+import itertools
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from accelerate_recipes.data import streams
+from accelerate_recipes.data.documents import Retry
+from accelerate_recipes.data.streams import StreamLoader
+
+OF_ROWS = ("input_ids", "position_ids", "labels", "row")  # of a batch, without the document boundaries
+
+
+QUICK = Retry(tries=4, wait=0.01, longest_wait=0.02, timeout=0.5)
+
+
+def no_retry() -> None:
+    raise AssertionError("nothing failed")
+
+
+class Ranks:
+    """Several ranks as threads of one process; replaces `on_all_ranks`, and does what the engine does between steps."""
+
+    def __init__(self, loaders: list[StreamLoader], names: Sequence[str] = OF_ROWS):
+        self.loaders, self.names = loaders, names
+        self.all_there = threading.Barrier(len(loaders), timeout=60)
+        self.values = [None] * len(loaders)
+        self.own = threading.local()
+        self.talks = 0
+
+    def on_all_ranks(self, value):
+        self.talks += self.own.rank == 0
+        return self.gather(value)
+
+    def gather(self, value):
+        self.values[self.own.rank] = value
+        self.all_there.wait()
+        values = list(self.values)
+        self.all_there.wait()
+        return values
+
+    def run(self, num_steps: int) -> list[list[dict]]:
+        """Return the rows of each step, by epoch; ends the loaders' workers."""
+
+        def steps_of(rank: int, batches) -> list[list[dict]]:
+            self.own.rank, loader, steps = rank, self.loaders[rank], []
+            num_batches = loader.args.accumulation_steps(len(self.loaders))
+            try:
+                for _ in range(num_steps):
+                    step = [next(batches) for _ in range(num_batches)]
+                    of_rows = [{name: batch[name] for name in self.names} for batch in step]
+                    steps.append(
+                        [dict(zip(b, row, strict=True)) for b in of_rows for row in zip(*b.values(), strict=True)]
+                    )
+                    loader.is_uneven = any(self.gather(loader.is_uneven))
+            except BaseException:
+                self.all_there.abort()
+                raise
+            return steps
+
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(self.loaders)) as pool:
+            patch.setattr(streams, "on_all_data_ranks", self.on_all_ranks)
+            batches = [iter(loader) for loader in self.loaders]
+            done = [pool.submit(steps_of, rank, part) for rank, part in enumerate(batches)]
+            found = [future.result() for future in done]
+        for steps in zip(*found, strict=True):
+            assert len({len(step) for step in steps}) == 1
+        return [
+            sorted(itertools.chain(*parts), key=lambda row: row["row"].tolist()) for parts in zip(*found, strict=True)
+        ]
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """File server on the loopback; each request gets the next of `faults`, and is logged with its range."""
+
+    daemon_threads = True
+
+    def __init__(self, files: dict[str, bytes]):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files, self.faults, self.requests, self.always = files, [], [], None
+        self.ignores_range = False
+        self.end_stalls = threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self):
+        server, fault = self.server, self.server.always
+        range_ = self.headers["Range"] or ""
+        server.requests.append((self.path, range_))
+        if server.faults:
+            fault = server.faults.pop(0)
+        if isinstance(fault, int):
+            self.send_response(fault)
+            self.send_header("Retry-After", "0")
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
+        body = server.files.get(self.path.partition("?")[0])
+        if body is None:
+            return self.send_error(404)
+        start = 0 if server.ignores_range else int(range_.removeprefix("bytes=").removesuffix("-") or 0)
+        if start >= len(body) > 0:
+            return self.send_error(416)
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body) - start))
+        self.end_headers()
+        part = body[start:]
+        if fault == "damage":
+            part = part[:40] + bytes(20) + part[60:]
+        # Send a third of what is left; the next request must continue there.
+        self.wfile.write(part[: len(part) // 3] if fault in ("truncate", "stall") else part)
+        self.wfile.flush()
+        if fault == "stall":
+            server.end_stalls.wait(20)
+        return None
+
+    def log_message(self, *args):
+        pass
