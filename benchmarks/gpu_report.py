@@ -24,10 +24,11 @@ On one GPU, by
     python benchmarks/gpu.py --second --compiled benchmarks/results/gpu/compiled.tar.gz
     python benchmarks/gpu_report.py
 
-`--describe` says what this needs and how long it takes. A case is rows of a pass x tokens of a row x passes of a step, of
-random tokens; models are Llamas of the named size, all in bf16 with `--optim adamw_bf16_kahan`, except LoRA, which is beside
-a frozen model in bf16. MFU is the share of the dense bf16 peak of the data sheet (H100, H200: 989 TFLOP/s); FLOPs of a token
-are 6 N + 12 L H Q T, N without the input embedding, T the length of the row, as in PaLM and in what others publish.
+`gpu.py --describe` says what this needs and how long it takes. In a case such as 4 x 1024 x 8, a step has 8 passes of
+4 rows, each with 1,024 random tokens. Models are Llamas of the named size. They are trained in bf16 with
+`--optim adamw_bf16_kahan`; only LoRA trains adapters beside a frozen model in bf16. MFU is the share of the dense bf16 peak
+of the data sheet (H100, H200: 989 TFLOP/s). FLOPs of a token are 6 N + 12 L H Q T, as in PaLM and in what others publish:
+N leaves out the input embedding, and T is the length of the row.
 
 **Predicted** is arithmetic, written down before anything ran on a GPU: matmuls at 650 TFLOP/s (480 to 620 in small models),
 memory at 3.0 TB/s. It is no result.

@@ -188,12 +188,12 @@ def generic(problem: str) -> str:
 
 
 INTRODUCTION = """\
-An empty cell may be combined, and so may a lever that has no row; = changes nothing there: it is so already, or the
-strategy has no such thing. A number is the refusal below, which comes before anything is loaded, and from `preflight` too.
-Recipe, strategy and lever together are refused where two of them are, and `fsdp_long` by all recipes but `chess.py`,
-`c4.py`, and `sft.py` with packed rows. Nobody wrote these tables: `tests/combinations.py`
-asks the checks that refuse, and `make test` compares this page with their answers. The recipes are asked with a pretrained
-model."""
+An empty cell can be combined, and so can a lever that has no row. = means that the lever changes nothing there: the
+strategy does the same already, or has nothing to change. A number is that of the refusal below, which comes before anything
+is loaded, and from `preflight` too. A recipe, a strategy and a lever together are refused if two of the three are. All
+recipes refuse `fsdp_long` except `chess.py`, `c4.py`, and `sft.py` with packed rows. These tables are not written by hand:
+`tests/combinations.py` asks the checks that refuse, and `make test` compares this page with their answers. The recipes are
+asked with a pretrained model."""
 
 
 NOTHING = "="
