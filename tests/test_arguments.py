@@ -123,9 +123,8 @@ def test_names_of_other_programs(typed, meant, tmp_path):
 @pytest.mark.parametrize("flag", ["num_processes", "fsdp_activation_checkpointing", "dynamo_backend", "multi_gpu"])
 def test_flags_of_the_launcher_behind_the_recipe(flag):
     args_class = shipped.load(ROOT / "recipes/chess.py").Args
-    _, problems = resolve(args_class, [f"--{flag}", "true"], world_size=1)
-    said = f"`accelerate launch --{flag} ... RECIPE`"
-    assert problems == [f"--{flag} (on the command line) {said}"]
+    _, (problem,) = resolve(args_class, [f"--{flag}", "true"], world_size=1)
+    assert problem.startswith(f"--{flag} (on the command line)") and f"`accelerate launch --{flag} ... RECIPE`" in problem
 
 
 @pytest.mark.parametrize(
@@ -135,11 +134,9 @@ def test_flags_of_the_launcher_behind_the_recipe(flag):
 def test_misspelt_flags_of_the_launcher_behind_the_recipe(typed, meant):
     """They are nearer than any argument of the recipe, and the message says where they stand."""
     args_class = shipped.load(ROOT / "recipes/chess.py").Args
-    _, problems = resolve(args_class, [f"--{typed}", "2"], world_size=1)
-    place = f"`accelerate launch --{meant} ... RECIPE`"
-    assert problems == [
-        f"unknown argument {typed.replace('-', '_')!r} on the command line; did you mean {meant!r}? {place}"
-    ]
+    _, (problem,) = resolve(args_class, [f"--{typed}", "2"], world_size=1)
+    assert problem.startswith(f"unknown argument {typed.replace('-', '_')!r} on the command line; did you mean {meant!r}?")
+    assert f"`accelerate launch --{meant} ... RECIPE`" in problem
     assert "accelerate launch" not in resolve(JobArgs, [f"--{typed}", "2"], world_size=1)[1][0]
 
 
