@@ -20,10 +20,11 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes.args import TrainArgs, arg
+from accelerate_recipes.data import PAD_MULTIPLE
 from accelerate_recipes.data.prepared import prepared_rows
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps, permutation
 from accelerate_recipes.data.text_metrics import GenerationArgs, TextMetrics
-from accelerate_recipes.data.text_pairs import PAD_MULTIPLE, PairArgs, Pairs, prepare_pairs, source_texts
+from accelerate_recipes.data.text_pairs import PairArgs, Pairs, prepare_pairs, source_texts
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.errors import ConfigError

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.data import PAD_MULTIPLE
 from accelerate_recipes.data.packing import collate, pack_row
-from accelerate_recipes.data.text_pairs import PAD_MULTIPLE
 from accelerate_recipes.errors import ConfigError, that_apply
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import count_labels, count_next_tokens, sequence_to_sequence_loss

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.chess import rules
-from accelerate_recipes.data.documents import reading
 from accelerate_recipes.data.files import falls_under, read_files
 from accelerate_recipes.data.packing import pack_documents
 from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, num_proc, tokens_key
+from accelerate_recipes.data.reading import reading
 from accelerate_recipes.errors import ConfigError, suggestion
 from accelerate_recipes.hub import cache
 

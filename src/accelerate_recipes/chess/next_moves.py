@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from accelerate_recipes.chess import rules
 from accelerate_recipes.chess.games import begin_token
 from accelerate_recipes.chess.rewards import answer
-from accelerate_recipes.data.shown import NUM_ROWS
+from accelerate_recipes.data import NUM_ROWS
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.life.picture import Curves
 from accelerate_recipes.models.generation import generate_texts

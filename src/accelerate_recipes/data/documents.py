@@ -1,10 +1,8 @@
 """Documents of a shard, read one by one from a disk or the network; they are decompressed on the fly and not stored."""
 
-import contextlib
 import gzip
 import http.client
 import itertools
-import json
 import os
 import random
 import tarfile
@@ -14,46 +12,29 @@ import urllib.parse
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from huggingface_hub import constants
 from huggingface_hub.utils import build_hf_headers
 
+from accelerate_recipes.data.reading import (
+    LONGEST,
+    TOO_LONG,
+    TXT,
+    check_characters,
+    is_remote,
+    open_parquet,
+    reading,
+    record_of,
+    remedy_of,
+)
 from accelerate_recipes.errors import DataError, first_line, other_recipe, suggestion
 
-if TYPE_CHECKING:
-    import pyarrow.parquet as pq
-
-TXT = ".txt"
-BOM = b"\xef\xbb\xbf"
-LONGEST = 64 << 20  # bytes of a line; a longer line means a damaged file, and would fill the memory
-TOO_LONG = f"has more than {LONGEST >> 20} MiB; divide or remove it"
 CHUNK = 2**18  # bytes to read at once; decompressed text may be ten times as large
 # A stream does not use its connection while its documents are tokenised and trained on, minutes or hours for a shard.
 # Servers drop such a connection. After this number of seconds we open a new one, and do not count it as a failure.
 IDLE_SECONDS = 10.0
 T = TypeVar("T")
-
-
-@contextlib.contextmanager
-def reading(source: object) -> Iterator[None]:
-    """Turn any error of `datasets`, pyarrow and other readers into one message.
-
-    Raises:
-        DataError: names the source and the problem.
-    """
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
-        raise DataError(f"{source} cannot be read: {reason}{remedy_of(reason)}") from error
-
-
-def remedy_of(reason: str) -> str:
-    """Return what to do about an error of decoding, which Python and Arrow word in different ways; "" for other errors."""
-    return "; save it as UTF-8" if "codec can't decode" in reason or "UTF8" in reason else ""
 
 
 class Retry(NamedTuple):
@@ -63,10 +44,6 @@ class Retry(NamedTuple):
     wait: float = 1.0  # seconds before the second try; doubles with each try, up to `longest_wait`
     longest_wait: float = 60.0
     timeout: float = 30.0  # seconds without a byte after which a connection counts as dead
-
-
-def is_remote(shard: str) -> bool:
-    return shard.startswith(("http://", "https://"))
 
 
 def read_documents(
@@ -153,13 +130,6 @@ def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Itera
                 yield index, text
                 first = index + stride
         start = end
-
-
-def open_parquet(file: str) -> "pq.ParquetFile":
-    """Open a Parquet file. Its pages are checked if the file has checksums."""
-    import pyarrow.parquet as pq
-
-    return pq.ParquetFile(os.path.abspath(file), page_checksum_verification=True)  # a relative `a:b` would be a URI
 
 
 def read_file(path: str) -> Iterator[bytes]:
@@ -329,30 +299,3 @@ def text_of(shard: str, index: int, document: bytes | str, text_column: str) -> 
         raise DataError(f"{shard}, line {index + 1}: {text_column!r} is no text, but {type(text).__name__}")
     check_characters(text, f"{shard}, line {index + 1}: {text_column!r}")
     return text
-
-
-def check_characters(text: str, where: str) -> None:
-    """Raise DataError for half of a surrogate pair. JSON can contain one, but neither UTF-8 nor tokens can represent it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where} holds \\u{ord(text[error.start]):x}, which is no character") from None
-
-
-def record_of(file: str, index: int, line: bytes) -> dict:
-    """Parse the JSON object in a line.
-
-    Raises:
-        DataError: names file and line (from 1), if the line is not a JSON object.
-    """
-    where = f"{file}, line {index + 1}"
-    try:
-        record = json.loads(line.removeprefix(BOM).decode())  # json.loads(bytes) would accept invalid UTF-8
-    except (ValueError, RecursionError) as error:
-        reason = first_line(error)
-        raise DataError(f"{where} is not JSON: {reason}{remedy_of(reason)}") from None
-    if record is None:
-        raise DataError(f"{where} is no JSON object, but null; remove it")
-    if not isinstance(record, dict):
-        raise DataError(f"{where} is no JSON object, but a {type(record).__name__}")
-    return record

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from accelerate_recipes.data.documents import reading
+from accelerate_recipes.data.reading import reading
 from accelerate_recipes.disk import IS_POINTER, checksum, is_pointer, own_suffix
 from accelerate_recipes.errors import DataError, other_recipe, suggestion
 from accelerate_recipes.hub import cache

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.files import SUFFIXES, falls_under, file_kind, read_files, read_split, text_hash
-from accelerate_recipes.data.rendering import without_nulls
-from accelerate_recipes.data.shards import files_of_folder
+from accelerate_recipes.data.reading import files_of_folder, without_nulls
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import is_first

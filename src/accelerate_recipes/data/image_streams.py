@@ -16,8 +16,9 @@ from torch.utils.data import default_collate
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.augmentation import Augmentation, Preparation, decode
-from accelerate_recipes.data.documents import Retry, read_again, reading
+from accelerate_recipes.data.documents import Retry, read_again
 from accelerate_recipes.data.images import some_names
+from accelerate_recipes.data.reading import reading
 from accelerate_recipes.data.shards import shards_version
 from accelerate_recipes.data.stream_order import Row
 from accelerate_recipes.data.streams import StreamLoader

@@ -17,11 +17,11 @@ from torch.utils.data import default_collate
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.augmentation import Augmentation, Preparation, decode
-from accelerate_recipes.data.documents import reading
 from accelerate_recipes.data.files import class_names, read_split
 from accelerate_recipes.data.heldout import RowsArgs, check_apart
 from accelerate_recipes.data.image_sides import Labelled, heldout, read_bytes, same_images
 from accelerate_recipes.data.prepared import same_on_machines
+from accelerate_recipes.data.reading import reading
 from accelerate_recipes.data.shards import (
     HUB,
     downloaded,

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from accelerate_recipes.data.answer_spans import altered, is_trained, parts_of, tokens_in, weights_of
+from accelerate_recipes.data.reading import without_nulls
 from accelerate_recipes.errors import DataError
 
 SETTINGS = ("tools", "chat_template_kwargs")  # columns that the chat template reads beside the messages
@@ -38,17 +39,6 @@ def parsed(value: Any, name: str, number: int, source: str) -> Any:
     if kind is dict and (reserved := sorted(RESERVED & {*value})):
         raise DataError(f"{source}, row {number}: {name!r} has {', '.join(reserved)}, which {IS_RESERVED}")
     return value
-
-
-def without_nulls(value: Any) -> Any:
-    """Return a nested value without fields that are null. But a message that calls tools keeps its `content`, even if null.
-
-    Templates ask whether it is null, and fail if it is missing.
-    """
-    if isinstance(value, dict):
-        needed = {"content": None} if value.get("tool_calls") else {}
-        return needed | {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
-    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def with_objects(value: Any) -> Any:

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.data import NUM_ROWS
 from accelerate_recipes.data.prepared import check_content
-from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.errors import ConfigError, DataError
 
 

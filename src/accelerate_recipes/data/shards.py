@@ -19,7 +19,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import EntryNotFoundError
 
-from accelerate_recipes.data.documents import TXT, is_remote
+from accelerate_recipes.data.reading import TXT, files_of_folder, is_remote
 from accelerate_recipes.disk import IS_POINTER, is_pointer
 from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.hub import cache
@@ -73,26 +73,6 @@ def named_shards(files: Sequence[str], suffixes: Sequence[str] = SUFFIXES) -> li
             found.append(file)
     check_suffixes(found, suffixes)
     return found
-
-
-def files_of_folder(folder: str, suffixes: Sequence[str]) -> list[str]:
-    """List the files of a folder that can be read.
-
-    Raises:
-        ConfigError: if there is none, or if there are several kinds: a README.txt beside .jsonl files is no data.
-    """
-    # Unlike Path.rglob, glob follows links to folders, and leaves out hidden files, such as copies of an editor.
-    paths = sorted(Path(folder, name) for name in glob.glob("**", root_dir=folder, recursive=True))
-    files = [path for path in paths if path.is_file()]
-    # A .TXT is found here, and refused by its name afterwards.
-    kinds = {suffix: [str(path) for path in files if path.name.lower().endswith(suffix)] for suffix in suffixes}
-    kinds = {suffix: named for suffix, named in kinds.items() if named}
-    if len(kinds) != 1:
-        held = (
-            f"files of several kinds, {', '.join(kinds)}; name those to read" if kinds else f"no {', '.join(suffixes)}"
-        )
-        raise ConfigError(f"the folder {folder} holds {held}")
-    return next(iter(kinds.values()))
 
 
 def parts_of_hub_path(file: str) -> tuple[str, str, str]:

@@ -15,7 +15,6 @@ from accelerate_recipes.life.page import Html, element, write_page
 from accelerate_recipes.life.picture import draw_images
 from accelerate_recipes.models import IGNORE_INDEX
 
-NUM_ROWS = 3  # number of rows shown of each kind
 MAX_TOKENS = 2000  # number of tokens shown of a row
 CONTEXT = 8  # earlier tokens that are decoded with a token: they decide about a space, or complete a character
 

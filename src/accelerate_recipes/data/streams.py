@@ -21,8 +21,8 @@ import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_recipes.args import TrainArgs, arg
+from accelerate_recipes.data import NUM_ROWS
 from accelerate_recipes.data.packing import collate, pack_row
-from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.data.stream_order import (
     Documents,
     Order,

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.csv
 from datasets.table import table_cast
 
-from accelerate_recipes.data.documents import BOM, LONGEST, TOO_LONG, check_characters, open_parquet, reading, record_of
+from accelerate_recipes.data.reading import BOM, LONGEST, TOO_LONG, check_characters, open_parquet, reading, record_of
 from accelerate_recipes.errors import DataError
 
 BLOCK = 10 << 20  # bytes that are parsed together

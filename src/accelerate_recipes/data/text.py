@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.control_tokens import Controls
-from accelerate_recipes.data.documents import TXT, Retry, all_texts, read_documents, text_of
+from accelerate_recipes.data.documents import Retry, all_texts, read_documents, text_of
 from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.data.packing import PackedRows
+from accelerate_recipes.data.reading import TXT
 from accelerate_recipes.data.shards import (
     find_shards,
     is_named_elsewhere,

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
+from accelerate_recipes.data import PAD_MULTIPLE
 from accelerate_recipes.data.files import falls_under, file_kind, read_split, text_hash
 from accelerate_recipes.data.heldout import RowsArgs, check_apart, in_folders, repeated
 from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, lengths_of, num_proc, tokens_key
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     import datasets
 
 VERSION = 4  # of the data in the cache
-PAD_MULTIPLE = 8  # suits tensor cores, and gives fewer shapes to compile
 
 
 @dataclass

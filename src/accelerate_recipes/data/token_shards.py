@@ -20,8 +20,8 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.data.documents import is_remote
 from accelerate_recipes.data.prepared import backend_checksum
+from accelerate_recipes.data.reading import is_remote
 from accelerate_recipes.data.text import TextArgs, TextShards
 from accelerate_recipes.disk import checksum, fsync, naming, own_suffix, read_json, size_and_times, write_atomically
 from accelerate_recipes.errors import ConfigError, DataError

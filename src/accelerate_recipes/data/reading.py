@@ -1,0 +1,109 @@
+"""Parts of every reader of files: which files, what one of them is, an object in a line, and errors as one message."""
+
+import contextlib
+import glob
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate_recipes.errors import ConfigError, DataError, first_line
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
+
+TXT = ".txt"
+BOM = b"\xef\xbb\xbf"
+LONGEST = 64 << 20  # bytes of a line; a longer line means a damaged file, and would fill the memory
+TOO_LONG = f"has more than {LONGEST >> 20} MiB; divide or remove it"
+
+
+@contextlib.contextmanager
+def reading(source: object) -> Iterator[None]:
+    """Turn any error of `datasets`, pyarrow and other readers into one message.
+
+    Raises:
+        DataError: names the source and the problem.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+        raise DataError(f"{source} cannot be read: {reason}{remedy_of(reason)}") from error
+
+
+def remedy_of(reason: str) -> str:
+    """Return what to do about an error of decoding, which Python and Arrow word in different ways; "" for other errors."""
+    return "; save it as UTF-8" if "codec can't decode" in reason or "UTF8" in reason else ""
+
+
+def is_remote(shard: str) -> bool:
+    return shard.startswith(("http://", "https://"))
+
+
+def files_of_folder(folder: str, suffixes: Sequence[str]) -> list[str]:
+    """List the files of a folder that can be read.
+
+    Raises:
+        ConfigError: if there is none, or if there are several kinds: a README.txt beside .jsonl files is no data.
+    """
+    # Unlike Path.rglob, glob follows links to folders, and leaves out hidden files, such as copies of an editor.
+    paths = sorted(Path(folder, name) for name in glob.glob("**", root_dir=folder, recursive=True))
+    files = [path for path in paths if path.is_file()]
+    # A .TXT is found here, and refused by its name afterwards.
+    kinds = {suffix: [str(path) for path in files if path.name.lower().endswith(suffix)] for suffix in suffixes}
+    kinds = {suffix: named for suffix, named in kinds.items() if named}
+    if len(kinds) != 1:
+        held = (
+            f"files of several kinds, {', '.join(kinds)}; name those to read" if kinds else f"no {', '.join(suffixes)}"
+        )
+        raise ConfigError(f"the folder {folder} holds {held}")
+    return next(iter(kinds.values()))
+
+
+def open_parquet(file: str) -> "pq.ParquetFile":
+    """Open a Parquet file. Its pages are checked if the file has checksums."""
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(os.path.abspath(file), page_checksum_verification=True)  # a relative `a:b` would be a URI
+
+
+def check_characters(text: str, where: str) -> None:
+    """Raise DataError for half of a surrogate pair. JSON can contain one, but neither UTF-8 nor tokens can represent it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where} holds \\u{ord(text[error.start]):x}, which is no character") from None
+
+
+def record_of(file: str, index: int, line: bytes) -> dict:
+    """Parse the JSON object in a line.
+
+    Raises:
+        DataError: names file and line (from 1), if the line is not a JSON object.
+    """
+    where = f"{file}, line {index + 1}"
+    try:
+        record = json.loads(line.removeprefix(BOM).decode())  # json.loads(bytes) would accept invalid UTF-8
+    except (ValueError, RecursionError) as error:
+        reason = first_line(error)
+        raise DataError(f"{where} is not JSON: {reason}{remedy_of(reason)}") from None
+    if record is None:
+        raise DataError(f"{where} is no JSON object, but null; remove it")
+    if not isinstance(record, dict):
+        raise DataError(f"{where} is no JSON object, but a {type(record).__name__}")
+    return record
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a nested value without fields that are null. But a message that calls tools keeps its `content`, even if null.
+
+    Templates ask whether it is null, and fail if it is missing.
+    """
+    if isinstance(value, dict):
+        needed = {"content": None} if value.get("tool_calls") else {}
+        return needed | {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
