@@ -10,6 +10,12 @@ from transformers import AutoModelForCausalLM
 from accelerate_recipes.losses import linear_cross_entropy, next_token_loss, summed_cross_entropy
 from accelerate_recipes.models.documents import boundaries
 
+
+def rounding(addends: int) -> float:
+    """Return how far two sums in fp32 of the same addends may be apart, in whatever order processors take them."""
+    return addends * 2**-24  # each addition rounds by 2**-24
+
+
 CONFIGS = {
     "heads in groups": tiny_config(),
     "window 1": tiny_config("mistral", sliding_window=1),
