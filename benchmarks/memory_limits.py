@@ -47,7 +47,7 @@ LAYERS_3, LAYERS_4 = sizes(num_hidden_layers=3), sizes(num_hidden_layers=4)
 ROWS_2, ROWS_8 = (words_of(per_device_train_batch_size=n, total_batch_size=4 * n) for n in (2, 8))
 ONE_ROW = words_of(per_device_train_batch_size=1, total_batch_size=2)  # a step that no more GPUs could share
 VIT = [
-    str(ROOT / "recipes/vit.py"), "--from_scratch", "--train_files", str(ROOT / "data/fashion/images_10k.parquet"),
+    str(ROOT / "recipes/vit.py"), "--from_scratch", "--train_files", str(ROOT / "data/fashion/train.parquet"),
     *sizes(image_size=96, patch_size=6, hidden_size=192, intermediate_size=384, num_attention_heads=6),
 ]  # fmt: skip
 T5 = [

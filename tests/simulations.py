@@ -63,7 +63,7 @@ CHESS_GRPO = [
 ]  # fmt: skip
 
 
-VIT = [str(ROOT / "recipes/vit.py"), "--train_files", str(ROOT / "data/fashion/images_10k.parquet"), *STEP]
+VIT = [str(ROOT / "recipes/vit.py"), "--train_files", str(ROOT / "data/fashion/train.parquet"), *STEP]
 
 
 DEEPVIT = [

@@ -394,13 +394,13 @@ def test_all_problems_at_once():
     ):
         assert expected in found
     assert "no such file" not in found
-    images = str(ROOT / "data/fashion/images_10k.parquet")
+    images = str(ROOT / "data/fashion/train.parquet")
     _, found = problems_of("--train_files", images, "--num_streams", "24")
     assert found == "--num_streams is for shards that are streamed; remove it"
 
 
 def test_the_number_of_streams_belongs_to_the_run(tmp_path):
-    images = str(ROOT / "data/fashion/images_10k.parquet")
+    images = str(ROOT / "data/fashion/train.parquet")
     streamed = ("--train_files", URL, "--eval_files", images, "--max_steps", "3", "--total_batch_size", "160")
     args, found = problems_of(*streamed, world_size=5)
     assert found == "" and args.settle({}) == [] and args.num_streams == 120

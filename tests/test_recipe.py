@@ -157,7 +157,7 @@ def test_what_is_no_recipe(name, problem):
         shipped.load(ROOT / name)
 
 
-IMAGES = "--from_scratch --train_files data/fashion/images_10k.parquet"
+IMAGES = "--from_scratch --train_files data/fashion/train.parquet"
 MODEL = "--model_name_or_path outputs/demo/export"
 
 

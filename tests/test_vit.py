@@ -47,7 +47,7 @@ Args = shipped.load(SCRIPT).Args
 def images_file(tmp_path_factory) -> Path:
     """File with the first 120 real images."""
     file = tmp_path_factory.mktemp("images") / "images.parquet"
-    pq.write_table(pq.read_table(ROOT / "data/fashion/images_10k.parquet").slice(0, 120), file)
+    pq.write_table(pq.read_table(ROOT / "data/fashion/train.parquet").slice(0, 120), file)
     return file
 
 

@@ -1,29 +1,25 @@
 """Images on two sides, to train and to evaluate on: their content, which lie on which side, and which lie on both."""
 
 import contextlib
-import math
 import os
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import xxhash
-from PIL import Image
 
-from accelerate_recipes.data.augmentation import decode
-from accelerate_recipes.data.documents import reading
+from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.data.heldout import repeated
 from accelerate_recipes.data.tars import TAR
-from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.errors import ConfigError
 
 if TYPE_CHECKING:
     import datasets
 
-THUMBNAIL = 16  # pixels of a side of the thumbnails by which images are compared
-ALIKE = 0.99  # two thumbnails with a higher correlation show the same image
 NUM_READ = 10_000  # images, evenly spread, whose bytes are compared with a checkpoint's, and with those trained on
-MOST_COMPARED = 50_000  # images that can be compared; each is compared with all others
+MOST_COMPARED = 50_000  # images whose bytes are compared with those of NUM_READ others
 
 
 class Labelled(NamedTuple):
@@ -97,64 +93,22 @@ def spread(side: Labelled) -> np.ndarray:
     return np.unique(np.linspace(0, len(side.images) - 1, NUM_READ, dtype=int))
 
 
-def heldout(side: Labelled, share: float, skips_broken: bool) -> np.ndarray:
-    """Choose the images to evaluate on. Images that look alike, directly or through other images, lie on one side.
-
-    The smallest hash of the contents of a group decides for the group, so the order of the rows does not matter.
+def heldout(side: Labelled, share: float) -> np.ndarray:
+    """Choose the images to evaluate on, by a hash of their content: images alike to the bit lie on one side.
 
     Raises:
-        DataError: for an image that cannot be decoded.
-        ConfigError: for more images than can be compared, and if a side is empty.
+        ConfigError: if a side is empty.
     """
-    if len(side.images) > MOST_COMPARED:
-        raise ConfigError(
-            f"{side.source} has {len(side.images):,} images, of which no more than {MOST_COMPARED:,} are compared with each "
-            "other to hold some out; give --eval_split or --eval_files"
-        )
-    thumbnails = np.zeros((len(side.images), THUMBNAIL**2))
-    digests = []
-    for number, row in enumerate(side.images):
-        image = row["image"]  # pyright: ignore[reportCallIssue, reportArgumentType, reportIndexIssue]
-        digest: int = number
-        try:
-            with reading(f"{side.source}, row {side.rows[number] + 1}: the image"):
-                content = read_bytes(image)
-                digest = xxhash.xxh64_intdigest(content)
-                small = decode(content).convert("L").resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
-                thumbnails[number] = np.asarray(small, dtype=np.float64).ravel()
-        except DataError:
-            if not skips_broken:
-                raise
-        digests.append(digest)
-    group = groups_of_alike(thumbnails)
-    first = {}
-    for number, root in enumerate(group):
-        first[root] = min(first.get(root, math.inf), digests[number])
-    # The minimum of several hashes is not uniform: hash it again.
-    sides = {root: xxhash.xxh64_intdigest(str(digest).encode()) < share * 2**64 for root, digest in first.items()}
-    chosen = np.array([sides[root] for root in group], dtype=bool)
+    contents = map(partial(digest_of, side), range(len(side.images)))  # None if it cannot be read
+    chosen = np.array(
+        [falls_under(str(n if content is None else content), share) for n, content in enumerate(contents)]
+    )
     if chosen.all() or not chosen.any():
         raise ConfigError(
-            f"none of the {len(chosen):,} images of {side.source} is left to {'train' if chosen.all() else 'evaluate'} on: "
-            f"they make {len(first):,} groups of images that look alike, and a group lies on one side; change "
-            f"--heldout_share {share}, give --eval_files, or more images"
+            f"none of the {len(chosen):,} images of {side.source} is left to {'train' if chosen.all() else 'evaluate'} on; "
+            f"change --heldout_share {share}, give --eval_files, or more images"
         )
     return chosen
-
-
-def groups_of_alike(thumbnails: np.ndarray) -> list[int]:
-    """Return for each thumbnail the number of the first in its group; a correlation above ALIKE joins two into one group."""
-    centred = thumbnails - thumbnails.mean(1, keepdims=True)
-    norms = np.linalg.norm(centred, axis=1, keepdims=True)
-    centred /= np.where(norms, norms, 1)  # an image of one colour becomes zero: similar to no other
-    # Each image begins as a group of its own. Whenever images are alike, all their groups get the smallest of their numbers.
-    root = np.arange(len(centred))
-    for start in range(0, len(centred), 1024):
-        for is_alike in centred[start : start + 1024] @ centred[start:].T > ALIKE:
-            roots = root[start:][is_alike]
-            if len(roots) and (roots != roots[0]).any():  # most images join no groups: skip the costly line
-                root[np.isin(root, roots)] = roots.min()
-    return root.tolist()
 
 
 def read_bytes(image: dict) -> bytes:

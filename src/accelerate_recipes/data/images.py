@@ -59,7 +59,7 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
     image_column: str = arg("image", "Column with the images.")
     label_column: str = arg("label", "Column with the labels: names, or numbers.")
     heldout_share: float = arg(
-        0.05, "Share of the images to evaluate on, chosen by a hash; similar images lie on one side.", above=0, below=1
+        0.05, "Share of the images to evaluate on, chosen by a hash of their content.", above=0, below=1
     )
     skip_broken_images: bool = arg(False, "Leave out images that cannot be decoded, instead of ending with an error.")
 
@@ -176,7 +176,7 @@ def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
             print(f"{len(both):,} of {compared:,} images of {args.sources['test']} are also trained on", flush=True)
     if "test" not in sides:
         whole = sides["train"]
-        is_heldout = on_first_rank(lambda: heldout(whole, args.heldout_share, args.skip_broken_images))
+        is_heldout = on_first_rank(lambda: heldout(whole, args.heldout_share))
         for name, chosen in (("train", np.flatnonzero(~is_heldout)), ("test", np.flatnonzero(is_heldout))):
             sides[name] = Labelled(
                 whole.images.select(chosen).flatten_indices(), whole.labels[chosen], chosen, whole.source
