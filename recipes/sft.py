@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model on conversations, on prompts and completions, or on texts.
+"""Fine-tune a causal language model on conversations or texts.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --num_processes 8 recipes/sft.py \\
         --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name trl-lib/Capybara

@@ -245,7 +245,7 @@ class SupervisedTrainer(Objective, SFTTrainer):
             self.first = [
                 Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]) for row in first
             ]
-            self.kept = EVERYTHING  # what trl's `bfd_split` and `wrapped` cut off goes into other rows
+            self.kept = EVERYTHING  # of each row: the parts that `bfd_split` and `wrapped` cut off become other rows
             if config.max_length and not (packing and config.packing_strategy != "bfd"):
                 at_end = config.truncation_mode == "keep_end" and not packing
                 self.kept = slice(-config.max_length, None) if at_end else slice(config.max_length)
