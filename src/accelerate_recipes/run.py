@@ -189,7 +189,7 @@ class Run(Generic[Args]):
         """Describe what the run does not train of the files that it begins with, and print it; call it on all ranks.
 
         Returns:
-            What `base.described` does; None if the model holds all of them.
+            What `untrained.described` does; None if the model holds all of them.
         """
         name = self.args.base_model
         if not name or not is_decoder(model):
@@ -225,7 +225,7 @@ class Run(Generic[Args]):
             check_shared_masks(model.config, model.config._attn_implementation, self.args.max_length)
         if model.config.model_type in UNBALANCED:
             self.print(f"Experts are not balanced: {type(model).__name__} computes no loss for that")
-        tie_as_read(model)  # again, since a recipe may load its model without `models`
+        tie_as_read(model)  # again, since a recipe may load its model without `models.loading`
         self.adapter = self.adapter or add_adapters(model, self.args)
         # A pretrained model may be loaded as another class, with a new head.
         model.config.architectures = [type(model).__name__]

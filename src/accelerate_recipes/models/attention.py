@@ -72,7 +72,7 @@ def choose(
     Args:
         dtype: dtype of the weights; the model computes in this dtype unless the accelerate YAML says bf16.
         has_boundaries: whether the batches say where documents begin.
-        is_shared: whether ranks share a row (see `sequence`). If so, the choice is `documents` on any device, or `sdpa` with
+        is_shared: whether ranks share a row (see `shared_rows`). If so, the choice is `documents` on any device, or `sdpa` with
             a mask.
 
     Raises:
