@@ -29,7 +29,7 @@ from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.settings import NewModelArgs, make_or_load_model
 from accelerate_recipes.posttraining.supervised import (
-    check_goes_on,
+    check_same_template,
     count_and_compare,
     load_sides,
     make_config,
@@ -135,8 +135,8 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path)
     tokenizer.add_tokens(args.new_tokens, special_tokens=True)
     args.settle_date(tokenizer)
+    check_same_template(run, tokenizer)
     sides, written = on_first_of_machine_before_others(lambda: load_sides(args, tokenizer))
-    check_goes_on(run, tokenizer, sides["train"].features)
     sides = clean_texts(run, sides, tokenizer, ["completion"], [args.dataset_text_field], args.eos_token)
 
     # Model, before the rows as it reads them: they are made and compared with its settings and its tokens

@@ -101,7 +101,7 @@ GPU_COMMANDS = {
     "vit": (DEEPVIT, 39),
 }
 # Waits for numbers that trl logs, in each micro-batch.
-WAITS = dict.fromkeys(("sft", "sft with packed rows", "sft with adapters"), 5) | {
+WAITS = {
     "dpo": 15,
     "dpo with adapters": 15,
     "chess_dpo": 15,

@@ -16,6 +16,7 @@ inherits from transformers. `train()` of an `Objective` is never called. The rec
 
 import copy
 import fnmatch
+import warnings
 from collections import defaultdict
 from contextlib import nullcontext
 from typing import Any, ClassVar, TypeVar
@@ -42,6 +43,9 @@ from accelerate_recipes.models.shared_rows import balance_weight
 from accelerate_recipes.posttraining.settings import make_model, refused_by_trl
 from accelerate_recipes.ranks import data_world_size, sum_over_ranks
 from accelerate_recipes.run import Run
+
+# trl 1.16 uses an old name of transformers 5.23 in every step that generates.
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 ROUTING = ("output_router_logits", "router_aux_loss_coef")  # fields of a configuration that trl sets
 

@@ -138,22 +138,19 @@ def of_answers(args: Any, features: datasets.Features) -> bool:
     return args.assistant_only_loss == "true"
 
 
-def check_goes_on(run: Run[Any], tokenizer: PreTrainedTokenizerBase, features: datasets.Features) -> None:
-    """Check that a resumed run has the chat template of its checkpoint, and trains answers alone, or everything, as before.
+def check_same_template(run: Run[Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a resumed run has the chat template of its checkpoint.
 
     Raises:
         ConfigError: if it does not.
     """
-    args, checkpoint = run.args, run.resumed_from
-    if not checkpoint:
-        return
-    known = load_tokenizer(str(checkpoint)).chat_template
-    if known and str(known) != args.template_of(tokenizer):
+    checkpoint = run.resumed_from
+    known = load_tokenizer(str(checkpoint)).chat_template if checkpoint else None
+    if known and str(known) != run.args.template_of(tokenizer):
         raise ConfigError(
             f"{checkpoint} was trained with another chat template, its chat_template.jinja; put that back, or start anew in "
             "another --output_dir"
         )
-    check_same_targets(args, features, checkpoint)
 
 
 def check_same_targets(args: Any, features: datasets.Features, checkpoint: Path) -> None:
@@ -278,10 +275,12 @@ def prepare_sides(
     It also tells of rows that a template makes otherwise than one expects. The base stops at `base_stops`.
 
     Raises:
-        ConfigError: for rows that cannot be rendered, and if no row is left.
+        ConfigError: for rows that cannot be rendered, if no row is left, and if a resumed run has other targets.
         DataError: for a token that stands for an image.
     """
     args, prepared, known, added = run.args, {}, {}, 0
+    if run.resumed_from:
+        check_same_targets(args, sides["train"].features, run.resumed_from)
     whole_rows = copy.copy(config)  # for texts
     whole_rows.max_length, whole_rows.shuffle_dataset = None, False
     completion_only = config.completion_only_loss
