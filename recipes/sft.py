@@ -93,10 +93,8 @@ class Args(FormatArgs, NewModelArgs, SFTConfig):
         if self.padding_free and not self.packing and self.max_length:
             found.append(
                 f"--padding_free without --packing would not cut rows at --max_length {self.max_length}; add --packing, or "
-                "give --max_length none"
+                "remove --padding_free"
             )
-        if self.loss_type not in ("nll", "dft"):
-            found.append(f"--loss_type is {self.loss_type}; it must be nll or dft")
         if "" in self.new_tokens or len({*self.new_tokens}) < len(self.new_tokens):
             found.append(f"--new_tokens has an empty token, or one twice: {', '.join(map(repr, self.new_tokens))}")
         if self.chat_template_path and not self.template_model:

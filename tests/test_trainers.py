@@ -589,7 +589,7 @@ def test_all_problems_at_once(monkeypatch):
         preflight(
             ["accelerate_configs/fsdp_full.yaml", "recipes/sft.py", "--gradient_checkpointing", "true", "--bf16",
              "--save_strategy", "no", "--pakcing", "true", "--use_peft", "--lora_r", "0", "--total_batch_size", "7",
-             "--packing_strategy", "bfd", "--train_files", "no.jsonl", "--chat_template_path", "no.jinja"]
+             "--packing_strategy", "bfd", "--train_files", "no.jsonl", "--chat_template_path", "no.jinja", "--padding_free"]
         )  # fmt: skip
     said = str(caught.value)
     for problem in (
@@ -598,6 +598,7 @@ def test_all_problems_at_once(monkeypatch):
         "--save_steps, --eval_steps and --logging_steps say when", "unknown argument 'pakcing' on the command line; did "
         "you mean 'packing'?", "--lora_r is 0", "--total_batch_size 7 is not a multiple", "no.jsonl: no such file",
         "--chat_template_path no.jinja: no such file", "--model_name_or_path is missing",
+        "--padding_free without --packing would not cut rows at --max_length 1024",
     ):  # fmt: skip
         assert problem in said, said
     with pytest.raises(ConfigError) as caught:
