@@ -25,13 +25,17 @@ from accelerate_recipes.chess.games import PositionsArgs, prepare_positions
 from accelerate_recipes.chess.next_moves import NextMoves, prompt_of
 from accelerate_recipes.chess.preferences import RULES, make_pairs
 from accelerate_recipes.data.files import read_files
+from accelerate_recipes.engine import train
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
+from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.preferences import DPOArgs, PairTrainer, preference_trial
+from accelerate_recipes.posttraining.objective import give_model_to_trl
+from accelerate_recipes.posttraining.preferences import DPOArgs, PairTrainer, count_pairs, preference_trial, read_pairs
 from accelerate_recipes.posttraining.settings import make_model, trl_config
+from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
@@ -53,12 +57,6 @@ class Args(PositionsArgs, DPOArgs, DPOConfig):
 
 def requirements(args: Args) -> Requirements:
     return Requirements(models=[args.model_name_or_path], datasets=args.game_datasets)
-
-
-class Trainer(PairTrainer):
-    def _prepare_dataset(self, dataset: datasets.Dataset, *_) -> datasets.Dataset:
-        """Return the dataset unchanged. trl would add an end token to each move, as if the game were over."""
-        return dataset
 
 
 def pair_file(args: Args, positions: Path) -> Path:
@@ -122,23 +120,33 @@ def main(args: Args) -> None:
         make_pairs(run.accelerator, run.model, next_moves, positions.to_list(), args.reject, file, size)
         run.release()
 
-    # Model and trainer
+    # Model, before the pairs as it reads them
     model = make_model(args)
+    run.adapter = add_adapters(model, args)
     max_length = min(args.max_length or sys.maxsize, max_positions(model.config))
     load = partial(load_pairs, file, args, positions, tokenizer, max_length)
     pairs, num_pairs = on_first_of_machine_before_others(load)
     config = trl_config(run, DPOConfig, max_length=max_length)
-    counts = {"left out": num_pairs - len(pairs)}
-    trainer = Trainer(run, config, model, tokenizer, heldout=next_moves, counts=counts, train_dataset=pairs)
+    trainer = give_model_to_trl(PairTrainer, run, config, model, tokenizer, train_dataset=pairs)
+    rows = read_pairs(trainer, pairs)
+    num_targets, cut = count_pairs(config, pairs)
+    left_out = {"left out": num_pairs - len(pairs)}
+    run.show_rows(tokenizer, rows.first | {"Evaluation": next_moves}, num_targets, left_out | cut)
     run.print(
         f"Data: {len(pairs):,} pairs from {len(positions):,} positions, {len(next_moves.positions):,} positions held out"
     )
 
     # Training and evaluation
+    run.prepare(model, tokenizer, num_whole_steps(args, len(pairs)))
+    trainer.use_sharded_model()
+    trainer.add_reference(rows)
+    loader = rows.make_loader(order_class=WholeSteps)
+
     def evaluate_fn(step: int) -> dict[str, float]:
         return next_moves.evaluate(run.accelerator, run.model, args.per_device_eval_batch_size)
 
-    records = trainer.fine_tune(evaluate_fn)
+    loss_fn, count_fn = trainer.sum_and_count, trainer.count_parts
+    records = train(run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, values_fn=trainer.values)
 
     # Result
     def result(before: dict, after: dict) -> Result:

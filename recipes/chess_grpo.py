@@ -21,12 +21,16 @@ from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.chess.games import PositionsArgs, prepare_positions
 from accelerate_recipes.chess.next_moves import NextMoves, longest_move, prompt_of
 from accelerate_recipes.chess.rewards import REWARDS, StockfishArgs, stockfish_reward
+from accelerate_recipes.engine import train
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.picture import Curves
+from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.answers import AnswerTrainer, GRPOArgs, room_for_prompts
+from accelerate_recipes.posttraining.answers import AnswerTrainer, GRPOArgs, room_for_prompts, rows_of_prompts
 from accelerate_recipes.posttraining.answers_trial import answers_trial
+from accelerate_recipes.posttraining.objective import give_model_to_trl
 from accelerate_recipes.posttraining.settings import make_model, trl_config
+from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
 from accelerate_recipes.trial import Trial
@@ -100,9 +104,12 @@ def main(args: Args) -> None:
         rewards = REWARDS
         if args.stockfish:
             rewards = [*REWARDS, engines.enter_context(stockfish_reward(args.stockfish, args.stockfish_nodes))]
-        train_dataset = datasets.Dataset.from_list(positions)
-        shown = {"heldout": next_moves, "counts": counts}
-        trainer = Trainer(run, config, model, tokenizer, **shown, reward_funcs=rewards, train_dataset=train_dataset)
+        prompts = datasets.Dataset.from_list(positions)
+        run.adapter = add_adapters(model, args)
+        given = {"reward_funcs": rewards, "train_dataset": prompts}
+        trainer = give_model_to_trl(Trainer, run, config, model, tokenizer, **given)
+        rows = rows_of_prompts(trainer, prompts)
+        run.show_rows(tokenizer, rows.first | {"Evaluation": next_moves}, len(prompts), counts)
         run.print(
             f"Data: {len(positions):,} positions to answer in, {len(next_moves.positions):,} held out; "
             f"{args.num_generations} answers of {next_moves.max_new_tokens} tokens at most in each of "
@@ -110,10 +117,24 @@ def main(args: Args) -> None:
         )
 
         # Training and evaluation
+        run.prepare(model, tokenizer, num_whole_steps(args, len(prompts)))
+        trainer.use_sharded_model()
+        trainer.add_reference()
+        loader = rows.make_loader(order_class=WholeSteps)
+
         def evaluate_fn(step: int) -> dict[str, float]:
             return next_moves.evaluate(run.accelerator, run.model, args.per_device_eval_batch_size)
 
-        records = trainer.fine_tune(evaluate_fn)
+        loss_fn, count_fn, draw_fn, values_fn = trainer.sum_and_count, trainer.count_parts, trainer.draw, trainer.values
+        records = train(
+            run,
+            loader,
+            loss_fn=loss_fn,
+            count_fn=count_fn,
+            evaluate_fn=evaluate_fn,
+            draw_fn=draw_fn,
+            values_fn=values_fn,
+        )
 
     # Result
     def result(before: dict, after: dict) -> Result:

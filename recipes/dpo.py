@@ -13,7 +13,9 @@ a prompt lie on one side.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import datasets
@@ -24,17 +26,26 @@ from trl import DPOConfig
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.formats import PAIR, PairFormatArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
+from accelerate_recipes.engine import train
 from accelerate_recipes.life.picture import Bars, Curves
+from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.models.tokenizers import load_tokenizer
+from accelerate_recipes.posttraining.objective import give_model_to_trl
 from accelerate_recipes.posttraining.preferences import (
     DPOArgs,
-    PreferenceTrainer,
+    PairTrainer,
+    compare_pairs,
+    count_pairs,
     evaluate_pairs,
     preference_trial,
+    prepare_preferences,
+    read_pairs,
     to_pairs,
 )
 from accelerate_recipes.posttraining.settings import make_model, trl_config
+from accelerate_recipes.posttraining.trained_rows import clean_texts, compare_finished
+from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start
@@ -52,10 +63,11 @@ def requirements(args: Args) -> Requirements:
     return Requirements(models=[args.model_name_or_path], datasets=args.row_datasets)
 
 
-def load_pairs(
-    args: Args, tokenizer: PreTrainedTokenizerBase
-) -> tuple[dict[str, datasets.Dataset], int, dict[str, int]]:
-    """Load the pairs to train on and to evaluate on, as `train` and `test`; also return the number of rows read, and counts.
+def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, datasets.Dataset], int, int]:
+    """Load the pairs to train on and to evaluate on, as `train` and `test`.
+
+    Returns:
+        The pairs, the number of rows read, and the number of rows to train on that are left out.
 
     Raises:
         DataError: for rows that cannot be read, or that hold no texts, messages or scores.
@@ -65,8 +77,13 @@ def load_pairs(
     pairs = {name: to_pairs(side, args.sources[name], args.min_score_margin) for name, side in rows.items()}
     args.check_written(pairs, ("prompt", *PAIR), tokenizer, "pair")
     is_judged = "completion" in rows["train"].column_names  # then several rows make a pair
-    counts = {"left out": 0 if is_judged else len(rows["train"]) - len(pairs["train"])}
-    return args.sides(pairs, "prompt"), sum(map(len, rows.values())), counts
+    left_out = 0 if is_judged else len(rows["train"]) - len(pairs["train"])
+    return args.sides(pairs, "prompt"), sum(map(len, rows.values())), left_out
+
+
+def marked(collate: Callable[[list[dict]], dict[str, Any]], rows: list[dict]) -> dict[str, Any]:
+    """Make a batch in which `is_pair` is false for a row that only fills it."""
+    return collate(rows) | {"is_pair": torch.tensor([row["is_pair"] for row in rows])}
 
 
 def trial(args: Args) -> Trial:
@@ -76,30 +93,43 @@ def trial(args: Args) -> Trial:
 def main(args: Args) -> None:
     run = start(args)
 
-    # Tokenizer, data and model
+    # Tokenizer and data
     tokenizer = load_tokenizer(args.model_name_or_path)
     args.settle_date(tokenizer)
-    pairs, num_rows, counts = on_first_of_machine_before_others(lambda: load_pairs(args, tokenizer))
+    pairs, num_rows, left_out = on_first_of_machine_before_others(lambda: load_pairs(args, tokenizer))
+    pairs = clean_texts(run, pairs, tokenizer, PAIR)
+
+    # Model, before the pairs as it reads them: they are made and compared with its settings
     model = make_model(args)
+    run.adapter = add_adapters(model, args)
     config = trl_config(run, DPOConfig, max_length=min(args.max_length or sys.maxsize, max_positions(model.config)))
-    sides = {"train_dataset": pairs["train"], "eval_dataset": pairs["test"]}
-    trainer = PreferenceTrainer(run, config, model, tokenizer, counts=counts, **sides)
+    trainer = give_model_to_trl(PairTrainer, run, config, model, tokenizer, train_dataset=pairs["train"])
+
+    # Pairs as the model reads them
+    prepared = prepare_preferences(run, config, pairs, tokenizer)
+    rows = read_pairs(trainer, prepared["train"], prepared["test"])
+    ended = {"with an end": compare_pairs(trainer, rows.train, tokenizer)}
+    num_targets, cut = count_pairs(config, rows.train)
+    left_out += len(pairs["train"]) - len(rows.train)
+    run.show_rows(tokenizer, rows.first, num_targets, ended | {"left out": left_out} | cut)
     run.print(
-        f"Data: {len(trainer.train_dataset):,} pairs to train on, {len(trainer.eval_dataset):,} held out, from "
-        f"{num_rows:,} rows of {args.source}"
+        f"Data: {len(prepared['train']):,} pairs to train on, {len(prepared['test']):,} held out, from {num_rows:,} rows of "
+        f"{args.source}"
     )
 
     # Training and evaluation
-    def collate(rows: list[dict]) -> dict[str, Any]:
-        return trainer.data_collator(rows) | {"is_pair": torch.tensor([row["is_pair"] for row in rows])}
+    run.prepare(model, tokenizer, num_whole_steps(args, len(rows.train)))
+    trainer.use_sharded_model()
+    trainer.add_reference(rows)
+    loader = rows.make_loader(order_class=WholeSteps)
+    heldout = Rows(rows.heldout, lambda row, number: row | {"is_pair": number >= 0})
+    heldout_loader = make_eval_loader(heldout, args, run.rank, run.world_size, collate_fn=partial(marked, rows.collate))
 
     def evaluate_fn(step: int) -> dict[str, float]:
-        # Before it trains, the trainer adds the log-probabilities of the reference to the pairs.
-        heldout = Rows(trainer.eval_dataset, lambda row, number: row | {"is_pair": number >= 0})
-        loader = make_eval_loader(heldout, args, run.rank, run.world_size, collate_fn=collate)
-        return evaluate_pairs(trainer, loader)
+        return evaluate_pairs(trainer, heldout_loader)
 
-    records = trainer.fine_tune(evaluate_fn)
+    loss_fn, count_fn = trainer.sum_and_count, trainer.count_parts
+    records = train(run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, values_fn=trainer.values)
 
     # Result
     def result(before: dict, after: dict) -> Result:
@@ -120,6 +150,7 @@ def main(args: Args) -> None:
 
     description = f"{args.model_name_or_path}, trained by DPO on {len(pairs['train']):,} pairs of {args.source}."
     finish(run, records, description, result)
+    compare_finished(run)
 
 
 if __name__ == "__main__":

@@ -22,23 +22,29 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.data.chats import ChatArgs
 from accelerate_recipes.data.conversations import select
 from accelerate_recipes.data.json_texts import read_prompts
+from accelerate_recipes.engine import train
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.picture import Bars, Curves
+from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.generation import Sampling
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.answers import (
-    EXPECTED,
     GRPOArgs,
     RewardTrainer,
     check_settings,
+    compare_prompts,
     end_of_prompt,
     room_for_prompts,
+    rows_of_prompts,
     tokenize_prompts,
 )
 from accelerate_recipes.posttraining.answers_trial import answers_trial
 from accelerate_recipes.posttraining.evaluation import HeldoutAnswers
+from accelerate_recipes.posttraining.objective import give_model_to_trl
 from accelerate_recipes.posttraining.rewards import check_column_names, load_rewards, reward_problems
 from accelerate_recipes.posttraining.settings import make_model, trl_config
+from accelerate_recipes.posttraining.trained_rows import clean_texts, compare_finished
+from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.report.samples import Samples
@@ -98,28 +104,6 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets
     return args.sides(rows, "prompt"), {"left out": sum(length > room for length in lengths), "longest": max(lengths)}
 
 
-class Trainer(RewardTrainer):
-    samples: Samples | None = None  # given on rank 0
-    shown = 0  # last step whose answers were written
-
-    def log(self, logs: dict[str, float], *others: Any) -> None:
-        """Log a step, and write some of its answers to `samples`."""
-        super().log(logs, *others)
-        step = self.state.global_step
-        if self.samples and self.run.args.num_samples and step != self.shown:  # once, even if a step is logged twice
-            drawn, self.shown = self._logs, step
-            every = max(1, len(drawn["prompt"]) // self.run.args.num_samples)
-            texts = (drawn["prompt"], drawn["completion"], drawn["extra"][EXPECTED])
-            rows = [
-                dict(zip(("prompt", "completion", "expected"), said, strict=True))
-                | {"rewards": dict(zip(drawn["rewards"], values, strict=True))}
-                for *said, values in list(zip(*texts, zip(*drawn["rewards"].values(), strict=True), strict=True))[
-                    ::every
-                ]
-            ]
-            self.samples.add(step, "drawn in training", rows[: self.run.args.num_samples])
-
-
 def trial(args: Args) -> Trial:
     return answers_trial(args, args.max_completion_length)
 
@@ -136,12 +120,17 @@ def main(args: Args) -> None:
     columns = [name for name in rows["train"].column_names if name in rows["test"].column_names]
     begin = end_of_prompt(tokenizer, rows["test"][0]["prompt"], args.template_settings)
     rewards = load_rewards(args.rewards, columns, begin)
-
-    # Trainer
     heldout = rows["test"].select(range(min(len(rows["test"]), args.num_eval_prompts or len(rows["test"]))))
-    given = {"reward_funcs": rewards, "counts": counts, "train_dataset": rows["train"], "eval_dataset": heldout}
-    trainer = Trainer(run, trl_config(run, GRPOConfig), model, tokenizer, **given)
+    prompts, shown = clean_texts(run, {"train": rows["train"], "test": heldout}, tokenizer).values()
+
+    # Trainer, which draws and scores answers
+    run.adapter = add_adapters(model, args)
+    config, given = trl_config(run, GRPOConfig), {"reward_funcs": rewards, "train_dataset": prompts}
+    trainer = give_model_to_trl(RewardTrainer, run, config, model, tokenizer, **given)
     trainer.samples = Samples(run.output_dir, run.resumed_from) if run.is_first else None
+    read = rows_of_prompts(trainer, prompts, shown)
+    compare_prompts(trainer, prompts)
+    run.show_rows(tokenizer, read.first, len(prompts), counts)
     answers = HeldoutAnswers(run, tokenizer, heldout, rewards, trainer.samples)
     run.print(
         f"Data: {len(rows['train']):,} prompts to answer, {len(rows['test']):,} held out, of which {len(heldout):,} are "
@@ -150,11 +139,19 @@ def main(args: Args) -> None:
     )
 
     # Training and evaluation
+    run.prepare(model, tokenizer, num_whole_steps(args, len(prompts)))
+    trainer.use_sharded_model()
+    trainer.add_reference()
+    loader = read.make_loader(order_class=WholeSteps)
+
     def evaluate_fn(step: int) -> dict[str, float]:
         drawn = answers.evaluate(step, Sampling(args.temperature, args.seed))
         return answers.evaluate(step) | {f"sampled_{name}": value for name, value in drawn.items()}
 
-    records = trainer.fine_tune(evaluate_fn)
+    loss_fn, count_fn, draw_fn, values_fn = trainer.sum_and_count, trainer.count_parts, trainer.draw, trainer.values
+    records = train(
+        run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, draw_fn=draw_fn, values_fn=values_fn
+    )
 
     # Result
     def result(before: dict, after: dict) -> Result:
@@ -173,6 +170,7 @@ def main(args: Args) -> None:
 
     description = f"{args.model_name_or_path}, trained by GRPO with {', '.join(r.__name__ for r in rewards)}"
     finish(run, records, f"{description} on prompts of {args.source}.", result)
+    compare_finished(run)
     if trainer.samples:
         run.print(f"Answers by step: {trainer.samples.page}")
 

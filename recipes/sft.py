@@ -12,34 +12,34 @@ Rows of other forms, such as ShareGPT and Alpaca, are converted to one of these 
 Every argument of trl's SFTConfig about data and loss is also an argument here: --packing, --assistant_only_loss, ...
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from trl import SFTConfig
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.data.formats import FormatArgs
-from accelerate_recipes.data.rows import Rows, make_eval_loader
-from accelerate_recipes.engine import evaluate_loss
-from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.hub import cache
+from accelerate_recipes.data.rows import num_steps
+from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.losses import count_next_tokens
+from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.objective import without_targets
-from accelerate_recipes.posttraining.settings import NewModelArgs, make_or_load_model, pad_multiple, trl_config
+from accelerate_recipes.posttraining.settings import NewModelArgs, make_or_load_model
 from accelerate_recipes.posttraining.supervised import (
-    SupervisedTrainer,
-    inputs_of,
+    check_same_template,
+    count_and_compare,
     load_sides,
-    supervised_trial,
+    make_config,
+    prepare_sides,
+    set_up_by_trl,
     usual_value,
 )
-from accelerate_recipes.ranks import on_first_of_machine_before_others, ranks_a_row
+from accelerate_recipes.posttraining.supervised_loss import SupervisedLoss, flops_of_rows, nll_sum, supervised_trial
+from accelerate_recipes.posttraining.trained_rows import clean_texts, compare_finished
+from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
 from accelerate_recipes.trial import Trial
@@ -90,6 +90,11 @@ class Args(FormatArgs, NewModelArgs, SFTConfig):
                 f"--chat_template_path {self.chat_template_path} is a model, whose tokens trl would add to the embedding "
                 "after --use_peft has chosen the rows of --new_tokens; give the template as a .jinja file"
             )
+        if self.padding_free and not self.packing and self.max_length:
+            found.append(
+                f"--padding_free without --packing would not cut rows at --max_length {self.max_length}; add --packing, or "
+                "remove --padding_free"
+            )
         if "" in self.new_tokens or len({*self.new_tokens}) < len(self.new_tokens):
             found.append(f"--new_tokens has an empty token, or one twice: {', '.join(map(repr, self.new_tokens))}")
         if self.chat_template_path and not self.template_model:
@@ -117,11 +122,6 @@ def requirements(args: Args) -> Requirements:
     )
 
 
-def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Sum the loss over the targets, in nats; trl has given the model its own forward pass for this."""
-    return -model(**inputs_of(batch), fused_lm_head=True).log_probs.sum()
-
-
 def trial(args: Args) -> Trial:
     return supervised_trial(args)
 
@@ -133,42 +133,42 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path)
     tokenizer.add_tokens(args.new_tokens, special_tokens=True)
     args.settle_date(tokenizer)
-    known = load_tokenizer(str(run.resumed_from)).chat_template if run.resumed_from else None
-    if known and str(known) != args.template_of(tokenizer):
-        raise ConfigError(
-            f"{run.resumed_from} was trained with another chat template, its chat_template.jinja; put that back, or start "
-            "anew in another --output_dir"
-        )
-    rows, first = on_first_of_machine_before_others(lambda: load_sides(args, tokenizer))
+    check_same_template(run, tokenizer)
+    sides, written = on_first_of_machine_before_others(lambda: load_sides(args, tokenizer))
+    sides = clean_texts(run, sides, tokenizer, ["completion"], [args.dataset_text_field], args.eos_token)
 
-    # Model and trainer
-    # Give trl the folder of the template's model at its pinned commit; by its name, trl would ask the Hub.
-    template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
-    padding = {"pad_to_multiple_of": math.lcm(pad_multiple(args) or 1, ranks_a_row())} if ranks_a_row() > 1 else {}
-    # `SupervisedTrainer` finds the answers itself; trl would use another template.
-    config = trl_config(run, SFTConfig, chat_template_path=template, assistant_only_loss=False, **padding)
+    # Model, before the rows as it reads them: they are made and compared with its settings and its tokens
+    config = make_config(run)
     model, new_tokens = make_or_load_model(args, tokenizer, args.new_tokens)
-    sides = {"train_dataset": rows["train"], "eval_dataset": rows["test"], "source_rows": first}
-    trainer = SupervisedTrainer(run, config, model, tokenizer, new_tokens=new_tokens, **sides)
+    run.adapter = add_adapters(model, args, new_tokens)
+    base_stops = set_up_by_trl(args, config, model, tokenizer)
+    loss = SupervisedLoss(args, model.config)
+
+    # Rows as the model reads them
+    rows = prepare_sides(run, config, sides, tokenizer, base_stops)
+    num_targets, counts = count_and_compare(config, rows, model, tokenizer, written)
+    run.show_rows(tokenizer, rows.first, num_targets, counts)
     run.print(
-        f"Data: {len(rows['train']):,} rows to train on, {len(rows['test']):,} held out; "
-        f"{len(trainer.train_dataset):,} sequences of at most {args.max_length} tokens"
+        f"Data: {len(sides['train']):,} rows to train on, {len(sides['test']):,} held out; "
+        f"{len(rows.train):,} sequences of at most {args.max_length} tokens"
     )
+    train_loader, heldout_loader = rows.make_loader(lengths=rows.lengths), rows.make_heldout_loader()
 
     # Training and evaluation
-    heldout = Rows(trainer.eval_dataset, without_targets)
-    heldout_loader = make_eval_loader(
-        heldout, args, run.data_rank, run.data_world_size, collate_fn=trainer.data_collator
-    )
+    run.prepare(model, tokenizer, num_steps(args, len(rows.train)), flops_of_rows(args, rows.train, num_targets.sum()))
 
     def evaluate_fn(step: int) -> dict[str, float]:
-        return {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, loss_fn, count_next_tokens)}
+        return {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, nll_sum, count_next_tokens)}
 
-    records = trainer.fine_tune(evaluate_fn)
+    loss_fn, count_fn = loss.sum_parts, loss.count_parts
+    records = train(
+        run, train_loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, values_fn=loss.values
+    )
 
     # Result
-    description = f"{args.base_model or 'A new model'}, fine-tuned on {len(rows['train']):,} rows of {args.source}."
+    description = f"{args.base_model or 'A new model'}, fine-tuned on {len(sides['train']):,} rows of {args.source}."
     finish(run, records, description)
+    compare_finished(run)
 
 
 if __name__ == "__main__":

@@ -285,7 +285,7 @@ def test_a_model_that_no_tiny_one_stands_for_is_tried_itself(monkeypatch):
     with pytest.raises(ConfigError, match=r"opt models .* a mask could not be tried"):
         check_document_mask(model, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"no tiny opt could be made .* nothing says"):
-        check_trl_packing(SimpleNamespace(packing=True, packing_strategy="bfd", router_aux_loss_coef=0.0), model)
+        check_trl_packing(SimpleNamespace(has_boundaries=True, router_aux_loss_coef=0.0), model)
     assert any("no tiny llama could be made" in said for said in sharing.model_sharing_problems(LlamaConfig(), 2))
 
 

@@ -18,7 +18,7 @@ from accelerate_recipes.checkpoint.files import complete_checkpoints, saved_argu
 from accelerate_recipes.data import dates
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.posttraining.objective import FirstRows
+from accelerate_recipes.posttraining.trained_rows import FirstRows
 
 SCRIPT = CHILDREN / "days.py"
 CHATS = [conversation(i, tools=False, system=True) for i in range(30)]
@@ -117,7 +117,7 @@ def test_a_run_over_midnight(forks, base, tmp_path):
 def test_a_checkpoint_of_an_earlier_version_without_a_date(tmp_path):
     """Its rows have the day on which it began, which the user can give."""
     run = SimpleNamespace(args=SimpleNamespace(template_date="2026-03-01"), resumed_from=tmp_path)
-    first = FirstRows(SimpleNamespace(run=run, content="now"), Dataset.from_dict({}))
+    first = FirstRows(run, Dataset.from_dict({}), dict, "now")
     for saved, remedy in (
         ("seed: 1", "give by --template_date, which is now 2026-03-01, .*; "),
         ("template_date: x", ""),

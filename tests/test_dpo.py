@@ -322,12 +322,12 @@ def test_pairs_of_a_prompt_lie_on_one_side(base, tmp_path):
     rows += [row | {"rejected": row["chosen"]} for row in rows[:5]]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = ["--model_name_or_path", str(base), "--train_files", str(file), "--heldout_share", "0.3"]
-    sides, num_rows, counts = module.load_pairs(
+    sides, num_rows, left_out = module.load_pairs(
         parse(module.Args, argv, world_size=1), AutoTokenizer.from_pretrained(base)
     )
     train, test = (set(sides[name]["prompt"]) for name in ("train", "test"))
     assert (
-        (num_rows, counts) == (125, {"left out": 5})
+        (num_rows, left_out) == (125, 5)
         and not train & test
         and 4 < len(test) < 25
         and len(sides["test"]) == 3 * len(test)

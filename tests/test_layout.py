@@ -179,6 +179,37 @@ def test_a_recipe_reads_nothing_of_a_checkpoint_before_its_checksums(path):
     assert ast.unparse(main.body[0]) == "run = start(args)"
 
 
+def called(node: ast.AST) -> list[str]:
+    """List what a piece of code calls, in the order of the lines, also in functions inside it."""
+    calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+    return [ast.unparse(call.func) for call in sorted(calls, key=lambda call: (call.end_lineno, call.end_col_offset))]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_main_shows_the_steps_of_a_run(path):
+    """`main` itself shows the rows, prepares the model, trains with the losses that it names, and finishes, in this order."""
+    main = next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name == "main")
+    calls = called(main)
+    shows = "run.show_images" if "run.show_images" in calls else "run.show_rows"
+    places = [calls.index(step) for step in (shows, "run.prepare", "train", "finish")]
+    assert places == sorted(places)
+    (train,) = (node for node in ast.walk(main) if isinstance(node, ast.Call) and ast.unparse(node.func) == "train")
+    assert {"loss_fn", "count_fn", "evaluate_fn"} <= {keyword.arg for keyword in train.keywords}
+
+
+@pytest.mark.parametrize("path", [path for path in LIBRARY if path.parent.name == "posttraining"], ids=dotted)
+def test_a_constructor_has_no_effect_beyond_its_object(path):
+    """It prints, writes, shows and compares nothing, and prepares no model: `main` does."""
+    found = [
+        name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name in ("__init__", "__post_init__")
+        for name in called(node)
+        if name.rpartition(".")[2].startswith(("print", "show", "write", "compare", "prepare", "on_", "add_", "save"))
+    ]
+    assert found == []
+
+
 # Lines of code, without blanks, comments and docstrings: a recipe is its task.
 MOST_LINES = {"template": 63, "t5": 200, "engine": 220}
 

@@ -99,14 +99,7 @@ GPU_COMMANDS = {
     "vit": (DEEPVIT, 39),
 }
 # Waits for numbers that trl logs, in each micro-batch.
-WAITS = dict.fromkeys(("sft", "sft with packed rows", "sft with adapters"), 5) | {
-    "dpo": 15,
-    "dpo with adapters": 15,
-    "chess_dpo": 15,
-    "grpo": 8,
-    "grpo with adapters": 9,
-    "chess_grpo": 8,
-}
+WAITS = {"dpo": 15, "dpo with adapters": 15, "chess_dpo": 15, "grpo": 8, "grpo with adapters": 9, "chess_grpo": 8}
 COPIES = ("_to_copy", "copy_", "clone", "cat")
 SEES_DOCUMENTS = ("c4", "chess", "sft with packed rows")  # their rows have 72 tokens
 

@@ -147,31 +147,29 @@ TOUCHED = [
     (TrainingArguments, "_n_gpu", "settings", "one GPU a process", None),
     (Trainer, "create_accelerator_and_postprocess", "objective", "our Accelerator", "self"),
     # trl, datasets
-    (SFTTrainer, "_send_telemetry", "objective", "a run tells nobody of itself", "self"),
+    (DPOTrainer, "_send_telemetry", "objective", "a run tells nobody of itself", "self"),
     (Trainer, "_move_model_to_device", "objective", "the model is moved when it is prepared", "self model device"),
-    (SFTTrainer, "_prepare_dataset", "supervised", "rows between tokenising and cutting", "self dataset processing_class args packing formatting_func dataset_name"),
+    (SFTTrainer, "_prepare_dataset", "supervised", "texts are tokenised, and all rows cut and packed, without a trainer", "self dataset processing_class args packing formatting_func dataset_name"),
     (GRPOTrainer, "_tokenize_prompts", "answers", "prompts are shown", "self prompts"),
     (DPOTrainer, "_precompute_ref_logps", "preferences", "nothing: the reference computes when the model is sharded", "self dataset name batch_size"),
     (DPOTrainer, "_metrics", "objective", "a loss, without a trainer, logs there", None),
     (GRPOTrainer, "_metrics", "answers", "minima and maxima of micro-batches", None),
     (DPOTrainer, "_total_train_tokens", "objective", "the same", None),
     (DPOTrainer, "_tp_size", "objective", "the same", None),
-    (DPOTrainer, "_prepare_dataset", "chess_dpo", "pairs are tokenized already", "self dataset processing_class args dataset_name"),
-    (DPOTrainer, "_prepare_dataset", "preferences", "a filter that does not hold all arguments", "self dataset processing_class args dataset_name"),
+    (DPOTrainer, "_prepare_dataset", "preferences", "pairs are tokenised without a trainer, by a filter that does not hold all arguments", "self dataset processing_class args dataset_name"),
     (GRPOTrainer, "_tokenize_prompts", "chess_grpo", "prompts as the model was trained", "self prompts"),
     (GenerationMixin, "_get_logits_processor", "answers_trial", "what drawing does to scores", None),
     (GenerationMixin, "_get_logits_processor", "generation", "draws by our own numbers, after all that changes the chances", None),
     (GRPOTrainer, "_generate_and_score_completions", "answers", "draws and scores the answers of a step", "self inputs"),
     (GRPOTrainer, "_get_per_token_logps_and_entropies", "answers", "gets positions", None),
-    (GRPOTrainer, "_compute_loss", "answers", "the loss of a micro-batch of answers", "self model inputs"),
     (GRPOTrainer, "_entropy_bonus_enabled", "answers", "the entropy is a part of its own", None),
     (GRPOTrainer, "_entropy_bonus_enabled", "answers_trial", "the same", None),
-    (GRPOTrainer, "_logs", "grpo", "answers of a step", None),
+    (GRPOTrainer, "_logs", "answers", "answers of a step", None),
     (GRPOTrainer, "_pending_extra_logs", "answers", "what a row expects, beside its answers", None),
     (torch.cuda.memory, "_record_memory_history", "profile", "a GPU's memory over some steps", "enabled context stacks max_entries device clear_history compile_context global_record_annotations skip_actions"),
     (torch.cuda.memory, "_dump_snapshot", "profile", "the same, as a file", "filename augment_with_fx_traces"),
     (datasets.Dataset, "_indices", "prepared", "rows that only point to a table", None),
-    (datasets.Dataset, "_indices", "objective", "rows that were left out", None),
+    (datasets.Dataset, "_indices", "preferences", "rows that were left out", None),
     (datasets.Dataset, "_fingerprint", "dates", "rows that are kept by the date of their template", None),
     (torch._dynamo, "pgo", "upstream", "forgets the sizes that an evaluation had", None),
     (huggingface_hub.utils._verification, "compute_file_hash", "download", "checksums of the Hub's kinds", "path algorithm"),
@@ -194,12 +192,6 @@ def test_it_is_still_there(owner, name, user, why, parameters):
     if parameters is not None:
         function = getattr(found, "_init_fn", found)  # for an operator
         assert " ".join(inspect.signature(function).parameters) == parameters, f"{user}: {why}"
-
-
-def test_trl_refuses_packed_rows_that_ranks_share():
-    """For this `objective` hides them while trl's trainer is made."""
-    source = inspect.getsource(SFTTrainer.__init__)
-    assert "parallelism_config.cp_enabled and (args.packing or args.eval_packing):" in source
 
 
 def is_private(name: str) -> bool:

@@ -27,7 +27,6 @@ from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenize
 
 from accelerate_recipes import ranks
 from accelerate_recipes.args import Args
-from accelerate_recipes.checkpoint.check_export import ROWS, compare_rows
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import step_of
@@ -323,9 +322,6 @@ def finish(
 
     `description` begins the model card. `result_fn(first, last)` is called on rank 0 with the first and the last record
     of an evaluation; the default prints all measures.
-
-    Raises:
-        ConfigError: if the export does not render rows as they were trained.
     """
     out = run.output_dir / "export"
     if run.is_first:
@@ -340,6 +336,4 @@ def finish(
         export(run.checkpointer.newest, out, description, **settings)
         report = run.output_dir / "report.html"  # which `recipe` writes when the run has ended
         run.print(f"{result.text}\nModel: {out}   picture: {picture}   report: {report}")
-        if (run.output_dir / ROWS).exists():
-            run.print(compare_rows(out, run.output_dir))
     run.accelerator.end_training()

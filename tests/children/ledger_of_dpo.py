@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ledger_of_trl import Watched
+from ledger_of_trl import Watched, watched
 
 from accelerate_recipes.arguments import shipped
 
@@ -10,8 +10,8 @@ dpo = shipped.load(Path(__file__).resolve().parents[2] / "recipes/dpo.py")
 Args, requirements, main = dpo.Args, dpo.requirements, dpo.main
 
 
-class PreferenceTrainer(Watched, dpo.PreferenceTrainer):
+class PairTrainer(Watched, dpo.PairTrainer):
     pass
 
 
-dpo.PreferenceTrainer = PreferenceTrainer
+dpo.PairTrainer, dpo.train = PairTrainer, watched

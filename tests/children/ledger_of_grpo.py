@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ledger_of_trl import Watched
+from ledger_of_trl import Watched, watched
 
 from accelerate_recipes.arguments import shipped
 
@@ -11,7 +11,7 @@ grpo = shipped.load(Path(__file__).resolve().parents[2] / "recipes/grpo.py")
 Args, requirements, main = grpo.Args, grpo.requirements, grpo.main
 
 
-class Trainer(Watched, grpo.Trainer):
+class RewardTrainer(Watched, grpo.RewardTrainer):
     def _generate_single_turn(self, *args: Any, **settings: Any) -> tuple:
         try:
             return super()._generate_single_turn(*args, **settings)
@@ -20,4 +20,4 @@ class Trainer(Watched, grpo.Trainer):
                 self.noted.setdefault("drawing", []).append(self.ledger.peak)
 
 
-grpo.Trainer = Trainer
+grpo.RewardTrainer, grpo.train = RewardTrainer, watched

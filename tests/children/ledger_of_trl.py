@@ -10,9 +10,10 @@ from unittest import mock
 from torch import nn
 
 from accelerate_recipes import engine
-from accelerate_recipes.agenda import EvaluateFn
 from accelerate_recipes.plan.ledger import ACTIVATIONS, GRADIENTS, PARAMETERS, Ledger
 from accelerate_recipes.plan.simulate import Outcome, num_logits, outcome_of
+from accelerate_recipes.posttraining.answers import AnswerTrainer
+from accelerate_recipes.run import Run
 
 NO_TRIAL: Any = SimpleNamespace(tokens=0, unit="")
 
@@ -25,14 +26,14 @@ class Watched:
     outcomes: list[Outcome]  # of the steps
     noted: dict[str, Any]
 
-    def complete_rows(self) -> None:
+    def add_reference(self, *rows: Any) -> None:
         self.ledger, self.step, self.outcomes, self.noted = (
             Ledger("cpu", num_logits(self.model.config)), ExitStack(), [], {},
         )  # fmt: skip
         with self.ledger:
             self.ledger.watch(self.run.model, self.run.optimizer)
             parameters = self.ledger.peak
-            super().complete_rows()
+            super().add_reference(*rows)
             # A second model is made before it is sharded; what counts is what a step keeps of it.
             keeps_another = isinstance(self.ref_model, nn.Module)
             self.noted["before"] = 0 if keeps_another or self.ledger.peak == parameters else self.ledger.peak
@@ -44,7 +45,7 @@ class Watched:
         self.step.callback(self.end_step)
         self.ledger.tag([value for batch in batches for value in batch.values()], ACTIVATIONS)
         self.ledger.begin_step()
-        return super().draw(step, batches) if super().draw else batches
+        return super().draw(step, batches) if isinstance(self, AnswerTrainer) else batches
 
     def end_step(self) -> None:
         self.ledger.tag([p.grad for p in self.run.model.parameters() if p.grad is not None], GRADIENTS)
@@ -52,18 +53,20 @@ class Watched:
         facts = {"trained": 0, "parameters": 0, "num_layers": 0, "is_uniform": True}
         self.outcomes.append(outcome_of(self.ledger, NO_TRIAL, [], **facts))
 
-    def fine_tune(self, evaluate_fn: EvaluateFn) -> list[dict]:
-        take = engine.train_step
 
-        def take_and_close(*args: Any) -> engine.Step:
-            done = take(*args)
-            self.step.close()
-            return done
+def watched(run: Run, loader: Any, *, loss_fn: Any, **functions: Any) -> list[dict]:
+    """Train with the trainer of `loss_fn`, which is Watched, and write what it saw."""
+    take, trainer = engine.train_step, loss_fn.__self__
 
-        with mock.patch.object(engine, "train_step", take_and_close):
-            records = super().fine_tune(evaluate_fn)
-        if self.run.is_first:
-            # In the first step the optimizer has no states; gloo's threads sometimes let go late of what was exchanged.
-            least = asdict(min(self.outcomes[1:], key=lambda outcome: outcome.peak))
-            (self.run.output_dir / "ledger.json").write_text(json.dumps(least | self.noted), encoding="utf-8")
-        return records
+    def take_and_close(*args: Any) -> engine.Step:
+        done = take(*args)
+        trainer.step.close()
+        return done
+
+    with mock.patch.object(engine, "train_step", take_and_close):
+        records = engine.train(run, loader, loss_fn=loss_fn, **functions | {"draw_fn": trainer.draw})
+    if run.is_first:
+        # In the first step the optimizer has no states; gloo's threads sometimes let go late of what was exchanged.
+        least = asdict(min(trainer.outcomes[1:], key=lambda outcome: outcome.peak))
+        (run.output_dir / "ledger.json").write_text(json.dumps(least | trainer.noted), encoding="utf-8")
+    return records

@@ -13,10 +13,10 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from trl.trainer import dpo_trainer
 
-from accelerate_recipes.agenda import EvaluateFn
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.distributed import local_numel
 from accelerate_recipes.posttraining.settings import make_model
+from accelerate_recipes.posttraining.trained_rows import ReadRows
 from accelerate_recipes.ranks import max_over_ranks
 
 dpo = shipped.load(Path(__file__).resolve().parents[2] / "recipes/dpo.py")
@@ -32,10 +32,10 @@ def make_checked_model(args: Any) -> nn.Module:
     return model
 
 
-class PreferenceTrainer(dpo.PreferenceTrainer):
+class PairTrainer(dpo.PairTrainer):
     held: ClassVar[list[int]] = []  # elements of the model, whenever the reference computes a layer
 
-    def complete_rows(self) -> None:
+    def add_reference(self, rows: ReadRows) -> None:
         def note(layer: nn.Module, inputs: Any) -> None:
             self.held.append(sum(map(local_numel, self.model.parameters())))
 
@@ -45,25 +45,21 @@ class PreferenceTrainer(dpo.PreferenceTrainer):
                     weight.fill_(0.5)
         layers = [module for module in self.model.modules() if isinstance(module, LlamaDecoderLayer)]
         hooks = [layer.register_forward_pre_hook(note) for layer in layers]
-        super().complete_rows()
+        super().add_reference(rows)
         for hook in hooks:
             hook.remove()
-
-    def fine_tune(self, evaluate_fn: EvaluateFn) -> list[dict]:
-        records = super().fine_tune(evaluate_fn)
         held = max_over_ranks(max(self.held, default=0), self.accelerator.device)
         if self.run.is_first:
             names = ["prompt", "chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps"]
-            found = {"train": self.train_dataset, "test": self.eval_dataset}
-            found = {side: rows.select_columns(names).to_list() for side, rows in found.items()}
+            found = {"train": rows.train, "test": rows.heldout}
+            found = {side: pairs.select_columns(names).to_list() for side, pairs in found.items()}
             text = json.dumps(found | {"held": held, "of": TOTAL})
             (self.run.output_dir / "reference.json").write_text(text, encoding="utf-8")
-        return records
 
 
 def refuse(*_: Any, **__: Any) -> None:
     raise AssertionError("trl loads a second model, whole on each rank")
 
 
-dpo.make_model, dpo.PreferenceTrainer = make_checked_model, PreferenceTrainer
+dpo.make_model, dpo.PairTrainer = make_checked_model, PairTrainer
 dpo_trainer.create_model_from_path = refuse

@@ -41,8 +41,9 @@ from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.models.weights import seed_of
 from accelerate_recipes.posttraining.objective import Objective, Outputs
 from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs
+from accelerate_recipes.posttraining.trained_rows import ReadRows, compare_with_rendering, content_of_sides
 from accelerate_recipes.ranks import on_first_rank
-from accelerate_recipes.report.samples import expected
+from accelerate_recipes.report.samples import Samples, expected
 from accelerate_recipes.run import Run
 
 # Fields of trl's config; trl declares no ranges for them.
@@ -86,8 +87,8 @@ class GRPOArgs(TrainerArgs):
     total_batch_size: int = arg(128, "Answers per optimizer step, over all processes and accumulation.", min=1)
     num_generations: int = arg(8, "Answers to each prompt, which are compared with each other.", min=2)
     max_completion_length: int = arg(512, "Longest answer in tokens.", min=1, group="essential")
-    learning_rate: float = arg(1e-6, "Peak learning rate.", min=0, max=1)
-    weight_decay: float = arg(0.0, "Weight decay; norms and biases have none.", min=0, max=1000)
+    learning_rate: float = 1e-6
+    weight_decay: float = 0.0
 
     groups = TrainerArgs.groups | dict.fromkeys(
         ("temperature", "beta", "loss_type", "num_iterations", "reward_weights", "mask_truncated_completions"), "task"
@@ -232,9 +233,9 @@ class AnswerTrainer(Objective, GRPOTrainer):
 
     drawn: list[dict[str, Any]] | None = None  # micro-batches of the answers in use
 
-    def __init__(self, run: Run[Any], config: Any, *args: Any, **settings: Any):
+    def __init__(self, run: Run[Any], config: Any, **settings: Any):
         beta, config.beta = config.beta, 0.0  # else trl would load the reference, whole on each rank
-        super().__init__(run, config, *args, **settings)
+        super().__init__(run, config, **settings)
         config.beta = self.beta = beta
         # A step draws all its answers at once. The engine divides the loss by their number, so trl must not divide it too.
         self.args.gradient_accumulation_steps = self.args.steps_per_generation = 1
@@ -246,7 +247,8 @@ class AnswerTrainer(Objective, GRPOTrainer):
         ids, *_ = self._tokenize_prompts([row["prompt"] for row in rows])
         return self.processing_class.pad({"input_ids": ids}, return_tensors="pt")
 
-    def complete_rows(self) -> None:
+    def add_reference(self) -> None:
+        """Keep a reference model for the KL divergence, if its weight --beta is not 0."""
         if self.beta:
             self.keep_reference()
 
@@ -283,7 +285,7 @@ class AnswerTrainer(Objective, GRPOTrainer):
         outputs, mask = Outputs(model), batch["completion_mask"]
         # trl divides by this number / the number of processes. This value makes it a division by 1.
         tokens = torch.tensor(float(self.accelerator.num_processes), device=mask.device)
-        loss = self._compute_loss(outputs, batch | {"num_items_in_batch": tokens})
+        loss = self.compute_loss(outputs, batch | {"num_items_in_batch": tokens})
         # Undo the mean that trl has taken over this micro-batch, so that the engine can divide by the counts of the step.
         answers, tokens = torch.zeros_like(loss), torch.zeros_like(loss)
         if self.loss_type in OVER_TOKENS:
@@ -333,10 +335,10 @@ def as_rows(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 class RewardTrainer(AnswerTrainer):
-    """AnswerTrainer that checks, before training, that the export will render the prompts as they are trained.
+    """AnswerTrainer of prompts by a chat template. It logs, beside each answer, what is EXPECTED of it."""
 
-    It logs, beside each answer, what is EXPECTED of it.
-    """
+    samples: Samples | None = None  # pages of answers, given on rank 0
+    shown = 0  # last step whose answers were written
 
     def _tokenize_prompts(self, prompts: list) -> tuple:
         with frozen_date(self.run.args.template_date):
@@ -346,44 +348,69 @@ class RewardTrainer(AnswerTrainer):
         self._pending_extra_logs[EXPECTED].extend(map(expected, inputs))
         return super()._generate_and_score_completions(inputs)
 
-    def examine(self) -> tuple[int, dict[str, int]]:
-        on_first_rank(self.compare)
-        return super().examine()  # pyright: ignore[reportReturnType]
+    def log(self, logs: dict[str, float], *others: Any) -> None:
+        """Log a step, and write some of its answers to `samples`."""
+        super().log(logs, *others)
+        step, number = self.state.global_step, self.run.args.num_samples
+        if self.samples and number and step != self.shown:  # once, even if a step is logged twice
+            drawn, self.shown = self._logs, step
+            every = max(1, len(drawn["prompt"]) // number)
+            texts = (drawn["prompt"], drawn["completion"], drawn["extra"][EXPECTED])
+            answers = list(zip(*texts, zip(*drawn["rewards"].values(), strict=True), strict=True))
+            rows = [
+                dict(zip(("prompt", "completion", "expected"), said, strict=True))
+                | {"rewards": dict(zip(drawn["rewards"], values, strict=True))}
+                for *said, values in answers[::every]
+            ]
+            self.samples.add(step, "drawn in training", rows[:number])
 
-    def compare(self) -> None:
-        """Compare the first prompts, and the end of an answer, with the rendering of the tokenizer that will be exported.
 
-        Raises:
-            ConfigError: if they differ, or the template cannot render an answer.
-        """
-        exported = as_exported(self.model, self.processing_class)
-        train_rows: Any = self.train_dataset
-        first = [train_rows[i] for i in range(min(NUM_COMPARED, len(train_rows)))]
-        ids, *_ = self._tokenize_prompts([row["prompt"] for row in first])
-        trained = [Rendering(row, [False] * len(row)) for row in ids]
-        common = self.run.args.template_settings
-        rows = [{"prompt": row["prompt"], "chat_template_kwargs": json.dumps(common)} for row in first]
+def rows_of_prompts(
+    trainer: AnswerTrainer, train: datasets.Dataset, heldout: datasets.Dataset | None = None
+) -> ReadRows:
+    """Return prompts as rows of a run, with their checksum."""
+    run = trainer.run
+    return ReadRows(run, train, heldout, as_rows, content_of_sides(run, train, heldout), show=trainer.batch_of)
+
+
+def compare_prompts(trainer: RewardTrainer, rows: datasets.Dataset) -> None:
+    """Compare the first prompts, and the end of an answer, with the rendering of the tokenizer that will be exported.
+
+    Raises:
+        ConfigError: if they differ, or the template cannot render an answer.
+    """
+    run, tokenizer, ends = trainer.run, trainer.processing_class, trainer.eos_token_ids
+
+    def compare() -> None:
+        exported = as_exported(trainer.model, tokenizer)
+        first = [rows[i]["prompt"] for i in range(min(NUM_COMPARED, len(rows)))]
+        trained = [Rendering(ids, [False] * len(ids)) for ids in trainer._tokenize_prompts(first)[0]]
+        common = json.dumps(run.args.template_settings)
+        written = [{"prompt": prompt, "chat_template_kwargs": common} for prompt in first]
         # Answers are drawn until one of the eos tokens comes, so the model learns to end with one of them.
-        self.compare_with_export(exported, self.first_rows(rows, trained, self.eos_token_ids))
-        if not isinstance(rows[0]["prompt"], str):
-            self.compare_end(exported.tokenizer, rows[0]["prompt"])
+        compare_with_rendering(run, exported, trainer.base_stops, written, trained, ends)
+        if not isinstance(first[0], str):
+            tell_of_end(run, exported.tokenizer, first[0], ends)
 
-    def compare_end(self, exported: PreTrainedTokenizerBase, prompt: list[dict]) -> None:
-        """Warn if the template ends an answer with a special token at which generation does not stop.
+    on_first_rank(compare)
 
-        This is fine for a base model that has never seen the template, but a chat model would go on after its answers.
 
-        Raises:
-            ConfigError: if the template cannot render an answer.
-        """
-        try:
-            written = end_of_answer(exported, prompt, self.run.args.template_settings)
-        except (TemplateError, ValueError, TypeError) as error:
-            raise ConfigError(f"the chat template cannot render an answer to the first prompt: {error}") from error
-        special = {*exported.all_special_ids, *exported.added_tokens_decoder}
-        if special & {*written} and not {*self.eos_token_ids} & {*written}:
-            stops = shown_ends(exported, self.eos_token_ids)
-            self.run.print(
-                f"The chat template ends an answer with {exported.decode(written)!r}, but answers are drawn until {stops}. "
-                "If the model has learned the template, name that end in its generation_config.json (eos_token_id)"
-            )
+def tell_of_end(run: Run[Any], exported: PreTrainedTokenizerBase, prompt: list[dict], ends: Sequence[int]) -> None:
+    """Tell if the template ends an answer with a special token at which generation, which stops at `ends`, goes on.
+
+    This is fine for a base model that has never seen the template, but a chat model would go on after its answers.
+
+    Raises:
+        ConfigError: if the template cannot render an answer.
+    """
+    try:
+        written = end_of_answer(exported, prompt, run.args.template_settings)
+    except (TemplateError, ValueError, TypeError) as error:
+        raise ConfigError(f"the chat template cannot render an answer to the first prompt: {error}") from error
+    special = {*exported.all_special_ids, *exported.added_tokens_decoder}
+    if special & {*written} and not {*ends} & {*written}:
+        run.print(
+            f"The chat template ends an answer with {exported.decode(written)!r}, but answers are drawn until "
+            f"{shown_ends(exported, ends)}. If the model has learned the template, name that end in its "
+            "generation_config.json (eos_token_id)"
+        )

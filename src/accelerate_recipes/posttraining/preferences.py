@@ -39,7 +39,21 @@ from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.posttraining.objective import Objective, Outputs, bare
 from accelerate_recipes.posttraining.references import REFERENCE, with_reference
-from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs, pad_multiple, with_fused_head
+from accelerate_recipes.posttraining.settings import (
+    SYNC_REFERENCE,
+    TrainerArgs,
+    pad_multiple,
+    refused_by_trl,
+    with_fused_head,
+)
+from accelerate_recipes.posttraining.trained_rows import (
+    AS_IT_STANDS,
+    ReadRows,
+    check_rows_are_left,
+    compare_with_rendering,
+    content_of_sides,
+    naming_rows,
+)
 from accelerate_recipes.ranks import is_first, on_first_rank, sum_over_ranks
 from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial, config_of, refuse
@@ -51,8 +65,8 @@ class DPOArgs(TrainerArgs):
 
     per_device_train_batch_size: int = arg(4, "Pairs per forward pass on one process.", min=1)
     total_batch_size: int = arg(32, "Pairs per optimizer step, over all processes and accumulation.", min=1)
-    learning_rate: float = arg(1e-6, "Peak learning rate.", min=0, max=1)
-    weight_decay: float = arg(0.0, "Weight decay; norms and biases have none.", min=0, max=1000)
+    learning_rate: float = 1e-6
+    weight_decay: float = 0.0
     precompute_ref_log_probs: bool = arg(
         True,
         "Compute the reference's values once, before training, with the model itself; else keep a second model in memory.",
@@ -196,23 +210,25 @@ def best_and_worst(rows: dict[str, list], min_margin: float) -> dict[str, list]:
 
 
 class PairTrainer(Objective, DPOTrainer):
-    """trl's DPOTrainer, which counts its pairs before training, and whose reference is the sharded model itself.
+    """trl's DPOTrainer, whose reference is the sharded model itself. Its pairs are prepared by others.
 
     trl computes the log-probabilities of the reference when the trainer is made, before the model is sharded. Under FSDP it
     uses a second model, and each forward pass would gather all parameters of this model together. Here, the trained model
     computes them before its first step, without its adapters. This needs no more memory than the step.
     """
 
-    ended = PAIR
-
-    def __init__(self, run: Run[DPOArgs], config: DPOConfig, model: PreTrainedModel, *args: Any, **settings: Any):
-        model.state_dict = dict  # trl would hash all weights on each rank; see `complete_rows`
-        # Otherwise trl would load a second model, whole on each rank; see `complete_rows`.
+    def __init__(self, run: Run[DPOArgs], config: DPOConfig, model: PreTrainedModel, **settings: Any):
+        model.state_dict = dict  # trl would hash all weights on each rank; see `add_reference`
+        # Otherwise trl would load a second model, whole on each rank; see `add_reference`.
         config.precompute_ref_log_probs = True
-        super().__init__(run, config, model, *args, **settings)
+        super().__init__(run, config, model=model, **settings)
         vars(model).pop("state_dict", None)
         self.precompute_ref_logps = run.args.precompute_ref_log_probs
         self.loss_types, self.loss_weights, self.weight_of_sft = without_sft(self.args)
+
+    def _prepare_dataset(self, rows: datasets.Dataset, *_: Any) -> datasets.Dataset:
+        """Return the rows unchanged: trl needs only the columns of the first one."""
+        return rows
 
     def sum_parts(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Sum the parts of trl's loss over a micro-batch, each for one of `count_parts`, in nats.
@@ -240,12 +256,14 @@ class PairTrainer(Objective, DPOTrainer):
         of_chosen = dict.fromkeys(("logits/chosen", "mean_token_accuracy"), chosen)
         return of_chosen | {"logits/rejected": tokens - chosen, "entropy": tokens}
 
-    def _precompute_ref_logps(self, rows: datasets.Dataset, *others: Any) -> datasets.Dataset:
-        """Do nothing yet: trl calls this when the trainer is made; see `complete_rows`."""
+    def _precompute_ref_logps(self, rows: datasets.Dataset, *_: Any) -> datasets.Dataset:
+        """Return the rows unchanged: trl calls this when the trainer is made; see `add_reference`."""
         return rows
 
-    def complete_rows(self) -> None:
+    def add_reference(self, rows: ReadRows) -> None:
         """Add the log-probabilities of the reference to all pairs, or make a second model that computes them in each step.
+
+        Even on a resume, the sharded model still has its first weights when this is called.
 
         Raises:
             Stopped: between two batches.
@@ -260,108 +278,130 @@ class PairTrainer(Objective, DPOTrainer):
         self.model.eval()
         # The loader draws a seed for its workers. This must not change the random numbers of training.
         with torch.random.fork_rng([]), without_adapters(self.model):
-            self.train_dataset = with_reference(self, self.train_dataset, size)
-            if self.eval_dataset is not None:
-                self.eval_dataset = with_reference(self, self.eval_dataset, eval_size)
+            rows.train = with_reference(self, rows.train, size)
+            if rows.heldout is not None:
+                rows.heldout = with_reference(self, rows.heldout, eval_size)
 
     def compute_ref_log_probs(self, model: nn.Module, batch: dict[str, torch.Tensor]):
         stop.raise_if_requested(self.accelerator)
         return super().compute_ref_log_probs(model, batch)
 
-    def examine(self) -> tuple[np.ndarray, dict[str, int]]:
-        prompts, *answers = (lengths_of(self.train_dataset, f"{name}_ids") for name in ("prompt", *PAIR))
-        longest = self.args.max_length or sys.maxsize
-        room = longest - prompts if self.args.truncation_mode == "keep_start" else longest
-        num_targets = np.sum([np.minimum(number, room) for number in answers], axis=0)
-        counts = cut_at(np.concatenate([prompts + number for number in answers]), longest)
-        counts["cut"] = int((prompts + np.maximum(*answers) > longest).sum())  # pairs, not answers
-        return num_targets, self.counts | counts
+
+def prepare_preferences(
+    run: Run[Any], config: DPOConfig, pairs: dict[str, datasets.Dataset], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, datasets.Dataset]:
+    """Tokenise the pairs of both sides by trl, and leave out those whose answers are the same tokens.
+
+    Raises:
+        ConfigError: for rows that cannot be rendered, and if no pair of a side is left.
+    """
+    # The cache key of `datasets` contains all values that a function holds. trl 1.16 gives its filter all arguments,
+    # also those that differ between `prepare` and a run, or between two runs.
+    needed: Any = {name: getattr(config, name) for name in ("dataset_num_proc", "max_length", "truncation_mode")}
+    trl: Any = SimpleNamespace(_tokenizer=tokenizer)  # what trl's function reads of its trainer
+    date, prepared = run.args.template_date, {}
+    for side, given in pairs.items():
+        name = "train" if side == "train" else "eval"
+        rows = with_date_as_key(given, date)
+        with refused_by_trl(), frozen_date(date), naming_rows(run.args, tokenizer):
+            rows: Any = DPOTrainer._prepare_dataset(trl, rows, tokenizer, SimpleNamespace(**needed), name)
+        prepared[side] = without_same(run, rows, config, name)
+    check_rows_are_left(pairs, prepared, config.max_length)
+    return prepared
 
 
-class PreferenceTrainer(PairTrainer):
-    """PairTrainer that also checks, before training, that the export will render the pairs as they are trained."""
+def without_same(run: Run[Any], pairs: datasets.Dataset, config: DPOConfig, name: str) -> datasets.Dataset:
+    """Leave out the pairs whose answers are the same tokens, and say how many there are.
 
-    def _prepare_dataset(
-        self, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, config: DPOConfig, name: str
-    ) -> datasets.Dataset:
-        # The cache key of `datasets` contains all values that a function holds. trl 1.16 gives its filter all arguments,
-        # also those that differ between `prepare` and a run, or between two runs.
-        needed = {name: getattr(config, name) for name in ("dataset_num_proc", "max_length", "truncation_mode")}
-        date = self.run.args.template_date
-        rows = with_date_as_key(rows, date)
-        with frozen_date(date), self.naming_rows(tokenizer):
-            pairs: Any = super()._prepare_dataset(rows, tokenizer, SimpleNamespace(**needed), name)  # pyright: ignore
-        return self.without_same(pairs, config, name)
+    Raises:
+        ConfigError: if no pair is left.
+    """
+    longest = config.max_length if config.truncation_mode == "keep_start" else None
+    numbers = same_answers(pairs, longest)
+    if not len(numbers):
+        return pairs
+    said = f"In {len(numbers):,} of {len(pairs):,} pairs to {'train' if name == 'train' else 'evaluate'} on"
+    first = json.dumps(without_nulls({side: pairs[int(numbers[0])][side] for side in PAIR}), ensure_ascii=False)
+    said += f", both answers are the same tokens, within --max_length {config.max_length}; the first: {first:.300}"
+    if len(numbers) == len(pairs):
+        raise ConfigError(
+            f"{said}. No pair is left: raise --max_length, or give a chat template that writes in what they differ"
+        )
+    run.print(f"{said}. They are left out")
+    return pairs.select(np.setdiff1d(np.arange(len(pairs)), numbers))
 
-    def without_same(self, pairs: datasets.Dataset, config: DPOConfig, name: str) -> datasets.Dataset:
-        """Leave out the pairs whose answers are the same tokens, and say how many there are.
 
-        Raises:
-            ConfigError: if no pair is left.
-        """
-        longest = config.max_length if config.truncation_mode == "keep_start" else None
-        numbers = same_answers(pairs, longest)
-        if not len(numbers):
-            return pairs
-        said = f"In {len(numbers):,} of {len(pairs):,} pairs to {'train' if name == 'train' else 'evaluate'} on"
-        first = json.dumps(without_nulls({side: pairs[int(numbers[0])][side] for side in PAIR}), ensure_ascii=False)
-        said += f", both answers are the same tokens, within --max_length {config.max_length}; the first: {first:.300}"
-        if len(numbers) == len(pairs):
-            raise ConfigError(
-                f"{said}. No pair is left: raise --max_length, or give a chat template that writes in what they differ"
-            )
-        self.run.print(f"{said}. They are left out")
-        return pairs.select(np.setdiff1d(np.arange(len(pairs)), numbers))
+def read_pairs(trainer: PairTrainer, train: datasets.Dataset, heldout: datasets.Dataset | None = None) -> ReadRows:
+    """Return tokenised pairs as rows of a run, with their checksum."""
+    run, rows = trainer.run, train
+    # Earlier versions computed it later, when the values of a reference had replaced the rows that were left out.
+    if rows._indices is not None and run.args.precompute_ref_log_probs and not run.args.data_only:
+        rows = rows.flatten_indices()
+    return ReadRows(run, train, heldout, trainer.data_collator, content_of_sides(run, rows, heldout))
 
-    def examine(self) -> tuple[np.ndarray, dict[str, int]]:
-        exported = as_exported(self.model, self.processing_class)
-        found = [exported.stops & {*self.kept_answer(row)[-NUM_LAST:]} for row in self.train_dataset]
-        if not any(found):
-            last = self.processing_class.decode(self.kept_answer(self.train_dataset[0])[-2:])
-            stops = shown_ends(self.processing_class, sorted(exported.stops))
-            raise ConfigError(
-                f"no chosen answer has an end at which the model would stop: generation stops at {stops}, the first answer "
-                f"ends with {last!r}; raise --max_length, mend the chat template, or name its end in the model's "
-                "generation_config.json (eos_token_id)"
-            )
-        on_first_rank(lambda: self.compare(exported, set().union(*found)))
-        num_targets, counts = super().examine()
-        return num_targets, {"with an end": sum(map(bool, found))} | counts
 
-    def kept_answer(self, row: dict) -> list[int]:
-        """Return the tokens of the chosen answer that fit into --max_length."""
-        longest = self.args.max_length
-        if longest is None or self.args.truncation_mode != "keep_start":
-            return row["chosen_ids"]
-        return row["chosen_ids"][: longest - len(row["prompt_ids"])]
+def count_pairs(config: DPOConfig, pairs: datasets.Dataset) -> tuple[np.ndarray, dict[str, int]]:
+    """Count the targets of each pair, and what is cut of all pairs."""
+    prompts, *answers = (lengths_of(pairs, f"{name}_ids") for name in ("prompt", *PAIR))
+    longest = config.max_length or sys.maxsize
+    room = longest - prompts if config.truncation_mode == "keep_start" else longest
+    num_targets = np.sum([np.minimum(number, room) for number in answers], axis=0)
+    counts = cut_at(np.concatenate([prompts + number for number in answers]), longest)
+    counts["cut"] = int((prompts + np.maximum(*answers) > longest).sum())  # pairs, not answers
+    return num_targets, counts
 
-    def compare(self, exported: Exported, ends: set[int]) -> None:
-        """Compare the first pairs with their rendering by the export.
 
-        Raises:
-            ConfigError: if the pairs and the rendering differ.
-        """
-        pairs = [self.train_dataset[i] for i in range(min(NUM_COMPARED, len(self.train_dataset)))]
-        # As JSON texts, which hold only the nulls that the user wrote.
-        settings = [{name: json.dumps(pair[name]) for name in SETTINGS if pair.get(name)} for pair in pairs]
-        prompts = [{"prompt": pair["prompt"]} | own for pair, own in zip(pairs, settings, strict=True)]
-        rows, trained = [], []
-        for (pair, prompt), side in itertools.product(zip(pairs, prompts, strict=True), PAIR):
-            ids = pair["prompt_ids"] + pair[f"{side}_ids"]
-            rows.append(prompt | {"completion": pair[side]})
-            trained.append(Rendering(ids, [True] * len(ids)))
-        first = self.first_rows(rows, trained, ends)
-        self.compare_with_export(exported, first)
-        with frozen_date(self.run.args.template_date):
-            asked = [render(prompt, exported.tokenizer, **first.settings)[0].ids for prompt in prompts]
-        lost = [ids[len(pair["prompt_ids"]) :] for pair, ids in zip(pairs, asked, strict=True)]
-        lost = [ids for ids in lost if ids]
-        if lost:
-            self.run.print(
-                f"In {len(lost)} of the first {len(pairs)} pairs trl reads the prompt without its end "
-                f"{exported.tokenizer.decode(lost[0])!r}: the template renders the prompt differently alone and with its "
-                "answer, so trl counts this end as part of the answer"
-            )
+def compare_pairs(trainer: PairTrainer, pairs: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Compare the first pairs with how the export will render them; return how many chosen answers have an end.
+
+    Raises:
+        ConfigError: if they differ, and if the model would not learn to stop.
+    """
+    config, exported = trainer.args, as_exported(trainer.model, tokenizer)
+    found = [exported.stops & {*kept_answer(config, pair)[-NUM_LAST:]} for pair in pairs]
+    if not any(found):
+        last = exported.tokenizer.decode(kept_answer(config, pairs[0])[-2:])
+        stops = shown_ends(exported.tokenizer, sorted(exported.stops))
+        raise ConfigError(
+            f"no chosen answer has an end at which the model would stop: generation stops at {stops}, the first answer "
+            f"ends with {last!r}; raise --max_length, mend the chat template, or name its end in the model's "
+            "generation_config.json (eos_token_id)"
+        )
+    first = [pairs[i] for i in range(min(NUM_COMPARED, len(pairs)))]
+    on_first_rank(lambda: compare_first_pairs(trainer, first, exported, set().union(*found)))
+    return sum(map(bool, found))
+
+
+def kept_answer(config: DPOConfig, pair: dict) -> list[int]:
+    """Return the tokens of the chosen answer that fit into --max_length."""
+    longest = config.max_length
+    if longest is None or config.truncation_mode != "keep_start":
+        return pair["chosen_ids"]
+    return pair["chosen_ids"][: longest - len(pair["prompt_ids"])]
+
+
+def compare_first_pairs(trainer: PairTrainer, pairs: list[dict], exported: Exported, ends: set[int]) -> None:
+    """Compare pairs with their rendering by the export, and tell of prompts that trl reads without their end."""
+    # As JSON texts, which hold only the nulls that the user wrote.
+    settings = [{name: json.dumps(pair[name]) for name in SETTINGS if pair.get(name)} for pair in pairs]
+    prompts = [{"prompt": pair["prompt"]} | own for pair, own in zip(pairs, settings, strict=True)]
+    rows, trained = [], []
+    for (pair, prompt), side in itertools.product(zip(pairs, prompts, strict=True), PAIR):
+        ids = pair["prompt_ids"] + pair[f"{side}_ids"]
+        rows.append(prompt | {"completion": pair[side]})
+        trained.append(Rendering(ids, [True] * len(ids)))
+    run = trainer.run
+    compare_with_rendering(run, exported, trainer.base_stops, rows, trained, ends)
+    with frozen_date(run.args.template_date):
+        asked = [render(prompt, exported.tokenizer, **AS_IT_STANDS)[0].ids for prompt in prompts]
+    lost = [ids[len(pair["prompt_ids"]) :] for pair, ids in zip(pairs, asked, strict=True)]
+    lost = [ids for ids in lost if ids]
+    if lost:
+        run.print(
+            f"In {len(lost)} of the first {len(pairs)} pairs trl reads the prompt without its end "
+            f"{exported.tokenizer.decode(lost[0])!r}: the template renders the prompt differently alone and with its "
+            "answer, so trl counts this end as part of the answer"
+        )
 
 
 @torch.no_grad()

@@ -1,12 +1,13 @@
 """Settings of the recipes on trl: their arguments, the config of trl's trainer, and the model that a recipe begins with."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
@@ -28,6 +29,10 @@ from accelerate_recipes.run import Run
 
 # Fields of transformers.TrainingArguments that are not arguments here: they would repeat or contradict the engine.
 REPLACED = {field.name for field in fields(TrainingArguments)} - set(TrainArgs.__dataclass_fields__)
+# Those that are arguments here, and that trl reads. Its optimizer, schedule and loop are never used.
+READ_BY_TRL = (
+    "output_dir", "seed", "per_device_train_batch_size", "per_device_eval_batch_size", "dataloader_num_workers",
+)  # fmt: skip
 SYNC_REFERENCE = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
 WHEN = "--save_steps, --eval_steps and --logging_steps say when"
 CHECKPOINTING = "set `fsdp_activation_checkpointing: true` under `fsdp_config:` in the accelerate YAML"
@@ -48,6 +53,8 @@ class TrainerArgs(TrainArgs):
 
     groups = TrainArgs.groups | dict.fromkeys(("chat_template_path", "dataset_num_proc"), "data")
     ranges = dict.fromkeys(("router_aux_loss_coef",), Range(min=0))
+    # Fields of GRPO, of recipes that may begin with a new model, and of recipes with a chat template.
+    num_generations, num_iterations, from_scratch, template_date = 1, 1, False, ""
     owned_elsewhere = (
         dict.fromkeys(REPLACED, "it is of the loop of transformers' Trainer; this loop is that of all recipes, see --help")
         | dict.fromkeys(("save_strategy", "eval_strategy", "logging_strategy"), WHEN)
@@ -67,7 +74,7 @@ class TrainerArgs(TrainArgs):
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        if not self.model_name_or_path and not getattr(self, "from_scratch", False):
+        if not self.model_name_or_path and not self.from_scratch:
             found.append("--model_name_or_path is missing: a name on the Hub, or a folder such as outputs/demo/export")
         if self.attn_implementation == DOCUMENTS and not self.has_boundaries:
             found.append(
@@ -112,8 +119,8 @@ def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **d
         ConfigError: for arguments that trl refuses.
     """
     args, accelerator = run.args, run.accelerator
-    names = {field.name for field in fields(config_class)} - args.owned_elsewhere.keys()
-    values = {name: getattr(args, name) for name in names}
+    names = {field.name for field in fields(config_class)} - {field.name for field in fields(TrainingArguments)}
+    values = {name: getattr(args, name) for name in {*names, *READ_BY_TRL} - args.owned_elsewhere.keys()}
     values |= {
         "accelerator_config": {"use_configured_state": True},
         "use_cpu": accelerator.device.type == "cpu",
@@ -121,12 +128,9 @@ def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **d
         "gradient_accumulation_steps": args.accumulation_steps(accelerator.num_processes),
         "activation_checkpointing": False,  # trl would turn it on, whatever the YAML says
         "average_tokens_across_devices": False,  # the engine divides the sum over all ranks
-        "full_determinism": False,  # make_accelerator does it
         "eval_strategy": "no",
         "save_strategy": "no",
-        "optim": "adamw_torch",  # unused, as is the schedule
         "report_to": "none",
-        "push_to_hub": False,  # `run.finish` pushes the export
         "disable_tqdm": True,
     }
     values |= decided
@@ -152,13 +156,27 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
         model = load_model(
             args.model_name_or_path, args.attn_implementation, has_boundaries=args.has_boundaries, **load_settings(args)
         )
+    check_trl_packing(args, model)
     # trl would set rows of new tokens to the mean of the other rows, which have no values.
     if model.device.type == "meta" and not source_of(model):
         model.resize_token_embeddings = partial(model.resize_token_embeddings, mean_resizing=False)
     return model
 
 
-def check_trl_packing(config: TrainingArguments, model: PreTrainedModel) -> None:
+@contextlib.contextmanager
+def refused_by_trl() -> Iterator[None]:
+    """Turn an error by which trl refuses its settings, a model or rows into an error for the user."""
+    try:
+        yield
+    except (ValueError, TemplateError, TypeError) as error:
+        # A TemplateError comes from a wrong chat template, or from wrong rows.
+        # A TypeError about Undefined comes from a template that writes a value which a row lacks.
+        if isinstance(error, ConfigError) or (isinstance(error, TypeError) and "Undefined" not in str(error)):
+            raise
+        raise ConfigError(f"trl's trainer refuses this run: {error}") from error
+
+
+def check_trl_packing(args: TrainerArgs, model: PreTrainedModel) -> None:
     """Refuse packed rows of trl for a model that does not read from the positions where documents begin.
 
     trl's `wrapped` strategy does not separate documents, for any model. Rows that ranks share have no mask, and experts are
@@ -173,13 +191,12 @@ def check_trl_packing(config: TrainingArguments, model: PreTrainedModel) -> None
             f"rows that ranks share (parallelism_config_cp_size) need --attn_implementation {DOCUMENTS} in this recipe, and "
             f"it is {attention}; give that if the model can, or set parallelism_config_cp_size to 1"
         )
-    if ranks_a_row() > 1 and balance_weight(text, config.router_aux_loss_coef):
+    if ranks_a_row() > 1 and balance_weight(text, args.router_aux_loss_coef):
         raise ConfigError(
             f"{text.model_type} balances its experts over whole rows, of which a rank has a part; give "
             "--router_aux_loss_coef 0, or set parallelism_config_cp_size to 1"
         )
-    is_packed = getattr(config, "packing", False) and config.packing_strategy != "wrapped"
-    packing = packing_of(model.config) if is_packed or getattr(config, "padding_free", False) else Packing.POSITIONS
+    packing = packing_of(model.config) if args.has_boundaries else Packing.POSITIONS
     if packing is Packing.UNKNOWN:
         untried = UNTRIED.format(model.config.model_type)
         raise ConfigError(
@@ -222,6 +239,7 @@ def make_or_load_model(
         vocabulary = tokenizer.get_vocab()
         return model, sorted({*added, *(vocabulary[token] for token in new_tokens)})
     model = args.new_model(tokenizer)
+    check_trl_packing(args, model)
     check_belong_together(model.config, tokenizer, args.max_length or 0)
     return model if args.data_only else initialize(model, args.seed, "cpu"), []
 

@@ -1,21 +1,23 @@
-"""Supervised fine-tuning by trl: the targets are shown, counted, and compared with the rendering of the export."""
+"""Rows of supervised fine-tuning: conversations are rendered here, texts by trl, which also cuts and packs all rows."""
 
 import copy
 import inspect
+import math
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import numpy as np
-import torch
-from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl import SFTConfig, SFTTrainer
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.trainer_utils import align_special_tokens
+from trl import SFTConfig, SFTTrainer, clone_chat_template
+from trl.trainer.utils import add_fused_lm_head
 
-from accelerate_recipes.checkpoint.check_export import Exported, as_exported, stops_of
+from accelerate_recipes.checkpoint.check_export import as_exported, stops_of
 from accelerate_recipes.checkpoint.files import saved_arguments
 from accelerate_recipes.data import answer_spans, rendering
 from accelerate_recipes.data.conversations import (
@@ -32,21 +34,25 @@ from accelerate_recipes.data.dates import frozen_date, with_date_as_key
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.data.rendering import NUM_SHOWN, SETTINGS, Rendering, render_read, shown_ends
-from accelerate_recipes.data.rows import StepOrder, num_steps
+from accelerate_recipes.data.rows import RowLoader, Rows, make_eval_loader
 from accelerate_recipes.errors import ConfigError, DataError, printable
-from accelerate_recipes.losses import count_next_tokens
-from accelerate_recipes.metrics import Flops, flops_per_token
+from accelerate_recipes.hub import cache
 from accelerate_recipes.models import IGNORE_INDEX
-from accelerate_recipes.models.adapters import load_settings
-from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.composites import placeholders, stands_for_image
-from accelerate_recipes.models.configurations import new_config
 from accelerate_recipes.models.pretrained import load_config
-from accelerate_recipes.posttraining.objective import Objective, Outputs, bare
-from accelerate_recipes.posttraining.settings import pad_multiple, with_fused_head
-from accelerate_recipes.ranks import is_first, on_first_of_machine_before_others, on_first_rank
+from accelerate_recipes.models.tokenizers import load_tokenizer
+from accelerate_recipes.posttraining.settings import pad_multiple, refused_by_trl, trl_config
+from accelerate_recipes.posttraining.supervised_loss import OUTPUTS, make_collator
+from accelerate_recipes.posttraining.trained_rows import (
+    ReadRows,
+    check_rows_are_left,
+    compare_with_rendering,
+    content_of_sides,
+    naming_rows,
+    without_targets,
+)
+from accelerate_recipes.ranks import is_first, on_first_of_machine_before_others, on_first_rank, ranks_a_row
 from accelerate_recipes.run import Run
-from accelerate_recipes.trial import Trial, config_of, refuse
 
 FORMATS = (("messages",), ("prompt", "completion"))  # the first column holds the question
 # Columns that `rendered` adds, the first two of the types that trl gives them.
@@ -132,6 +138,21 @@ def of_answers(args: Any, features: datasets.Features) -> bool:
     return args.assistant_only_loss == "true"
 
 
+def check_same_template(run: Run[Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a resumed run has the chat template of its checkpoint.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    checkpoint = run.resumed_from
+    known = load_tokenizer(str(checkpoint)).chat_template if checkpoint else None
+    if known and str(known) != run.args.template_of(tokenizer):
+        raise ConfigError(
+            f"{checkpoint} was trained with another chat template, its chat_template.jinja; put that back, or start anew in "
+            "another --output_dir"
+        )
+
+
 def check_same_targets(args: Any, features: datasets.Features, checkpoint: Path) -> None:
     """Check that a resumed run trains answers alone, or everything, as its checkpoint did.
 
@@ -154,12 +175,235 @@ def usual_value(value: Any) -> str:
     return str(value).lower()
 
 
-def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs of the model in a batch. If ranks share rows, labels are shifted to where they are predicted."""
-    inputs = {name: value for name, value in batch.items() if name not in ("row", "row_position_ids")}
-    if "sequence_group" in batch:
-        inputs["shift_labels"] = inputs.pop("labels")[:, 1:]
-    return inputs
+def make_config(run: Run[Any]) -> Any:
+    """Make the settings by which trl prepares rows."""
+    args = run.args
+    # Give trl the folder of the template's model at its pinned commit; by its name, trl would ask the Hub.
+    template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
+    padding = {"pad_to_multiple_of": math.lcm(pad_multiple(args) or 1, ranks_a_row())} if ranks_a_row() > 1 else {}
+    # `prepare_sides` finds the answers itself; trl would use another template.
+    return trl_config(run, SFTConfig, chat_template_path=template, assistant_only_loss=False, **padding)
+
+
+def set_up_by_trl(args: Any, config: SFTConfig, model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Give a model trl's forward pass of the loss; set chat template, end and padding of the arguments, as trl would.
+
+    A template may be that of another model, whose tokens are then added to the tokenizer and to the model, by trl. The
+    special tokens of the tokenizer are written into the configurations of the model.
+
+    Returns:
+        The tokens at which the model stopped before.
+
+    Raises:
+        ConfigError: for an end or a padding that is no token, and if adapters would have to train tokens of a template.
+    """
+    base_stops = stops_of(model.generation_config)
+    text, generation = model.config.get_text_config(), model.generation_config
+    if config.eos_token is not None:
+        check_is_token("eos_token", config.eos_token, tokenizer)
+        tokenizer.eos_token = config.eos_token
+        text.eos_token_id = end = tokenizer.eos_token_id
+        ends = generation.eos_token_id
+        ends = ends if isinstance(ends, list) else sorted(stops_of(generation))
+        if end not in ends:  # generation may have several
+            generation.eos_token_id = [end, *ends]
+    if args.template_model:
+        num_tokens, num_embeddings = len(tokenizer), model.get_input_embeddings().num_embeddings
+        set_seed(args.seed)  # for rows of new tokens
+        clone_chat_template(model, tokenizer, config.chat_template_path)
+        # Even if the embedding has spare rows for new tokens, these rows mean nothing while they are not trained.
+        if args.use_peft and (num_tokens, num_embeddings) != (
+            len(tokenizer), model.get_input_embeddings().num_embeddings,
+        ):  # fmt: skip
+            raise ConfigError(
+                f"--chat_template_path {args.chat_template_path} is a model, whose tokens trl adds: the tokenizer had "
+                f"{num_tokens:,}, and has {len(tokenizer):,}. --use_peft neither trains nor saves their rows of the "
+                "embedding; give the template as a .jinja file"
+            )
+    elif config.chat_template_path:
+        tokenizer.chat_template = Path(config.chat_template_path).read_text(encoding="utf-8")
+    padding = config.pad_token or tokenizer.pad_token or tokenizer.eos_token
+    check_is_token("pad_token", padding, tokenizer)
+    tokenizer.pad_token = padding
+    text.pad_token_id = generation.pad_token_id = tokenizer.pad_token_id
+    align_special_tokens(model, tokenizer)
+    add_fused_lm_head(model, outputs=OUTPUTS)
+    return base_stops
+
+
+def check_is_token(name: str, token: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError if the value of an argument, or the default in its place, is no token of the tokenizer."""
+    if token not in tokenizer.get_vocab():
+        raise ConfigError(f"--{name} {token!r} is no token of the tokenizer; give one of its tokens")
+
+
+@dataclass(kw_only=True)
+class SupervisedRows(ReadRows):
+    """Rows as the model reads them, and what their preparation knows of the rows to train on.
+
+    `whole` holds these before they are cut or packed, `rendered` the first of them as they were rendered by `settings`;
+    `left_out` counts rows of which nothing is trained. The base stops at `base_stops`.
+    """
+
+    whole: datasets.Dataset
+    rendered: list[Rendering]
+    settings: dict[str, Any]
+    left_out: int
+    base_stops: set[int]
+
+    @property
+    def lengths(self) -> np.ndarray | None:
+        """Lengths of the rows, if a micro-batch is padded: then it gets rows of similar length."""
+        args = self.run.args
+        return None if args.packing or args.padding_free else lengths_of(self.train)
+
+    def make_heldout_loader(self) -> RowLoader:
+        run = self.run
+        place = run.args, run.data_rank, run.data_world_size
+        return make_eval_loader(Rows(self.heldout, without_targets), *place, collate_fn=self.collate)
+
+
+def prepare_sides(
+    run: Run[Any],
+    config: SFTConfig,
+    sides: dict[str, datasets.Dataset],
+    tokenizer: PreTrainedTokenizerBase,
+    base_stops: set[int],
+) -> SupervisedRows:
+    """Tokenise conversations ourselves, and texts by trl. Then cut or pack by trl; in between, keep the first rows.
+
+    It also tells of rows that a template makes otherwise than one expects. The base stops at `base_stops`.
+
+    Raises:
+        ConfigError: for rows that cannot be rendered, if no row is left, and if a resumed run has other targets.
+        DataError: for a token that stands for an image.
+    """
+    args, prepared, known, added = run.args, {}, {}, 0
+    if run.resumed_from:
+        check_same_targets(args, sides["train"].features, run.resumed_from)
+    whole_rows = copy.copy(config)  # for texts
+    whole_rows.max_length, whole_rows.shuffle_dataset = None, False
+    completion_only = config.completion_only_loss
+    if completion_only is None:
+        completion_only = {"prompt", "completion"} <= {*sides["train"].column_names}
+    # What trl's function reads of its trainer.
+    trl: Any = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=completion_only)
+    for side, rows in sides.items():
+        name = "train" if side == "train" else "eval"
+        settings = {
+            "text_field": config.dataset_text_field,
+            "completion_only": completion_only,
+            "assistant_only": of_answers(args, rows.features),
+            "stops": sorted(base_stops | stops_of(tokenizer)),
+        }
+        # Of each row to train on: the number of the row that it is made of, and the prompt that its answer lacks a part of.
+        sources, opened = np.arange(len(rows)), []
+        rows = with_date_as_key(rows, args.template_date)
+        if has_chats(rows.features):
+            # `datasets` finds its result again by the name of our function, and would not see that its code has changed.
+            code = "".join(map(inspect.getsource, (rendering, answer_spans)))
+            render_all = partial(
+                rows.map,
+                rendered,
+                with_indices=True,
+                batched=True,
+                fn_kwargs={"tokenizer": tokenizer, "settings": settings, "code": code},
+                features=datasets.Features(dict(rows.features) | RENDERED),
+                num_proc=config.dataset_num_proc,
+                desc=f"Tokenizing {name} dataset",
+            )
+            with refused_by_trl(), frozen_date(args.template_date), naming_rows(args, tokenizer, **settings):
+                whole: Any = on_first_of_machine_before_others(render_all)
+            sources, opened = np.array(whole["source"][:], int), whole["opened"][:]
+            whole = whole.remove_columns(["source", "opened"])
+        else:
+            with refused_by_trl():
+                whole = SFTTrainer._prepare_dataset(trl, rows, tokenizer, whole_rows, False, None, name)
+        if not len(whole):
+            raise ConfigError(
+                f"none of {len(rows):,} rows to {'train' if name == 'train' else 'evaluate'} on has an answer that is a "
+                "target, which is a message of the role 'assistant' with a text; give rows with answers, see roles and "
+                "weights of the messages, or train everything by --assistant_only_loss false"
+            )
+        check_no_placeholders(whole, tokenizer, args.base_model)
+        if name == "train":
+            added = tell_of_parts(run, whole, sources, [prompt for prompt in opened if prompt])
+            first = whole.select(range(int((sources < NUM_COMPARED).sum())))
+            renderings = [
+                Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]) for row in first
+            ]
+            known = {"whole": whole, "rendered": renderings, "settings": settings}
+        is_packed = config.packing if side == "train" or config.eval_packing is None else config.eval_packing
+        with refused_by_trl():
+            prepared[side] = SFTTrainer._prepare_dataset(trl, whole, tokenizer, config, is_packed, None, name)
+    check_rows_are_left(sides, prepared, config.max_length)
+    left_out = len(sides["train"]) - len(prepared["train"]) + added  # the difference does not show rows that are added
+    train, heldout = prepared["train"], prepared["test"]
+    collate = make_collator(args, tokenizer.pad_token_id, config.pad_to_multiple_of)
+    read = (run, train, heldout, collate, content_of_sides(run, train, heldout))
+    return SupervisedRows(*read, **known, left_out=left_out, base_stops=base_stops)
+
+
+def tell_of_parts(run: Run[Any], whole: datasets.Dataset, sources: np.ndarray, opened: list[str]) -> int:
+    """Tell of rows that are cut after an earlier answer, and of answers that lack a part of their prompt, if any.
+
+    `sources` are the numbers of the rows that the rows to train on are made of, `opened` those prompts.
+
+    Returns:
+        The number of rows that are cut after an earlier answer.
+    """
+    added = np.flatnonzero(sources[:-1] == sources[1:])  # the last row of a conversation is the whole one
+    if len(added):
+        tokens = lengths_of(whole)[added].sum()
+        run.print(
+            f"The chat template renders some answers otherwise once the conversation goes on: {len(added):,} rows with "
+            f"{tokens:,} tokens are added, each cut after such an answer, from {len({*sources[added]}):,} conversations"
+        )
+    if opened:
+        run.print(
+            f"The chat template asks for an answer with {opened[0]!r}. In {len(opened):,} rows an answer does not begin "
+            "with all of that: the model learns from another prompt than it will get. Give rows with thoughts, or "
+            "another template (docs/rows.md)"
+        )
+    return len(added)
+
+
+def count_and_compare(
+    config: SFTConfig,
+    rows: SupervisedRows,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    written: list[dict],
+) -> tuple[np.ndarray, dict[str, int]]:
+    """Count what is trained, and compare the first rows, which were `written` so, with how the export will render them.
+
+    Returns:
+        The number of targets of each row, and other counts to print (see `shown.count_line`).
+
+    Raises:
+        ConfigError: if the model would not learn to stop, and if the export would render the rows otherwise.
+    """
+    exported, whole = as_exported(model, tokenizer), rows.whole
+    num_targets, *_ = count_targets_of(rows.train, exported.stops)
+    kept = EVERYTHING  # of each row: the parts that `bfd_split` and `wrapped` cut off become other rows
+    if config.max_length and not (config.packing and config.packing_strategy != "bfd"):
+        at_end = config.truncation_mode == "keep_end" and not config.packing
+        kept = slice(-config.max_length, None) if at_end else slice(config.max_length)
+    _, num_ended, ends = count_targets_of(whole, exported.stops, kept)
+    if num_targets.any() and not num_ended:
+        stops = shown_ends(tokenizer, sorted(exported.stops))
+        last = next((ids[kept] for ids, targets, _ in rows.rendered if any(targets[kept])), whole[0]["input_ids"])[-2:]
+        raise ConfigError(
+            f"no row ends with a target at which the model would stop: generation stops at {stops}, the first row ends "
+            f"with {tokenizer.decode(last)!r}; name the token that ends an answer by --eos_token (and by --new_tokens, if "
+            "the tokenizer does not have it), raise --max_length, or mend the chat template"
+        )
+    place = rows.run, exported, rows.base_stops
+    on_first_rank(lambda: compare_with_rendering(*place, written, rows.rendered, ends, **rows.settings))
+    # trl drops rows in which no target is left, but no packed row.
+    counts = {"packed from": len(whole)} if config.packing else {"left out": rows.left_out}
+    longest = config.max_length if kept != EVERYTHING else None
+    return num_targets, {"with an end": num_ended} | counts | cut_at(lengths_of(whole), longest)
 
 
 def check_no_placeholders(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, base_model: str) -> None:
@@ -179,160 +423,6 @@ def check_no_placeholders(rows: datasets.Dataset, tokenizer: PreTrainedTokenizer
             before: Any = tokenizer.decode(ids[max(begin, found[0] - NUM_SHOWN) : found[0]])
             raise DataError(stands_for_image(start + row + 1, int(found[0]) - begin, token, known[token], before))
         start += len(lengths)
-
-
-class SupervisedTrainer(Objective, SFTTrainer):
-    """trl's SFTTrainer, which checks before training that the export will render the rows as they are trained.
-
-    `source_rows` are the first training rows, as they were written.
-    """
-
-    ended = ("completion",)
-    order_class = StepOrder
-
-    def __init__(self, run: Run[Any], *args: Any, source_rows: list[dict], **settings: Any):
-        self.source_rows = source_rows
-        if run.resumed_from:
-            check_same_targets(run.args, settings["train_dataset"].features, run.resumed_from)
-        super().__init__(run, *args, **settings)
-
-    def _prepare_dataset(
-        self, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, config: SFTConfig, packing: bool, _, name: str
-    ) -> datasets.Dataset:
-        """Tokenise conversations ourselves, and texts by trl. Then cut or pack by trl; in between, keep the first rows."""
-        whole_rows = copy.copy(config)  # for texts
-        whole_rows.max_length, whole_rows.shuffle_dataset = None, False
-        settings = {
-            "text_field": config.dataset_text_field,
-            "completion_only": self.completion_only_loss,
-            "assistant_only": of_answers(self.run.args, rows.features),
-            "stops": sorted(self.base_stops | stops_of(tokenizer)),
-        }
-        # Of each row to train on: the number of the row that it is made of, and the prompt that its answer lacks a part of.
-        sources, opened = np.arange(len(rows)), []
-        date = self.run.args.template_date
-        rows = with_date_as_key(rows, date)
-        if has_chats(rows.features):
-            # `datasets` finds its result again by the name of our function, and would not see that its code has changed.
-            code = "".join(map(inspect.getsource, (rendering, answer_spans)))
-            render_all = partial(
-                rows.map,
-                rendered,
-                with_indices=True,
-                batched=True,
-                fn_kwargs={"tokenizer": tokenizer, "settings": settings, "code": code},
-                features=datasets.Features(dict(rows.features) | RENDERED),
-                num_proc=config.dataset_num_proc,
-                desc=f"Tokenizing {name} dataset",
-            )
-            with frozen_date(date), self.naming_rows(tokenizer, **settings):
-                whole: Any = on_first_of_machine_before_others(render_all)
-            sources, opened = np.array(whole["source"][:], int), whole["opened"][:]
-            whole = whole.remove_columns(["source", "opened"])
-        else:
-            whole = super()._prepare_dataset(rows, tokenizer, whole_rows, False, None, name)
-        if not len(whole):
-            raise ConfigError(
-                f"none of {len(rows):,} rows to {'train' if name == 'train' else 'evaluate'} on has an answer that is a "
-                "target, which is a message of the role 'assistant' with a text; give rows with answers, see roles and "
-                "weights of the messages, or train everything by --assistant_only_loss false"
-            )
-        check_no_placeholders(whole, tokenizer, self.run.args.base_model)
-        if name == "train":
-            self.whole, self.settings = whole, settings
-            self.tell_of_parts(sources, [prompt for prompt in opened if prompt])
-            first = whole.select(range(int((sources < NUM_COMPARED).sum())))
-            self.first = [
-                Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]) for row in first
-            ]
-            self.kept = EVERYTHING  # of each row: the parts that `bfd_split` and `wrapped` cut off become other rows
-            if config.max_length and not (packing and config.packing_strategy != "bfd"):
-                at_end = config.truncation_mode == "keep_end" and not packing
-                self.kept = slice(-config.max_length, None) if at_end else slice(config.max_length)
-        return super()._prepare_dataset(whole, tokenizer, config, packing, None, name)  # pyright: ignore[reportReturnType]
-
-    def tell_of_parts(self, sources: np.ndarray, opened: list[str]) -> None:
-        """Tell of rows that are cut after an earlier answer, and of answers that lack a part of their prompt, if any.
-
-        `sources` are the numbers of the rows that the rows to train on are made of, `opened` those prompts.
-        """
-        added = np.flatnonzero(sources[:-1] == sources[1:])  # the last row of a conversation is the whole one
-        self.counts["left out"] += len(added)  # the difference of the numbers of rows does not show these
-        if len(added):
-            tokens = lengths_of(self.whole)[added].sum()
-            self.run.print(
-                f"The chat template renders some answers otherwise once the conversation goes on: {len(added):,} rows with "
-                f"{tokens:,} tokens are added, each cut after such an answer, from {len({*sources[added]}):,} conversations"
-            )
-        if opened:
-            self.run.print(
-                f"The chat template asks for an answer with {opened[0]!r}. In {len(opened):,} rows an answer does not begin "
-                "with all of that: the model learns from another prompt than it will get. Give rows with thoughts, or "
-                "another template (docs/rows.md)"
-            )
-
-    def sum_parts(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        """Sum the parts of trl's loss over a micro-batch, each for one of `count_parts`, in nats."""
-        outputs = Outputs(model)
-        loss = self.compute_loss(outputs, inputs_of(batch), num_items_in_batch=1)
-        return torch.stack([*self.balances(outputs), loss])
-
-    def count_parts(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Count the micro-batch itself if there are experts, and the targets."""
-        num_targets = count_next_tokens(batch)
-        return torch.stack([*[torch.ones_like(num_targets)] * self.aux_loss_enabled, num_targets])
-
-    def weights(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:
-        return dict.fromkeys(("entropy", "mean_token_accuracy"), counts[-1])
-
-    def num_steps(self) -> int:
-        return num_steps(self.run.args, len(self.train_dataset))
-
-    def examine(self) -> tuple[np.ndarray, dict[str, int]]:
-        exported = as_exported(self.model, self.processing_class)
-        num_targets, *_ = count_targets_of(self.train_dataset, exported.stops)
-        self.count_flops(num_targets.sum())
-        _, num_ended, ends = count_targets_of(self.whole, exported.stops, self.kept)
-        if num_targets.any() and not num_ended:
-            stops = shown_ends(self.processing_class, sorted(exported.stops))
-            kept = (ids[self.kept] for ids, targets, _ in self.first if any(targets[self.kept]))
-            last = next(kept, self.whole[0]["input_ids"])[-2:]
-            raise ConfigError(
-                f"no row ends with a target at which the model would stop: generation stops at {stops}, the first row ends "
-                f"with {self.processing_class.decode(last)!r}; name the token that ends an answer by --eos_token (and by "
-                "--new_tokens, if the tokenizer does not have it), raise --max_length, or mend the chat template"
-            )
-        on_first_rank(lambda: self.compare(exported, ends))
-        longest = self.args.max_length if self.kept != EVERYTHING else None
-        # trl drops rows in which no target is left, but no packed row.
-        counts = {"packed from": len(self.whole)} if self.args.packing else self.counts
-        counts |= cut_at(lengths_of(self.whole), longest)
-        return num_targets, {"with an end": num_ended} | counts
-
-    def count_flops(self, num_targets: int) -> None:
-        """Set the FLOP counter for MFU; if rows are padded, put rows of similar length into a micro-batch."""
-        lengths = documents = lengths_of(self.train_dataset)
-        if "seq_lengths" in self.train_dataset.column_names:
-            documents = np.concatenate([values for _, values in chunks_of(self.train_dataset, "seq_lengths")])
-        if not (self.args.packing or self.args.padding_free):
-            self.lengths = lengths
-        tokens, squares = documents.sum(), np.square(documents, dtype=float).sum()
-        row_length = self.args.max_length if self.args.packing else 0
-
-        def flops_fn(model: PreTrainedModel) -> Flops:
-            a_token = flops_per_token(model, squares / tokens, row_length)
-            attended, full_rows = (number * tokens / max(1, num_targets) for number in a_token)
-            return Flops(attended, full_rows if row_length else None)
-
-        self.flops_fn = flops_fn
-
-    def compare(self, exported: Exported, ends: set[int]) -> None:
-        """Compare the first rows with their rendering by the export, and keep them for the export.
-
-        Raises:
-            ConfigError: if the rows and the rendering differ.
-        """
-        self.compare_with_export(exported, self.first_rows(self.source_rows, self.first, ends, **self.settings))
 
 
 def rendered(
@@ -355,42 +445,3 @@ def rendered(
             for name, value in (row | made).items():
                 found[name].append(value)
     return found
-
-
-def supervised_trial(args: Any) -> Trial:
-    """Make the trial of an SFT run: the run's own loss, on rows of --max_length tokens by trl's own collator.
-
-    Raises:
-        NotSimulatedError: for settings that change the step.
-    """
-    others = {
-        "--max_length none": not args.max_length,
-        "--packing_strategy wrapped": args.packing and args.packing_strategy == "wrapped",
-        "--new_tokens": args.new_tokens,
-        f"--loss_type {args.loss_type}": args.loss_type != "nll",
-    }
-    refuse("SFT", others)
-    config = new_config(args, max_length=args.max_length) if args.from_scratch else config_of(args)
-    dtype = load_settings(args)["dtype"]
-    attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
-    trainer = bare(SupervisedTrainer, args, config)
-    length, rows = args.max_length, args.per_device_train_batch_size
-    row, shorter = {"input_ids": [0] * length}, {"input_ids": [0] * (length - 1)}
-    if args.has_boundaries:
-        row["seq_lengths"] = [length - 1, 1]
-    collator = DataCollatorForLanguageModeling(
-        pad_token_id=0, padding_free=args.has_boundaries, pad_to_multiple_of=pad_multiple(args)
-    )
-    batch = collator([row] * rows if args.has_boundaries or rows == 1 else [*[row] * (rows - 1), shorter])
-    if rows == 1 and batch.pop("attention_mask", None) is not None:  # one row has no padding, and attention no mask
-        batch["position_ids"] = torch.arange(length)[None]
-    return Trial(
-        config,
-        partial(
-            with_fused_head, attn_implementation=attention, dtype=dtype, outputs=("log_probs", "entropy", "is_top1")
-        ),
-        trainer.sum_parts,
-        trainer.count_parts,
-        batch,
-        rows * (length - 1),
-    )

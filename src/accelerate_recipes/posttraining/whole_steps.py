@@ -1,8 +1,8 @@
 """Order of the rows of DPO and GRPO, in whole optimizer steps: trl's losses need micro-batches of one size."""
 
-from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.rows import StepOrder, rows_of_step
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.posttraining.settings import TrainerArgs
 
 
 class WholeSteps(StepOrder):
@@ -14,20 +14,15 @@ class WholeSteps(StepOrder):
     # trl's losses gather one value for each row of a micro-batch, so all micro-batches must have the same size.
 
     def rows(self, step: int) -> list[int]:
-        # GRPO: the next prompts come after `iterations` steps, and a prompt stands in the list once for each answer to it.
+        # GRPO: the next prompts come after --num_iterations steps; a prompt stands in the list once for each answer to it.
         args = self.args
-        answers, iterations = of_a_prompt(args)
+        answers = args.num_generations  # 1 without GRPO, as is num_iterations
         prompts = args.total_batch_size // answers
-        rows = rows_of_step(step // iterations, prompts, self.num_rows, args.seed, self.end)
+        rows = rows_of_step(step // args.num_iterations, prompts, self.num_rows, args.seed, self.end)
         return [] if -1 in rows else [row for row in rows for _ in range(answers)]
 
 
-def of_a_prompt(args: TrainArgs) -> tuple[int, int]:
-    """Return how many answers a row stands for, and how many steps use them. Without GRPO, both are 1."""
-    return getattr(args, "num_generations", 1), getattr(args, "num_iterations", 1)
-
-
-def num_whole_steps(args: TrainArgs, num_rows: int) -> int:
+def num_whole_steps(args: TrainerArgs, num_rows: int) -> int:
     """Return the number of optimizer steps of a run in the order of WholeSteps.
 
     Raises:
@@ -35,11 +30,10 @@ def num_whole_steps(args: TrainArgs, num_rows: int) -> int:
     """
     if args.max_steps > 0:
         return args.max_steps
-    answers, iterations = of_a_prompt(args)
-    rows_a_step, num_trained = args.total_batch_size // answers, round(args.num_train_epochs * num_rows)
+    rows_a_step, num_trained = args.total_batch_size // args.num_generations, round(args.num_train_epochs * num_rows)
     if num_trained < rows_a_step:
         raise ConfigError(
             f"--num_train_epochs {args.num_train_epochs} of {num_rows:,} rows are {num_trained:,}, which do not fill a step "
             f"of {rows_a_step}; raise it, give --max_steps, or lower --total_batch_size"
         )
-    return num_trained // rows_a_step * iterations
+    return num_trained // rows_a_step * args.num_iterations

@@ -1,0 +1,206 @@
+"""Rows of SFT, DPO and GRPO as they are trained: numbered, known again on a resume, compared with the export's rendering."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import datasets
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from accelerate_recipes.checkpoint.check_export import (
+    Exported,
+    TrainedRows,
+    compare_rows,
+    compare_with_export,
+    ends_of_adapters,
+)
+from accelerate_recipes.checkpoint.files import saved_arguments
+from accelerate_recipes.data.conversations import TEXT, without_marks
+from accelerate_recipes.data.prepared import check_content, content_of
+from accelerate_recipes.data.rendering import Rendering, added_begin, first_refused
+from accelerate_recipes.data.rows import Rows, StepLoader, make_train_loader
+from accelerate_recipes.data.shown import NUM_ROWS, HasRows
+from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.ranks import on_first_of_machine_before_others
+from accelerate_recipes.run import Run
+
+# Settings of `rendering.render` that leave a row whole.
+AS_IT_STANDS = {"text_field": "", "completion_only": False, "assistant_only": False, "stops": []}
+
+
+class FirstRows(NamedTuple):
+    """First of the rows as a batch, to show them. `content` is the checksum of rows to train on."""
+
+    run: Run[Any]
+    rows: datasets.Dataset
+    collate: Callable[[list[dict]], dict[str, Any]]
+    content: str = ""
+
+    def check(self, states: list[dict]) -> None:
+        """Raise ConfigError if the states of a checkpoint belong to other rows."""
+        date, checkpoint, remedy = self.run.args.template_date, self.run.resumed_from, ""
+        if date and checkpoint and "template_date" not in saved_arguments(checkpoint):
+            remedy = f"give by --template_date, which is now {date}, the day on which the run began; "
+        check_content(self.content, states, remedy)
+
+    def first_batch(self) -> dict[str, Any]:
+        return self.collate([self.rows[i] for i in range(min(NUM_ROWS, len(self.rows)))])
+
+
+@dataclass
+class ReadRows:
+    """Rows of a run as the model reads them, and their collator. `content` is the checksum of those to train on."""
+
+    run: Run[Any]
+    train: datasets.Dataset
+    heldout: datasets.Dataset | None
+    collate: Callable[[list[dict]], dict[str, Any]]
+    content: str
+    show: Callable[[list[dict]], dict[str, Any]] | None = None  # makes the batch to show; default: `collate`
+
+    @property
+    def first(self) -> dict[str, HasRows]:
+        """First rows of both sides, for `run.show_rows`."""
+        show = self.show or self.collate
+        first: dict[str, HasRows] = {"Training": FirstRows(self.run, self.train, show, self.content)}
+        if self.heldout is not None:
+            first["Evaluation"] = FirstRows(self.run, self.heldout, show)
+        return first
+
+    def make_loader(self, **settings: Any) -> StepLoader:
+        """Make the loader of this rank's micro-batches; `settings` are those of `make_train_loader`."""
+        run, rows = self.run, Rows(self.train, numbered_row)
+        settings |= {"collate_fn": Numbered(self.collate), "content": self.content}
+        return make_train_loader(rows, run.args, run.data_rank, run.data_world_size, **settings)
+
+
+def content_of_sides(run: Run[Any], train: datasets.Dataset, heldout: datasets.Dataset | None = None) -> str:
+    """Compute the checksum of the rows to train on; "" with --data_only. Call it before the model is sharded.
+
+    Raises:
+        ConfigError: if machines have other rows, to train on or held out.
+    """
+    if run.args.data_only:
+        return ""
+    if heldout is not None:
+        content_of(heldout, heldout.column_names)
+    return content_of(train, train.column_names)
+
+
+class Numbered(NamedTuple):
+    """Collator of numbered rows: returns what `collate` makes of the rows, and their numbers as `row`."""
+
+    collate: Callable[[list[dict]], dict[str, Any]]
+
+    def __call__(self, rows: list[tuple[int, dict]]) -> dict[str, Any]:
+        return self.collate([row for _, row in rows]) | {"row": torch.tensor([number for number, _ in rows])}
+
+
+def numbered_row(row: dict, number: int) -> tuple[int, dict]:
+    return number, without_targets(row, number)
+
+
+def without_targets(row: dict, number: int) -> dict:
+    """Return a row as trl prepared it; the row of number -1 loses its targets."""
+    return row if number >= 0 else row | {"labels": [IGNORE_INDEX] * len(row["input_ids"])}
+
+
+def clean_texts(
+    run: Run[Any],
+    sides: dict[str, datasets.Dataset],
+    tokenizer: PreTrainedTokenizerBase,
+    answers: Sequence[str] = (),
+    texts: Sequence[str] = (),
+    end: str | None = None,
+) -> dict[str, datasets.Dataset]:
+    """Remove marks that are added later from columns of texts: the begin token, and white space behind the end token.
+
+    A prompt has a begin token, the columns of `answers` have an end, those of `texts` have both; the end is the tokenizer's,
+    or `end`. This also tells if prompts are texts, for which the chat template is not used.
+    """
+    begin, last, found = added_begin(tokenizer), str(end or tokenizer.eos_token or ""), dict(sides)
+    marks = dict.fromkeys(texts, (begin, last)) | {"prompt": (begin, "")} | dict.fromkeys(answers, ("", last))
+    for name in sides:
+        for column in [column for column in marks if column in found[name].column_names]:
+            once = partial(without_marks, found[name], column, *marks[column])
+            found[name] = on_first_of_machine_before_others(once)
+    if found["train"].features.get("prompt") == TEXT and tokenizer.chat_template:
+        run.print(
+            f"The prompts are texts, which are read as they stand: the chat template of {run.args.model_name_or_path} is "
+            "not used. Give lists of messages to use it"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def naming_rows(args: Any, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> Iterator[None]:
+    """If rows cannot be prepared because a conversation cannot be rendered, say in which row of which file it is.
+
+    `settings` are those of `rendering.first_refused`.
+
+    Raises:
+        ConfigError: naming the row.
+    """
+    try:
+        yield
+    except Exception as error:
+        for name, rows in args.read_rows_for(tokenizer).items():
+            if found := first_refused(rows, tokenizer, **settings):
+                raise ConfigError(f"{args.sources[name]}, row {found[0]}, {found[1]}") from error
+        raise
+
+
+def check_rows_are_left(
+    given: Mapping[str, datasets.Dataset], prepared: Mapping[str, datasets.Dataset], longest: int | None
+) -> None:
+    """Check that trl has left rows of each side, `train` and `test`, of those that were given.
+
+    Raises:
+        ConfigError: for a side without rows.
+    """
+    for name, use in (("train", "train"), ("test", "evaluate")):
+        if name in prepared and not len(prepared[name]):
+            raise ConfigError(
+                f"none of {len(given[name]):,} rows is left to {use} on: trl leaves out rows that have no target within "
+                f"--max_length {longest}; raise it, or see the weights of the messages"
+            )
+
+
+def compare_with_rendering(
+    run: Run[Any],
+    exported: Exported,
+    base_stops: set[int],
+    rows: list[dict],
+    trained: list[Rendering],
+    ends: Iterable[int],
+    **settings: Any,
+) -> None:
+    """Compare the first rows with how the export will render them, and keep them for a comparison with the real export.
+
+    `rows` holds them as they were written, `trained` as they are trained, by the `settings` of `rendering.render`; `ends`
+    are the tokens that end rows. The base stops at `base_stops`. Only rank 0 calls this.
+
+    Raises:
+        ConfigError: if they differ, and if a file of the user is in the way.
+    """
+    args = run.args
+    names = args.fixed_on_resume()
+    fixed = {name: value for name, value in args.values().items() if name in names}
+    first = TrainedRows(rows, trained, AS_IT_STANDS | settings, sorted(ends), fixed)
+    compare_with_export(exported, first, None if args.data_only else run.output_dir)
+    if run.adapter and not args.merge_adapter and {*first.ends} - base_stops:
+        run.print(ends_of_adapters(exported.tokenizer, first.ends, base_stops))
+
+
+def compare_finished(run: Run[Any]) -> None:
+    """Compare the first rows of a finished run, as its export renders them, with the trained rows, and print the result.
+
+    Raises:
+        ConfigError: for each row that differs.
+    """
+    if run.is_first:
+        run.print(compare_rows(run.output_dir / "export", run.output_dir))
