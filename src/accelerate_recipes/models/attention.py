@@ -72,8 +72,8 @@ def choose(
     Args:
         dtype: dtype of the weights; the model computes in this dtype unless the accelerate YAML says bf16.
         has_boundaries: whether the batches say where documents begin.
-        is_shared: whether ranks share a row (see `shared_rows`). If so, the choice is `documents` on any device, or `sdpa` with
-            a mask.
+        is_shared: whether ranks share a row (see `shared_rows`). If so, the choice is `documents` on any device, or `sdpa`
+            with a mask.
 
     Raises:
         ConfigError: for an attention that does not work with the model, the precision or the installed packages.

@@ -18,11 +18,12 @@ from accelerate_recipes.checkpoint.check_export import (
     ends_of_adapters,
 )
 from accelerate_recipes.checkpoint.files import saved_arguments
+from accelerate_recipes.data import NUM_ROWS
 from accelerate_recipes.data.conversations import TEXT, without_marks
 from accelerate_recipes.data.prepared import check_content, content_of
 from accelerate_recipes.data.rendering import Rendering, added_begin, first_refused
 from accelerate_recipes.data.rows import Rows, StepLoader, make_train_loader
-from accelerate_recipes.data.shown import NUM_ROWS, HasRows
+from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.ranks import on_first_of_machine_before_others
