@@ -324,7 +324,7 @@ def test_a_run_takes_flash_attention_3(monkeypatch):
     monkeypatch.setattr(run, "use_flash_3", lambda: True)
     for name, expected in (("sdpa", 0), ("documents", 1)):
         fake = SimpleNamespace(
-            args=SimpleNamespace(attn_implementation=name, **args), shard=lambda _: None, print=said.append, adapter=None, is_first=False,
+            args=SimpleNamespace(attn_implementation=name, max_length=0, document_mask=False, packing=False, **args), shard=lambda _: None, print=said.append, adapter=None, is_first=False,
             accelerator=None, model=None, optimizer=None, resumed_from=None, rest_of_base=lambda _: None,
         )  # fmt: skip
         run.Run.prepare(fake, make(tiny_config(), name), None, 1)
