@@ -21,7 +21,7 @@ ABOUT = {
     "posttraining/answers.py",
     "posttraining/evaluation.py", "posttraining/references.py",
     "posttraining/objective.py", "posttraining/preferences.py", "posttraining/rewards.py", "posttraining/settings.py",
-    "posttraining/supervised.py", "posttraining/supervised_loss.py", "posttraining/trained_rows.py",
+    "posttraining/supervised.py", "posttraining/supervised_loss.py", "posttraining/trained_pairs.py", "posttraining/trained_rows.py",
 }  # fmt: skip
 # As on a machine where these are not installed; read by each Python process at its start.
 HIDE = f"""
