@@ -33,8 +33,9 @@ from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.objective import give_model_to_trl
-from accelerate_recipes.posttraining.preferences import DPOArgs, PairTrainer, count_pairs, preference_trial, read_pairs
+from accelerate_recipes.posttraining.preferences import DPOArgs, PairTrainer, preference_trial
 from accelerate_recipes.posttraining.settings import make_model, trl_config
+from accelerate_recipes.posttraining.trained_pairs import count_pairs, read_pairs
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe

@@ -32,18 +32,9 @@ from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.objective import give_model_to_trl
-from accelerate_recipes.posttraining.preferences import (
-    DPOArgs,
-    PairTrainer,
-    compare_pairs,
-    count_pairs,
-    evaluate_pairs,
-    preference_trial,
-    prepare_preferences,
-    read_pairs,
-    to_pairs,
-)
+from accelerate_recipes.posttraining.preferences import DPOArgs, PairTrainer, evaluate_pairs, preference_trial, to_pairs
 from accelerate_recipes.posttraining.settings import make_model, trl_config
+from accelerate_recipes.posttraining.trained_pairs import compare_pairs, count_pairs, prepare_preferences, read_pairs
 from accelerate_recipes.posttraining.trained_rows import clean_texts, compare_finished
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.ranks import on_first_of_machine_before_others

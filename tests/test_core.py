@@ -18,7 +18,7 @@ ABOUT = {
     "data/conversations.py", "data/formats.py", "data/json_texts.py", "data/tables.py", "data/unwritten.py",
     "posttraining/answers.py", "posttraining/evaluation.py", "posttraining/references.py", "posttraining/objective.py",
     "posttraining/preferences.py", "posttraining/rewards.py", "posttraining/settings.py", "posttraining/supervised.py",
-    "posttraining/supervised_loss.py", "posttraining/trained_rows.py",
+    "posttraining/supervised_loss.py", "posttraining/trained_pairs.py", "posttraining/trained_rows.py",
 }  # fmt: skip
 
 

@@ -53,7 +53,7 @@ from accelerate_recipes.models.composites import text_part
 from accelerate_recipes.models.encoder_decoders import load_encoder_decoder
 from accelerate_recipes.models.loading import made
 from accelerate_recipes.models.positions import check_length
-from accelerate_recipes.posttraining.objective import weight_of_balance
+from accelerate_recipes.posttraining.settings import weight_of_balance
 
 RESULT = json.loads(models_table.RESULT.read_text())
 

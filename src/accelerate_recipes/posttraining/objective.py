@@ -37,10 +37,8 @@ from transformers.trainer_utils import align_special_tokens
 from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes.checkpoint.check_export import stops_of
-from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.adapters import WithoutAdapters
-from accelerate_recipes.models.shared_rows import balance_weight
-from accelerate_recipes.posttraining.settings import make_model, refused_by_trl
+from accelerate_recipes.posttraining.settings import make_model, refused_by_trl, weight_of_balance
 from accelerate_recipes.ranks import data_world_size, sum_over_ranks
 from accelerate_recipes.run import Run
 
@@ -92,25 +90,6 @@ def bare(trainer_class: type["Objective"], args: Any, config: PreTrainedConfig, 
     if args.disable_dropout:
         args.lora_dropout = 0.0  # the trial's model gets its adapters later, by these `args`
     return trainer
-
-
-def weight_of_balance(config: PreTrainedConfig, given: float | None) -> float:
-    """Return the weight of the loss that balances experts: the `given` one, or the model's; 0 without such a loss.
-
-    trl 1.16 reads the number of experts as `num_experts`. The Granites and PhiMoE call it `num_local_experts`; this gives
-    their class the other name too, as classes of transformers do.
-
-    Raises:
-        ConfigError: if a weight is given for a model that computes no such loss.
-    """
-    text, weight = config.get_text_config(), balance_weight(config, given)
-    if given and not weight:
-        raise ConfigError(
-            f"--router_aux_loss_coef {given}: this {text.model_type} computes no loss that balances experts; remove it"
-        )
-    if weight and not hasattr(text, "num_experts"):
-        type(text).attribute_map = type(text).attribute_map | {"num_experts": "num_local_experts"}
-    return weight
 
 
 class Outputs:

@@ -209,6 +209,25 @@ def check_trl_packing(args: TrainerArgs, model: PreTrainedModel) -> None:
         )
 
 
+def weight_of_balance(config: PreTrainedConfig, given: float | None) -> float:
+    """Return the weight of the loss that balances experts: the `given` one, or the model's; 0 without such a loss.
+
+    trl 1.16 reads the number of experts as `num_experts`. The Granites and PhiMoE call it `num_local_experts`; this gives
+    their class the other name too, as classes of transformers do.
+
+    Raises:
+        ConfigError: if a weight is given for a model that computes no such loss.
+    """
+    text, weight = config.get_text_config(), balance_weight(config, given)
+    if given and not weight:
+        raise ConfigError(
+            f"--router_aux_loss_coef {given}: this {text.model_type} computes no loss that balances experts; remove it"
+        )
+    if weight and not hasattr(text, "num_experts"):
+        type(text).attribute_map = type(text).attribute_map | {"num_experts": "num_local_experts"}
+    return weight
+
+
 def make_or_load_model(
     args: NewModelArgs, tokenizer: PreTrainedTokenizerBase, new_tokens: Sequence[str]
 ) -> tuple[PreTrainedModel, list[int]]:

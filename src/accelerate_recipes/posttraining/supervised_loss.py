@@ -16,8 +16,7 @@ from accelerate_recipes.metrics import Flops, flops_per_token
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.configurations import new_config
-from accelerate_recipes.posttraining.objective import weight_of_balance
-from accelerate_recipes.posttraining.settings import pad_multiple, with_fused_head
+from accelerate_recipes.posttraining.settings import pad_multiple, weight_of_balance, with_fused_head
 from accelerate_recipes.ranks import sum_over_ranks
 from accelerate_recipes.trial import Trial, config_of, refuse
 
