@@ -385,7 +385,7 @@ def count_and_compare(
     """
     exported, whole = as_exported(model, tokenizer), rows.whole
     num_targets, *_ = count_targets_of(rows.train, exported.stops)
-    kept = EVERYTHING  # of each row: the parts that `bfd_split` and `wrapped` cut off become other rows
+    kept = EVERYTHING  # what `bfd_split` and `wrapped` cut off a row is trained as another row
     if config.max_length and not (config.packing and config.packing_strategy != "bfd"):
         at_end = config.truncation_mode == "keep_end" and not config.packing
         kept = slice(-config.max_length, None) if at_end else slice(config.max_length)
