@@ -240,13 +240,14 @@ NASTY = [
 
 
 def numeric(args_class: type[TrainArgs]) -> dict[str, Range | None]:
-    """Return a recipe's arguments that are numbers or lists of numbers, with their ranges."""
+    """Return a recipe's arguments that are numbers or lists of numbers, with their ranges in its parser."""
     found, hints = {}, typing.get_type_hints(args_class)
+    choices = {action.dest: action.choices for action in recipe_parser(args_class)._actions}
     for f in fields(args_class):
         kind = hints[f.name]
         kinds = {kind, *typing.get_args(kind)} | {k for part in typing.get_args(kind) for k in typing.get_args(part)}
         if {int, float} & kinds and str not in kinds and f.name not in args_class.owned_elsewhere:
-            found[f.name] = args_class.ranges.get(f.name, f.metadata.get("choices"))
+            found[f.name] = choices[f.name]
     return found
 
 
