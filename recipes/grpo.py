@@ -127,10 +127,10 @@ def main(args: Args) -> None:
     run.adapter = add_adapters(model, args)
     config, given = trl_config(run, GRPOConfig), {"reward_funcs": rewards, "train_dataset": prompts}
     trainer = give_model_to_trl(RewardTrainer, run, config, model, tokenizer, **given)
-    trainer.samples = Samples(run.output_dir, run.resumed_from) if run.is_first else None
     read = rows_of_prompts(trainer, prompts, shown)
     compare_prompts(trainer, prompts)
     run.show_rows(tokenizer, read.first, len(prompts), counts)
+    trainer.samples = Samples(run.output_dir, run.resumed_from) if run.is_first else None
     answers = HeldoutAnswers(run, tokenizer, heldout, rewards, trainer.samples)
     run.print(
         f"Data: {len(rows['train']):,} prompts to answer, {len(rows['test']):,} held out, of which {len(heldout):,} are "

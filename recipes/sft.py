@@ -64,11 +64,12 @@ class Args(FormatArgs, NewModelArgs, SFTConfig):
     )
 
     fixed = frozenset({
-        "dataset_text_field", "dataset_kwargs", "chat_template_path", "eos_token", "max_length", "truncation_mode",
+        "dataset_text_field", "chat_template_path", "eos_token", "max_length", "truncation_mode",
         "packing", "packing_strategy", "shuffle_dataset", "completion_only_loss",
     })  # fmt: skip
     owned_elsewhere = NewModelArgs.owned_elsewhere | {
-        "accept_training_template": "remove it: answers are found with the model's own template"
+        "accept_training_template": "remove it: answers are found with the model's own template",
+        "dataset_kwargs": "remove it: rows are always prepared here",
     }
     groups = NewModelArgs.groups | dict.fromkeys(("packing", "completion_only_loss"), "task")
     ranges = NewModelArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}

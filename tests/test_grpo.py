@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import set_seed
-from conversations import save_base
+from conversations import PROMPTS, prepare, save_base, template_of
 from helpers import CHILDREN, ROOT, STEPS, log_of, read_metrics
 from simulations import BF16, FP32, job
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -93,6 +93,15 @@ def arguments(base, rewards_file) -> tuple:
         "--per_device_train_batch_size", 16, "--per_device_eval_batch_size", 4, "--max_steps", STEPS, "--save_steps", 3,
         "--learning_rate", 1e-2, "--logging_steps", 1, "--async_save", "false", "--beta", 0.01, "--num_samples", 4,
     )  # fmt: skip
+
+
+def test_prepare_keeps_the_answers_of_a_run(tmp_path):
+    """Who prepares data in the folder of a run does not lose the answers that it has drawn."""
+    base = save_base(tmp_path, template_of("qwen3"), "<|im_end|>")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/samples.jsonl").write_text('{"step": 5}\n')
+    prepare(base, PROMPTS, name="grpo")
+    assert (tmp_path / "out/samples.jsonl").read_text() == '{"step": 5}\n' and (tmp_path / "out/rows.txt").exists()
 
 
 def test_grpo(killed_and_resumed, forks, arguments, base, rewards_file, tmp_path):

@@ -114,6 +114,16 @@ def test_the_path_of_gpus_without_a_gpu(simulator):
     assert masked.value_reads == found.value_reads + min(masked.micro_batches, MICRO_BATCHES)
 
 
+def test_a_second_model_on_gpus(simulator, bases):
+    """A reference beside the model is simulated too: its shard, a quarter of its weights in fp32, is there in the step."""
+    command = command_of(bases, WIDE_DPO)
+    alone, beside = simulator(
+        [on_four("fsdp_full", [*command, "--precompute_ref_log_probs", at]) for at in ("true", "false")]
+    )
+    assert isinstance(beside, Outcome), beside
+    assert beside.peak >= alone.peak + beside.parameters and beside.flops > alone.flops
+
+
 def check_path(name: str, config: str, found: Outcome | Exception) -> None:
     """Check what was simulated of a command of GPU_COMMANDS under a config, on four GPUs or on one."""
     case = name, config

@@ -281,7 +281,6 @@ def pretend(world_size: int, device: str, use_fsdp: bool, is_packed: bool) -> It
 
     def initialize(model, seed, device, storage=None):
         """Give weights memory without values, in place of `weights.initialize`."""
-        mode.allow_non_fake_inputs = True  # there may be a second model
         with mode:
             with in_one_place(model):
                 model.to_empty(device=storage or device)

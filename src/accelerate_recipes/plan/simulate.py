@@ -242,6 +242,7 @@ def simulate_here(job: Job) -> Outcome:
         run.adapter = adapter
         with mode if job.device == "cuda" else contextlib.nullcontext():
             run.shard(model)
+            mode.allow_non_fake_inputs = bool(base)  # the weights of a second model have no memory yet
             reference = run.shard_reference(base) if base else WithoutAdapters(run.model)
         if trial.keep_reference:
             trial.keep_reference(reference)
