@@ -91,10 +91,11 @@ def test_machines_with_caches_of_their_own(forks, arguments, tmp_path):
     forks.succeed(tmp_path / "warm", *args, **caches)
     for one, other in zip(files(0), files(1), strict=True):
         assert one.read_text() == other.read_text()
-    first_margin = [
+    cold, warm = [
         next(r["eval_margin"] for r in read_metrics(tmp_path / name) if "eval_margin" in r) for name in ("cold", "warm")
     ]
-    assert first_margin[0] == 0 != first_margin[1]
+    # Up to rounding: batches of another size may take other kernels.
+    assert abs(cold) < 1e-6 < 1e-2 < abs(warm)
 
 
 def test_values_that_cannot_be_kept(tmp_path, capsys):
