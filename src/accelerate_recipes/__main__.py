@@ -187,10 +187,10 @@ def prepare_rows(args: argparse.Namespace) -> None:
 
 
 def describe_arguments(args: argparse.Namespace) -> None:
-    from accelerate_recipes.arguments import help as arguments
     from accelerate_recipes.arguments import shipped
+    from accelerate_recipes.arguments.help import schema
 
-    print(json.dumps(arguments.schema(shipped.load(args.recipe).Args, args.recipe), indent=1))
+    print(json.dumps(schema(shipped.load(args.recipe).Args, args.recipe), indent=1))
 
 
 def complete(args: argparse.Namespace) -> None:

@@ -154,11 +154,11 @@ class TrainArgs(AdapterArgs):
         0, "Worker processes that collate batches, per process.", min=0, max=1024, group="data"
     )
     ddp_timeout: int = arg(
-        1800, "Seconds after which a collective fails that some process has not joined.", min=1, group="rare"
+        1800, "Seconds to wait for a process that does not join a collective; then the run fails.", min=1, group="rare"
     )
     step_timeout: int = arg(
         300,
-        "Seconds after which a hanging step is an error; for the first step, --ddp_timeout counts.",
+        "Seconds to wait for a step that hangs; then the run fails. The first step has --ddp_timeout.",
         min=1,
         group="rare",
     )

@@ -94,9 +94,7 @@ class Checkpointer:
     artifacts: Sequence[Any]  # objects with `save_pretrained`: configuration, tokenizer, generation config
     resumed_from: Path | None
     adapter: adapters.Adapter | None = None  # if given, only trained parameters are saved
-    base: dict[str, str | None] | None = (
-        None  # what an export takes the rest from, as `untrained.described` describes it
-    )
+    base: dict[str, str | None] | None = None  # what an export takes the rest from; see `untrained.described`
     newest: Path | None = None
     data_states: list[dict] = field(default_factory=list)  # after `resume`: the `data_state` of each rank
 

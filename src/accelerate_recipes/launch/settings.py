@@ -237,7 +237,7 @@ def ignored_flags(config: Path | str, flags: Sequence[str], env: Mapping[str, st
     ignored = [flag for flag in flags if flag.startswith("--parallelism_config_")]
     asked = parse_flags([*flags, "recipe.py"]).num_processes or read_yaml(Path(config)).get("num_processes") or 1
     started = int(env.get("WORLD_SIZE", 1))
-    on_cpu = "leave out --cpu: without a GPU, all processes run on the CPU"
+    on_cpu = "leave out --cpu, and hide GPUs, if there are any, by CUDA_VISIBLE_DEVICES="
     problems = {
         f"{', '.join(ignored)}: {config} has no parallelism_config, so accelerate launch would ignore it; take "
         "fsdp_long.yaml for ranks that share rows, or fsdp_hybrid.yaml for replicas": ignored

@@ -202,5 +202,5 @@ def check_belong_together(config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
                 "the model's own tokenizer"
             )
     if max_length > (longest := max_positions(config)):
-        found.append(f"--max_length is {max_length}, the model's is {longest}; set it to that or less: {LONGER}")
+        found.append(f"--max_length is {max_length}, the model's is {longest}; set it to that or less; {LONGER}")
     raise_problems("Model and data do not belong together", found)

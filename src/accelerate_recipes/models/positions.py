@@ -23,5 +23,5 @@ def check_length(name: str, max_length: int, flag: str = "max_length", multiple:
     longest = max_positions(load_config(name)) // multiple * multiple
     if max_length > longest:
         raise ConfigError(
-            f"--{flag} is {max_length}, but {name} is made for {longest} tokens; set it to {longest} or less: {LONGER}"
+            f"--{flag} is {max_length}, but {name} is made for {longest} tokens; set it to {longest} or less; {LONGER}"
         )

@@ -53,8 +53,7 @@ class TrainerArgs(TrainArgs):
 
     groups = TrainArgs.groups | dict.fromkeys(("chat_template_path", "dataset_num_proc"), "data")
     ranges = dict.fromkeys(("router_aux_loss_coef",), Range(min=0))
-    # Fields of GRPO, of recipes that may begin with a new model, and of recipes with a chat template.
-    num_generations, num_iterations, from_scratch, template_date = 1, 1, False, ""
+    from_scratch = False  # in recipes that always begin with a pretrained model
     owned_elsewhere = (
         dict.fromkeys(REPLACED, "it is of the loop of transformers' Trainer; this loop is that of all recipes, see --help")
         | dict.fromkeys(("save_strategy", "eval_strategy", "logging_strategy"), WHEN)
