@@ -231,6 +231,30 @@ def test_each_batch_of_an_evaluation_has_its_own_time(run, monkeypatch):
     ]  # fmt: skip
 
 
+def test_observers_are_told_what_has_happened(run, monkeypatch):
+    """Each moment, in order, with the step or the log's records; one that fails at all of them is a warning, and the next is told."""
+    told = []
+
+    class Recorder(agenda_module.Observer):
+        def evaluated(self, records):
+            told.append(("evaluated", records[-1]["step"]))
+
+    class Broken(agenda_module.Observer):
+        def began(self, value):
+            raise OSError("no room")
+
+        completed = evaluated = ended = began
+
+    for moment in ("began", "completed", "ended"):
+        setattr(Recorder, moment, lambda self, step, moment=moment: told.append((moment, step)))
+    monkeypatch.setattr(agenda_module, "observers", [Broken(), Recorder()])
+    with pytest.warns(UserWarning, match="Broken failed: OSError: no room"):
+        _, done = run(eval_steps=2, max_steps=3)
+    steps = [("completed", 1), ("completed", 2), ("evaluated", 2), ("completed", 3), ("evaluated", 3), ("ended", 3)]
+    assert told == [("evaluated", 0), ("began", 0), *steps]
+    assert ("save", 3) in done
+
+
 def test_a_slow_first_step_raises_the_limit_once(monkeypatch):
     monkeypatch.setattr(stop, "step_took", lambda seconds: None)
     agenda = Agenda.__new__(Agenda)

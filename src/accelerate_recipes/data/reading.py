@@ -1,4 +1,4 @@
-"""Parts of every reader of files: which files, what one of them is, an object in a line, and errors as one message."""
+"""Parts of every reader of files: which files, an object in a line, a value without nulls, and errors as one message."""
 
 import contextlib
 import glob
