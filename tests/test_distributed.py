@@ -366,12 +366,13 @@ def test_upstream_still_generates_beside_the_forward_pass(run_python):
 
 BERT_UNDER_FSDP2 = """
     import torch
-    from transformers import BertConfig, BertForSequenceClassification
+    from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+    from accelerate_recipes import upstream
     from accelerate_recipes.args import TrainArgs
     from accelerate_recipes.distributed import make_accelerator, prepare
     accelerator = make_accelerator(TrainArgs())
     sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-    model = BertForSequenceClassification(BertConfig(**sizes))
+    model = CLASS(BertConfig(**sizes))
     try:
         PREPARE
         model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
@@ -389,13 +390,22 @@ def test_upstream_still_generates_where_the_first_parameter_lies():
 
 
 @pytest.mark.slow
-def test_upstream_still_wraps_an_embedding_twice(run_python):
-    """When this fails, Accelerate wraps an embedding once: remove upstream.leave_embedding_to_accelerate."""
-    alone = "model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))"
+@pytest.mark.parametrize(
+    ("kind", "before", "error"),
+    [
+        ("BertForSequenceClassification", "", "Invariant encountered"),
+        ("BertForMaskedLM", "upstream.leave_embedding_to_accelerate(model); ", "shared with a parameter"),
+    ],
+    ids=["leave_embedding_to_accelerate", "hidden_head"],
+)
+def test_upstream_still_wraps_embeddings_and_heads_twice(run_python, kind, before, error):
+    """When one fails, Accelerate wraps them once: remove the function of `upstream` that it names."""
     layers = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-    assert run_python(BERT_UNDER_FSDP2.replace("PREPARE", alone), **layers) != "fine"
+    code = BERT_UNDER_FSDP2.replace("CLASS", kind)
+    alone = f"{before}model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))"
+    assert error in run_python(code.replace("PREPARE", alone), **layers)
     ours = "model, *_ = prepare(accelerator, model, TrainArgs())"
-    assert run_python(BERT_UNDER_FSDP2.replace("PREPARE", ours), **layers) == "fine"
+    assert run_python(code.replace("PREPARE", ours), **layers) == "fine"
 
 
 SAVED_BUFFER_UNDER_FSDP2 = """

@@ -208,7 +208,7 @@ def prepare(
             accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
         upstream.leave_embedding_to_accelerate(model)
         placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
-        with upstream.hidden_buffers(accelerator, model):
+        with upstream.hidden_buffers(accelerator, model), upstream.hidden_head(model):
             model, _ = accelerator.prepare(model, placeholder)
         accelerator._optimizers.clear()
         if is_new:
