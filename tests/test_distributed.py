@@ -147,6 +147,8 @@ BUDGET = {"activation_memory_budget": 0.5}
         ({"reduce_dtype": "bf16"}, DDP, ["--reduce_dtype bf16", "here fp32; set it to fp32"]),
         ({"optim": "adamw_bf16_kahan"}, DDP, ["--reduce_dtype fp32", "here bf16; set it to bf16"]),
         ({"optim": "adafactor"}, FSDP1, ["--optim adafactor", "fsdp_version: 2"]),
+        ({"optim": "muon"}, FSDP1, ["--optim muon", "fsdp_version: 2"]),
+        ({"optim": "muon"}, FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true"}, ["--optim muon", "fsdp_offload_params: true"]),
         ({"optim": "adamw_8bit"}, FSDP2, ["--optim adamw_8bit", "bitsandbytes", "ddp.yaml"]),
         ({"optim": "adamw_8bit"}, FSDP1, ["--optim adamw_8bit", "bitsandbytes", "ddp.yaml"]),
         ({}, SHARED, ["cp_size is 2, but in this recipe a row is whole", "recipes/c4.py"]),
@@ -175,6 +177,8 @@ def test_an_argument_that_the_strategy_cannot_follow_is_refused(values, env, nam
         ({"optim": "adamw_bf16_kahan", "reduce_dtype": "bf16"}, DDP),
         ({"optim": "adafactor"}, FSDP2),
         ({"optim": "adamw_8bit"}, DDP),
+        ({"optim": "muon"}, FSDP2),
+        ({"optim": "muon"}, DDP),
         ({"reduce_dtype": "bf16"}, FSDP1),
         ({}, FSDP2 | {"ACCELERATE_MIXED_PRECISION": "bf16"}),
     ],
@@ -186,6 +190,16 @@ def test_and_where_it_can_it_is_not(values, env):
 def test_fsdp1_is_not_refused_on_gpus_for_what_only_a_cpu_lacks():
     env = FSDP1 | {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
     assert environment_problems(env, num_devices=4) == []
+
+
+def test_muon_on_a_model_that_adamw_trained_is_warned_of():
+    args = TrainArgs(optim="muon")
+    assert lever_warnings(args, {}, num_devices=0) == []
+    vars(args)["model_name_or_path"] = "base"
+    (found,) = lever_warnings(args, {}, num_devices=0)
+    assert "--optim muon" in found and "AdamW" in found
+    args.use_peft = True
+    assert lever_warnings(args, {}, num_devices=0) == []
 
 
 @pytest.mark.parametrize(

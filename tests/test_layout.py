@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "data": BELOW | {"args", "hub.cache", "life", "models"},
     "metrics": {"arguments", "disk", "models"},
     "losses": {"errors", "models", "ranks"},
-    "optim": {"args", "models", "ranks"},
+    "optim": {"args", "errors", "models", "ranks"},
     "launch_checks": {"args", "errors", "models", "ranks", "upstream"},
     "distributed": {"args", "errors", "launch_checks", "life", "models", "optim", "ranks", "upstream"},
     "checkpoint": BELOW | {"args", "data", "distributed", "hub.cache", "life", "metrics", "models", "optim", "upstream"},

@@ -148,7 +148,7 @@ def run_toy(forks, out, optim: str, config: str, num_processes: int) -> None:
 
 
 def tolerance(optim: str) -> float:
-    return 1e-5 if optim == "adafactor" else BF16
+    return 1e-5 if optim in ("adafactor", "muon") else BF16
 
 
 EVERYWHERE = [
@@ -158,12 +158,18 @@ EVERYWHERE = [
     pytest.param("adafactor", "fsdp_full", marks=pytest.mark.slow),
     pytest.param("adafactor", "ddp", marks=pytest.mark.slow),
     ("adamw_8bit", "ddp"),
+    ("muon", "fsdp_full"),
+    *(
+        pytest.param("muon", config, marks=pytest.mark.slow)
+        for config in ("fsdp_hybrid", "ddp", "fsdp_grad_op", "fsdp_long")
+    ),
 ]
 
 
 @pytest.mark.parametrize("optim, config", EVERYWHERE)
 def test_an_optimizer_does_not_depend_on_the_strategy(whole_runs, optim, config):
-    wanted, found = losses(whole_runs(optim, "single", 1)), losses(whole_runs(optim, config))
+    num_processes = {"fsdp_hybrid": 4, "fsdp_grad_op": 3}.get(config, 2)
+    wanted, found = losses(whole_runs(optim, "single", 1)), losses(whole_runs(optim, config, num_processes))
     assert len(wanted) == 10 and found == pytest.approx(wanted, rel=tolerance(optim))
 
 
@@ -173,7 +179,29 @@ def test_an_export_has_the_precision_that_was_trained(whole_runs, optim, dtype):
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
-OPTIMIZERS = ("adamw_bf16_kahan", "adafactor", "adamw_8bit")
+@pytest.mark.parametrize(
+    "config, num_processes",
+    [
+        ("fsdp_full", 3),
+        ("ddp", 2),
+        pytest.param("fsdp_hybrid", 4, marks=pytest.mark.slow),
+        pytest.param("ddp", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_muon_makes_each_matrix_orthogonal_once_in_the_world(forks, tmp_path, config, num_processes):
+    """Also where ranks divide neither rows nor experts. The ranks share the work, and the losses are those of one process."""
+    found = {}
+    for name, ranks in (("single", 1), (config, num_processes)):
+        forks.succeed(tmp_path / name, script=CHILDREN / "muon.py", config=name, num_processes=ranks)
+        found[name] = json.loads((tmp_path / name / "result.json").read_text())
+    matrices = 4 * (7 + 4 + 2 * 4)  # steps, times a dense layer, attention, and two matrices of each expert
+    assert found["single"]["made orthogonal"] == [matrices]
+    shared = found[config]["made orthogonal"]
+    assert sum(shared) == matrices and len(shared) == num_processes and min(shared) > 0
+    assert found[config]["losses"] == pytest.approx(found["single"]["losses"], rel=1e-5)
+
+
+OPTIMIZERS = ("adamw_bf16_kahan", "adafactor", "adamw_8bit", "muon")
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,14 @@ from transformers.optimization import Adafactor
 from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.weights import WRAPPERS
-from accelerate_recipes.optim import make_scheduler, num_warmup_steps, optimizer_fn
+from accelerate_recipes.optim import Muon, make_scheduler, num_warmup_steps, optimizer_fn, trained_by_muon
 
 STEPS = 20
+MODELS = [
+    *((AutoModelForCausalLM, config) for config in ARCHITECTURES.values() if not config.is_encoder_decoder),
+    *((AutoModelForSeq2SeqLM, config) for config in ENCODER_DECODERS.values()),
+    (AutoModelForImageClassification, SwinConfig(embed_dim=12, depths=[1], num_heads=[2])),
+]
 
 
 def build(model: nn.Module, optim: str, **values) -> torch.optim.Optimizer:
@@ -149,6 +154,56 @@ def test_adafactor_is_that_of_transformers():
         assert torch.allclose(ours_now, theirs_now, rtol=1e-5, atol=1e-7)
 
 
+def test_muon_is_that_of_torch():
+    """In bf16 to the bit, for wide, tall and square matrices; a stack of matrices is trained as each of them alone."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(6, 9), (9, 6), (8, 8), (3, 6, 9), (7,)]
+    start = [torch.randn(shape, generator=generator) for shape in shapes]
+    gradients = [[torch.randn(shape, generator=generator) * 10**i for shape in shapes] for i in (0, -3, 1)]
+    ours, alone, adam = (nn.ParameterList([p.clone() for p in start]) for _ in range(3))
+    settings = {"lr": 1e-2, "weight_decay": 0.5}
+    matrices = {"params": [*ours[:4]], "weight_decay": 0.5}
+    follow(Muon(matrices, [{"params": ours[4:], "weight_decay": 0.5}], torch.bfloat16, lr=1e-2), ours, gradients)
+    follow(torch.optim.Muon(alone[:3], adjust_lr_fn="match_rms_adamw", **settings), alone, gradients)
+    follow(torch.optim.AdamW(adam, fused=True, **settings), adam, gradients)
+    assert all(torch.equal(ours[i], alone[i]) for i in range(3)) and torch.equal(ours[4], adam[4])
+    for i, whole in enumerate(ours[3]):
+        one = nn.ParameterList([start[3][i].clone()])
+        follow(
+            Muon({"params": [*one], "weight_decay": 0.5}, [], torch.float32, lr=1e-2),
+            one,
+            [[g[3][i]] for g in gradients],
+        )
+        assert (whole - one[0]).abs().max() < 2e-2 * (one[0] - start[3][i]).abs().max()
+
+
+# Parameters of two and more dimensions that AdamW trains beside Muon, by the ends of their names.
+NOT_BY_MUON = re.compile(
+    r"(embed\w*|wte|wpe|shared|lm_head|classifier|patch_embeddings\.projection|relative_attention_bias)\.weight$"
+    r"|(mlp|feed_forward|mixer)\.gate\.weight$|router\.weight$|shared_expert_gate\.weight$"
+    r"|conv(1d)?\.weight$|A_log$|_bias$|bias_table$"
+)
+
+
+@pytest.mark.parametrize(("auto", "config"), MODELS, ids=lambda value: getattr(value, "model_type", ""))
+def test_muon_trains_matrices_of_hidden_layers(auto, config):
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    found = trained_by_muon(model, TrainArgs(optim="muon"))
+    assert found and not any(NOT_BY_MUON.search(name) for name in found)
+    rest = [name for name, parameter in model.named_parameters() if parameter.ndim > 1 and name not in found]
+    assert [name for name in rest if not NOT_BY_MUON.search(name)] == []
+    groups = optimizer_fn(model, TrainArgs(optim="muon"))(model).param_groups
+    assert {*groups[0]["params"]} == {*found.values()} and sum(len(g["params"]) for g in groups) == len(
+        [*model.parameters()]
+    )
+
+
+def test_muon_without_a_matrix_is_refused():
+    with pytest.raises(ConfigError, match="--optim muon"):
+        build(nn.Sequential(nn.LayerNorm(3)), "muon")
+
+
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_norms_and_biases_do_not_decay(optim):
     if optim == "adamw_8bit":
@@ -163,15 +218,7 @@ def test_norms_and_biases_do_not_decay(optim):
 DECAYED_BY_TRAINER = (".norm_f.weight", ".sinks", ".A_log", ".D")
 
 
-@pytest.mark.parametrize(
-    ("auto", "config"),
-    [
-        *((AutoModelForCausalLM, config) for config in ARCHITECTURES.values() if not config.is_encoder_decoder),
-        *((AutoModelForSeq2SeqLM, config) for config in ENCODER_DECODERS.values()),
-        (AutoModelForImageClassification, SwinConfig(embed_dim=12, depths=[1], num_heads=[2])),
-    ],
-    ids=lambda value: getattr(value, "model_type", ""),
-)
+@pytest.mark.parametrize(("auto", "config"), MODELS, ids=lambda value: getattr(value, "model_type", ""))
 def test_what_decays_is_what_trainer_decays(auto, config):
     """Biases of several dimensions have no decay; the only differences are vectors, by DECAYED_BY_TRAINER."""
     with torch.device("meta"):
@@ -189,11 +236,12 @@ def test_bytes_of_a_parameter_are_those_of_the_page(optim):
     """Weight, gradient and state of a matrix have the bytes that docs/levers.md states."""
     if optim == "adamw_8bit":
         pytest.importorskip("bitsandbytes", reason="not among the requirements")
-    model = nn.ParameterList([torch.randn(256, 256)])
+    model = nn.Sequential(nn.Linear(256, 256, bias=False))
     optimizer = build(model, optim)
     follow(optimizer, model, [[torch.randn(256, 256)]])
-    state = [tensor for tensor in optimizer.state[model[0]].values() if torch.is_tensor(tensor)]
-    found = sum(tensor.numel() * tensor.element_size() for tensor in (model[0], model[0].grad, *state)) / 256**2
+    (weight,) = model.parameters()
+    state = [tensor for tensor in optimizer.state[weight].values() if torch.is_tensor(tensor)]
+    found = sum(tensor.numel() * tensor.element_size() for tensor in (weight, weight.grad, *state)) / 256**2
     (stated,) = re.findall(rf"^\| `{optim}` \| (\d+) \|", (ROOT / "docs/levers.md").read_text(), re.MULTILINE)
     assert found == pytest.approx(int(stated), rel=0.02)
 

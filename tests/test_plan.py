@@ -44,7 +44,7 @@ from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.launch.request import read_request
 from accelerate_recipes.launch.settings import launch_environment
 from accelerate_recipes.plan.allocator import reserved
-from accelerate_recipes.plan.layers import predict_outcomes
+from accelerate_recipes.plan.layers import predict_outcomes, sizes_of
 from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Clock, Event, Ledger
 from accelerate_recipes.plan.predict import Prediction
 from accelerate_recipes.plan.search import Change, Search, in_words, prediction_of, reason_of, savings, speedups
@@ -581,6 +581,17 @@ def test_hours():
     assert "; drawing answers takes 24 s of the step" in steps.report()
 
 
+def test_a_muon_that_costs_too_much_is_named():
+    """Its time is that of each step, whatever its size; it keeps one moment of a matrix, and ranks have whole ones."""
+    of_muon = replace(outcome(3 * GIB), seconds=36, optimizer=4.0, by_muon=400, trained=1000)
+    command = job("fsdp_full", [*C4, "--optim", "muon"])
+    assert "Muon takes 11% of" in prediction_of(command, of_muon, GPUS["l4"]).report()
+    assert "Muon" not in prediction_of(command, replace(of_muon, optimizer=3.0), GPUS["l4"]).report()
+    assert "Muon" not in prediction_of(command, replace(of_muon, by_muon=0), GPUS["l4"]).report()
+    assert prediction_of(command, of_muon, GPUS["l4"]).checkpoint == 12_000 - 4 * 400
+    assert sizes_of(command) == (0, [0])
+
+
 def test_the_size_of_a_checkpoint():
     """Weights in fp32 and two moments; under FULL_STATE_DICT the weights once more."""
     found = replace(outcome(3 * GIB), trained=1000)
@@ -762,6 +773,7 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
     [
         ("fsdp1_full", C4, "FSDP1"),
         ("fsdp_fp8", C4, "mixed_precision: fp8"),
+        ("ddp", [*C4, "--optim", "muon"], "--optim muon under DDP"),
         ("fsdp_full", [str(ROOT / "recipes/template.py")], "template.py: it defines no trial(args)"),
         ("fsdp_full", [*GRPO, ".", "--max_prompt_length", "0"], "GRPO with --max_prompt_length 0"),
         ("fsdp_full", [*GRPO, ".", "--use_vllm"], "GRPO with --use_vllm"),

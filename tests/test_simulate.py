@@ -34,6 +34,7 @@ HYBRID = ["--parallelism_config_dp_replicate_size", "2", "--parallelism_config_d
 MIXTRAL = ["--model_type", "mixtral", "--config_overrides", "intermediate_size=96"]
 ADAFACTOR = ["--optim", "adafactor"]
 KAHAN = ["--optim", "adamw_bf16_kahan"]
+MUON = ["--optim", "muon"]
 LORA = ["--model_name_or_path", "LLAMA", "--use_peft", "--lora_r", "4"]
 LOOKUPS = 16  # bytes that a real mesh of two dimensions holds to find a rank's place in it
 
@@ -102,14 +103,14 @@ CASES = [
     pytest.param("fsdp_full", [*BF16, *RECOMPUTE], 2, [DEEPVIT], marks=pytest.mark.slow),
     pytest.param("fsdp_long", FP32, 2, [[], ["--attn_implementation", "auto"]], marks=pytest.mark.slow),
     pytest.param("fsdp_long", [*FP32, "--parallelism_config_dp_shard_size", "2"], 4, [[]], marks=pytest.mark.long),
-    pytest.param("fsdp_full", FP32, 2, [KAHAN], marks=pytest.mark.slow),
+    pytest.param("fsdp_full", FP32, 2, [KAHAN, MUON], marks=pytest.mark.slow),
     pytest.param("fsdp_grad_op", [*BF16, *RECOMPUTE], 2, [[]], marks=pytest.mark.long),
     pytest.param("fsdp_full", BF16, 2, [[], ["--whole_logits", "true"]], marks=pytest.mark.slow),
     pytest.param("fsdp_full", BF16, 2, [MIXTRAL, [*SFT, "MIXTRAL"], [*DPO, "MIXTRAL"]], marks=pytest.mark.slow),
     pytest.param("fsdp_full", [*BF16, *RECOMPUTE], 2, [[*T5, "T5"]], marks=pytest.mark.long),
     pytest.param("fsdp_full", [*FP32, *RECOMPUTE], 2, [ADAFACTOR, ["--no_document_mask"]], marks=pytest.mark.long),
-    pytest.param("fsdp_hybrid", [*FP32, *HYBRID], 4, [[]], marks=pytest.mark.slow),
-    pytest.param("single", FP32, 1, [[], KAHAN, LORA], marks=pytest.mark.slow),
+    pytest.param("fsdp_hybrid", [*FP32, *HYBRID], 4, [[], MUON], marks=pytest.mark.slow),
+    pytest.param("single", FP32, 1, [[], KAHAN, MUON, LORA], marks=pytest.mark.slow),
     pytest.param("single", BF16, 1, [[], LORA], marks=pytest.mark.long),
 ]
 

@@ -48,7 +48,7 @@ OWNED_ELSEWHERE = {
 }
 
 
-OPTIMIZERS = ["adamw_torch_fused", "adamw_bf16_kahan", "adafactor", "adamw_8bit"]
+OPTIMIZERS = ["adamw_torch_fused", "adamw_bf16_kahan", "adafactor", "adamw_8bit", "muon"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -99,7 +99,7 @@ class TrainArgs(AdapterArgs):
     adam_epsilon: float = arg(1e-8, "AdamW's epsilon.", min=1e-30, max=1, group="rare")
     optim: str = arg(
         "adamw_torch_fused",
-        "Optimizer; adamw_bf16_kahan keeps the weights in bf16 too.",
+        "Optimizer; adamw_bf16_kahan keeps the weights in bf16 too; muon trains matrices by Muon, the rest by AdamW.",
         choices=OPTIMIZERS,
         fixed=True,
         group="optimizer",

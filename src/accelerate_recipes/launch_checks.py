@@ -203,8 +203,10 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
         f"{grad_dtype}; set it to {grad_dtype}, or choose an FSDP config": is_ddp and args.reduce_dtype != grad_dtype,
         "--use_peft: FSDP1 joins frozen weights and adapters to one flat parameter, which has one precision, and gradients "
         "of all its parts; choose a config with fsdp_version: 2": is_fsdp1 and args.use_peft,
-        "--optim adafactor keeps means over rows and columns, but FSDP1 leaves each rank flat pieces of parameters; "
-        "choose a config with fsdp_version: 2": is_fsdp1 and args.optim == "adafactor",
+        f"--optim {args.optim} works on rows and columns, but FSDP1 leaves each rank flat pieces of parameters; choose a "
+        "config with fsdp_version: 2": is_fsdp1 and args.optim in ("adafactor", "muon"),
+        "--optim muon would make matrices orthogonal on the CPU, where fsdp_offload_params: true keeps them; set that to "
+        "false, or choose another --optim": args.optim == "muon" and env.get("FSDP_OFFLOAD_PARAMS") == "true",
         "--optim adamw_8bit: bitsandbytes does not take FSDP's sharded parameters; choose single.yaml or ddp.yaml, or "
         "--optim adafactor or adamw_bf16_kahan": use_fsdp and args.optim == "adamw_8bit",
         "--load_in_4bit keeps linear layers in 4 bits, mixed_precision: fp8 computes them in fp8; leave one of them "
@@ -253,6 +255,8 @@ def lever_warnings(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
         "that divides the processes of a machine": local_world % size,
         f"mixed_precision: no with --optim {args.optim} computes in fp32; set `mixed_precision: bf16`, or --optim "
         "adamw_bf16_kahan, for bf16": precision == "no" and args.param_dtype == torch.float32,
+        "--optim muon: a model that AdamW has trained often gets worse by Muon (arXiv 2605.10468); compare it with "
+        "--optim adamw_torch_fused": args.optim == "muon" and bool(args.base_model) and not args.use_peft,
         "mixed_precision: fp8 without dynamo_backend casts in separate kernels, which take as much time as fp8 saves; take "
         "dynamo_config from accelerate_configs/fsdp_fp8.yaml": precision == "fp8" and not is_compiled(env),
     }

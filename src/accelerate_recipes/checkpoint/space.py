@@ -12,22 +12,22 @@ from accelerate_recipes.checkpoint import files
 from accelerate_recipes.disk import existing, readable
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models.untrained import is_decoder, open_base
-from accelerate_recipes.optim import checkpoint_bytes
+from accelerate_recipes.optim import checkpoint_bytes, trained_by_muon
 
 
 def space_needed(
-    args: TrainArgs, num_parameters: int, trained: int, state_dict_type: str | None, rest: int = 0
+    args: TrainArgs, num_parameters: int, trained: int, state_dict_type: str | None, rest: int = 0, by_muon: int = 0
 ) -> tuple[int, str]:
     """Compute the bytes that future checkpoints and the export add to the output directory, and describe the count.
 
-    A checkpoint holds the `trained` parameters; so does the export, unless adapters are merged. The export also contains
-    `rest` bytes of untrained parts of its base.
+    A checkpoint holds the `trained` parameters (`by_muon` counts those with one moment); so does the export, unless
+    adapters are merged. The export also contains `rest` bytes of untrained parts of its base.
 
     If the number of steps is not known, this is a lower bound.
     """
     present = [path for path in files.candidates(Path(args.output_dir)) if files.defect(path) is None]
     # The size of a real checkpoint is better than a computed one.
-    size = files.total_size(present[-1]) if present else checkpoint_bytes(args, trained, state_dict_type)
+    size = files.total_size(present[-1]) if present else checkpoint_bytes(args, trained, state_dict_type, by_muon)
     saves = math.ceil(args.max_steps / args.save_steps) if args.max_steps > 0 and args.save_steps else 1
     at_once = saves
     if args.save_total_limit:
@@ -57,7 +57,8 @@ def space_problems(
     num_parameters, trained = (
         sum(model.num_parameters(only_trainable=only) for model in models) for only in (False, True)
     )
-    needs, counted = space_needed(args, num_parameters, trained, state_dict_type, bytes_of_rest(args, models))
+    by_muon = sum(p.numel() for model in models for p in {*trained_by_muon(model, args).values()})
+    needs, counted = space_needed(args, num_parameters, trained, state_dict_type, bytes_of_rest(args, models), by_muon)
     needed_space = f"{output_dir} needs {readable(needs)} for {counted}"
     of_adapters = f", of which {trained:,} are trained" if trained < num_parameters else ""
     line = f"Parameters: {num_parameters:,}{of_adapters}; {needed_space}"

@@ -77,7 +77,7 @@ def extrapolate(outcomes: Sequence[Outcome], num_layers: int) -> Outcome | None:
     for name in ("host_peak", "flops", "recomputed", "trained", "parameters"):
         found[name] = on_line([getattr(outcome, name) for outcome in outcomes], steps)
     # Times are only nearly linear where communication and computation overlap.
-    for name in ("seconds", "compute", "memory", "communication", "before"):
+    for name in ("seconds", "compute", "memory", "communication", "before", "optimizer"):
         found[name] = getattr(third, name) + (getattr(third, name) - getattr(second, name)) * (steps - 2)
     found["collectives"] = {}
     for key, counts in third.collectives.items():
@@ -131,7 +131,8 @@ def sizes_of(job: Job) -> tuple[int, list[int]]:
     """
     args, trial = load_trial(job)
     # In stages of different widths, no layer could stand for others; without FSDP nothing divides a phase into segments.
-    if is_staged(trial.config) or job.env.get("ACCELERATE_USE_FSDP") != "true":
+    # Muon gives each rank whole matrices, so a rank's share does not grow evenly.
+    if is_staged(trial.config) or job.env.get("ACCELERATE_USE_FSDP") != "true" or args.optim == "muon":
         return 0, [0]
     depth, recomputes = layers_of(trial.config), job.env.get("FSDP_ACTIVATION_CHECKPOINTING") == "true"
     period = args.checkpoint_every_n_layers if recomputes else 1

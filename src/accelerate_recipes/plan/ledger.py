@@ -138,6 +138,7 @@ class Ledger(TorchDispatchMode):
         self.refs: dict[int, weakref.ref] = {}
         self.held: Counter[str] = Counter()
         self.total, self.in_optimizer = 0, False
+        self.optimizer = 0.0  # seconds of its last step
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -170,8 +171,14 @@ class Ledger(TorchDispatchMode):
         self.tag(model.buffers(), BUFFERS)
         self.tag(tree_leaves([list(state.values()) for state in optimizer.state.values()]), OPTIMIZER)
         if not optimizer._optimizer_step_pre_hooks:
-            optimizer.register_step_pre_hook(lambda *_: setattr(self, "in_optimizer", True))
-            optimizer.register_step_post_hook(lambda *_: setattr(self, "in_optimizer", False))
+            optimizer.register_step_pre_hook(self.begin_optimizer)
+            optimizer.register_step_post_hook(self.end_optimizer)
+
+    def begin_optimizer(self, *_: Any) -> None:
+        self.in_optimizer, self.optimizer = True, -self.clock.seconds
+
+    def end_optimizer(self, *_: Any) -> None:
+        self.in_optimizer, self.optimizer = False, self.optimizer + self.clock.seconds
 
     def sums(self) -> dict[str, Any]:
         """Copy the sums that grow with the number of micro-batches, as the fields of an `Outcome`."""
@@ -317,7 +324,7 @@ class Ledger(TorchDispatchMode):
         elif name in ("_varlen_attn_backward", "_scaled_dot_product_flash_attention_backward"):
             self.needs(inside_flash_backward(args[1], args[2]))
         first = func._overloadpacket in (aten.addmm, aten.addmm_)  # factors in bf16 may be summed in fp32
-        if flops:
+        if flops and not self.in_optimizer:  # those of Muon are no use of the model
             self.flops[f"{name} {str(tensors[first].dtype)[6:]}"] += flops
             if builds_graph(func) and torch._C._current_graph_task_id() != -1:
                 self.recomputed += flops

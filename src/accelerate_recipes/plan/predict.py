@@ -79,7 +79,8 @@ class Prediction:
 
     @property
     def checkpoint(self) -> int:
-        return checkpoint_bytes(self.args, self.outcome.trained, self.env.get("FSDP_STATE_DICT_TYPE"))
+        state_dict_type = self.env.get("FSDP_STATE_DICT_TYPE")
+        return checkpoint_bytes(self.args, self.outcome.trained, state_dict_type, self.outcome.by_muon)
 
     @property
     def host(self) -> dict[str, int]:
@@ -89,7 +90,7 @@ class Prediction:
             "processes": self.gpus_per_node * PROCESS,
             "offloaded": self.gpus_per_node * self.outcome.host_peak,
             # Pinned blocks are rounded up to powers of two: up to twice as much.
-            COPY: 2 * checkpoint_bytes(self.args, self.outcome.trained, None) // nodes,
+            COPY: 2 * checkpoint_bytes(self.args, self.outcome.trained, None, self.outcome.by_muon) // nodes,
         }
         if self.args.base_model:
             found[LOADING] = self.readers * self.args.param_dtype.itemsize * self.outcome.parameters
@@ -146,6 +147,7 @@ class Prediction:
                 "memory_seconds": outcome.memory,
                 "communication_seconds": outcome.communication,
                 "drawing_seconds": outcome.before,
+                "optimizer_seconds": outcome.optimizer,
                 "hidden_seconds": outcome.compute + outcome.memory + outcome.communication - outcome.seconds,
                 "collectives": {
                     key: counts | {"inside_node": outcome.inside_node[key]}
@@ -191,6 +193,9 @@ class Prediction:
                 )
         hidden = max(0.0, outcome.compute + outcome.memory + outcome.communication - outcome.seconds)  # rounding
         drawing = f"; drawing answers takes {outcome.before:.3g} s of the step" if outcome.before else ""
+        share = outcome.optimizer / self.mean_seconds
+        if outcome.by_muon and share > 0.1:
+            drawing += f"; Muon takes {share:.0%} of it: raise --total_batch_size, or choose another --optim"
         lines += [
             f"Time of a step, at {EFFICIENCY:.0%} of each peak speed: {self.step_time}; "
             f"{outcome.compute:.3g} bound by FLOPs, {outcome.memory:.3g} by memory, "

@@ -80,6 +80,8 @@ class Outcome:
     num_layers: int
     is_uniform: bool  # whether all layers are alike
     reserved: int = 0  # bytes of the allocator at the peak; approximate for an extrapolated model
+    by_muon: int = 0  # parameters that Muon trains
+    optimizer: float = 0.0  # seconds of the optimizer's step
     before: float = 0.0  # seconds of a step before its micro-batches, such as for drawing answers
     value_reads: int = 0
     shapes: list[list[int]] = field(default_factory=list)
@@ -101,6 +103,7 @@ def unsupported(args: TrainArgs, trial: Trial, env: dict[str, str]) -> list[str]
         "FSDP1 (choose a config with fsdp_version: 2)": use_fsdp and env.get("FSDP_VERSION") != "2",
         "--load_in_4bit": args.load_in_4bit,
         "--optim adamw_8bit": args.optim == "adamw_8bit",
+        "--optim muon under DDP": args.optim == "muon" and not use_fsdp and int(env["WORLD_SIZE"]) > 1,
         "mixed_precision: fp8": env.get("ACCELERATE_MIXED_PRECISION") == "fp8",
         "dynamo_backend: memory of compiled layers": env.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO",
         "a mixture of experts in fp32, or with weights in fp32 without FSDP": args.param_dtype == torch.float32
@@ -194,6 +197,7 @@ def outcome_of(ledger: Ledger, trial: Trial, batches: list, **facts: Any) -> Out
         tokens=trial.tokens,
         unit=trial.unit,
         value_reads=ledger.value_reads,
+        optimizer=ledger.optimizer,
         shapes=sorted(map(list, ledger.shapes)),
         calls=dict(ledger.calls),
         moved=dict(ledger.moved),
@@ -248,6 +252,9 @@ def simulate_here(job: Job) -> Outcome:
             trial.keep_reference(reference)
         parameters = sum(p.numel() for p in run.model.parameters())
         trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+        by_muon = sum(
+            p.numel() for group in run.optimizer.param_groups if group.get("is_muon") for p in group["params"]
+        )
         clock = Clock(GPUS[job.gpu], gpus_per_node)
         cast = list(run.model.parameters()) if not use_fsdp and computes_in_bf16() else []
         with (
@@ -263,7 +270,7 @@ def simulate_here(job: Job) -> Outcome:
             if base:
                 ledger.tag(reference.parameters(), PARAMETERS)
             take_steps(ledger, run, trial, batches)
-            facts = {"trained": trained, "parameters": parameters, "num_layers": layers_of(config)}
+            facts = {"trained": trained, "by_muon": by_muon, "parameters": parameters, "num_layers": layers_of(config)}
             outcome = outcome_of(ledger, trial, batches, is_uniform=is_uniform, **facts)
             outcome.reserved = reserved(ledger.events) if job.device == "cuda" else 0
             if accumulation > len(batches):
