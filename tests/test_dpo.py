@@ -25,7 +25,7 @@ from accelerate_recipes.args import parse
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop
-from accelerate_recipes.models.tokenizers import new_character_tokenizer
+from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.preferences import evaluate_pairs, to_pairs
 from accelerate_recipes.posttraining.references import keep_values, kept_values, what_decides
 
@@ -35,7 +35,7 @@ SCRIPT, REFERENCE = ROOT / "recipes/dpo.py", CHILDREN / "reference.py"
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
-    tokenizer = new_character_tokenizer("0123456789+=")
+    tokenizer = load_tokenizer(str(ROOT / "data/arithmetic/tokenizer"))
     tiny_model(
         vocab_size=len(tokenizer), initializer_range=0.3, max_position_embeddings=32, num_attention_heads=2,
         bos_token_id=1, eos_token_id=2,

@@ -11,7 +11,13 @@ import random
 from itertools import combinations_with_replacement
 from pathlib import Path
 
-from accelerate_recipes.models.tokenizers import new_character_tokenizer
+from tokenizers import Regex
+from tokenizers.decoders import Fuse
+from tokenizers.pre_tokenizers import Split
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from accelerate_recipes.models.tokenizers import new_word_tokenizer
 
 NUMBERS = range(10, 100)
 PARTS = {"sft": 0.4, "rl": 0.4, "test": 0.2}
@@ -32,13 +38,23 @@ def parts() -> dict[str, list[tuple[int, int]]]:
     return found
 
 
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a tokenizer in which each character is one token; a text gets a begin token."""
+    tokenizer = new_word_tokenizer("0123456789+=")
+    backend, begin = tokenizer.backend_tokenizer, (tokenizer.bos_token, tokenizer.bos_token_id)
+    backend.pre_tokenizer = Split(Regex("."), "isolated")
+    backend.decoder = Fuse()
+    backend.post_processor = TemplateProcessing(single=f"{tokenizer.bos_token} $A", special_tokens=[begin])
+    return tokenizer
+
+
 def write(folder: Path) -> None:
     """Write the parts and the tokenizer to a folder."""
     for name, pairs in parts().items():
         answer = "completion" if name == "sft" else "solution"
         rows = [{"prompt": f"{a}+{b}=", answer: str(a + b)} for a, b in pairs]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    new_character_tokenizer("0123456789+=").save_pretrained(folder / "tokenizer")
+    make_tokenizer().save_pretrained(folder / "tokenizer")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer
+from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.decoders import Fuse
 from tokenizers.models import BPE, WordLevel
-from tokenizers.pre_tokenizers import ByteLevel, Split, WhitespaceSplit
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -45,16 +44,6 @@ def new_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def new_character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """Make a tokenizer in which each of these characters is one token; a text gets a begin token."""
-    tokenizer = new_word_tokenizer(characters)
-    backend, begin = tokenizer.backend_tokenizer, (tokenizer.bos_token, tokenizer.bos_token_id)
-    backend.pre_tokenizer = Split(Regex("."), "isolated")
-    backend.decoder = Fuse()
-    backend.post_processor = TemplateProcessing(single=f"{tokenizer.bos_token} $A", special_tokens=[begin])
-    return tokenizer
-
-
 def new_bpe_tokenizer(texts: Iterable[str], vocab_size: int, template: str = "<s> $A") -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with `vocab_size` tokens on the texts.
 
@@ -65,13 +54,8 @@ def new_bpe_tokenizer(texts: Iterable[str], vocab_size: int, template: str = "<s
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
-    trainer = BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(special.values()),
-        initial_alphabet=ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    settings = {"special_tokens": list(special.values()), "initial_alphabet": ByteLevel.alphabet()}
+    tokenizer.train_from_iterator(texts, BpeTrainer(vocab_size=vocab_size, show_progress=False, **settings))
     tokens = [(token, tokenizer.token_to_id(token)) for token in template.split() if token != "$A"]
     pair = f"{template} {template.replace('$A', '$B')}"
     tokenizer.post_processor = TemplateProcessing(single=template, pair=pair, special_tokens=tokens)
