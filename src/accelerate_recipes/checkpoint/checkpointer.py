@@ -364,24 +364,18 @@ def ask_to_stop_if_failed(save: Future) -> None:
 
 
 def remove_old(output_dir: Path, args: TrainArgs) -> None:
-    """Remove the complete checkpoints that `args` do not ask to keep."""
+    """Remove the complete checkpoints but the newest `save_total_limit`, each `keep_every_n_steps`, and the best."""
     present = files.complete_checkpoints(output_dir)
-    keep = to_keep(present, args)
+    keep = set(present[-args.save_total_limit :])  # all, if the limit is 0
+    if args.keep_every_n_steps:
+        keep |= {checkpoint for checkpoint in present if files.step_of(checkpoint) % args.keep_every_n_steps == 0}
+    scores = {checkpoint: found for checkpoint in present if (found := score(checkpoint, args)) is not None}
+    if scores:
+        keep.add(max(scores, key=scores.__getitem__))
     for old in present:
         if old not in keep:
             # Rename first: an interrupted removal must not leave a directory with the name of a checkpoint.
             shutil.rmtree(old.rename(files.unfinished(old)))
-
-
-def to_keep(checkpoints: Sequence[Path], args: TrainArgs) -> set[Path]:
-    """Choose the newest `save_total_limit`, each `keep_every_n_steps`, and the best. `checkpoints` are sorted by step."""
-    keep = set(checkpoints[-args.save_total_limit :])  # all, if the limit is 0
-    if args.keep_every_n_steps:
-        keep |= {checkpoint for checkpoint in checkpoints if files.step_of(checkpoint) % args.keep_every_n_steps == 0}
-    scores = {checkpoint: found for checkpoint in checkpoints if (found := score(checkpoint, args)) is not None}
-    if scores:
-        keep.add(max(scores, key=scores.__getitem__))
-    return keep
 
 
 def score(checkpoint: Path, args: TrainArgs) -> float | None:

@@ -63,22 +63,20 @@ def export(
     if merge_adapter and not is_adapter:
         raise ConfigError(f"{checkpoint} holds a whole model: there is no adapter to merge")
     if merge_adapter and arguments.get("load_in_4bit"):
-        remedy = "PEFT loads them beside a model in 4 bits"
-        raise ConfigError(
-            f"{checkpoint} holds adapters of a model in 4 bits: they do not fit unrounded weights; {remedy}"
-        )
+        said = f"{checkpoint} holds adapters of a model in 4 bits: they do not fit unrounded weights"
+        raise ConfigError(f"{said}; PEFT loads them beside a model in 4 bits")
     if is_adapter and dtype and not merge_adapter:
         raise ConfigError(f"{checkpoint} holds adapters, which stay in fp32; a dtype is for the merged model")
     if is_adapter and text_only and not merge_adapter:
-        raise ConfigError(
-            f"{checkpoint} holds adapters, and no other part of their model; leave out --text_only_export"
-        )
+        said = f"{checkpoint} holds adapters, and no other part of their model"
+        raise ConfigError(f"{said}; leave out --text_only_export")
     base = None
     if marker.get("base_model") and (merge_adapter or not (is_adapter or text_only)):
         base = base_of(checkpoint, marker)
     is_whole = base is not None and not text_only
-    if base is None and not is_adapter:
-        base = base_if_here(checkpoint, began_with)
+    if base is None and not is_adapter and is_same_model(checkpoint, began_with):  # else it is gone, or has changed
+        model, _ = weight_files.model_on_meta(checkpoint)
+        base = open_base(model, began_with, cache.pinned(began_with).get("revision"))
     with replacing(out, began_with) as folder:
         left_out = {"data.json"}
         if is_adapter:  # `from_pretrained` would misread a file of the other kind
@@ -160,13 +158,6 @@ def base_of(checkpoint: Path, marker: dict) -> Base:
     weights = mapped_weights(folder_of_base(name, revision)) if files.holds_adapter(marker) else base.rest
     files.check_base(checkpoint, marker, described(name, revision, weights))
     return base
-
-
-def base_if_here(checkpoint: Path, name: str) -> Base | None:
-    """Open the model that the run of a checkpoint began with; None if it is no longer here, or has changed."""
-    if not is_same_model(checkpoint, name):
-        return None
-    return open_base(weight_files.model_on_meta(checkpoint)[0], name, cache.pinned(name).get("revision"))
 
 
 def check_shard_size(text: str) -> None:

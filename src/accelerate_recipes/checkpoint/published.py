@@ -46,11 +46,14 @@ class Published:
     """
 
     def __init__(self, config: PreTrainedConfig, tokenizer: Any):
-        self.config = config
-        self.base, self.before = config_of_base(config.name_or_path)
+        self.config, name = config, config.name_or_path
+        of_base = files_of_base(name, [CONFIG])
+        self.base = json.loads(of_base[CONFIG]) if of_base else {}
+        # What this version of transformers reads from it.
+        self.before = whole_content(AutoConfig.from_pretrained(name, **cache.pinned(name))) if of_base else {}
         is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
         self.files = tokenizer_files(tokenizer) if is_tokenizer else written(tokenizer)
-        if is_from_composite(config):
+        if name and cache.folder("model", name) and is_text_part(config, load_config(name)):
             self.files |= composite_files(config, tokenizer)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -69,12 +72,6 @@ class Published:
         if "tie_word_embeddings" in now:
             settings["tie_word_embeddings"] = now["tie_word_embeddings"]
         (folder / CONFIG).write_bytes(as_bytes(with_older_fields(settings)))
-
-
-def is_from_composite(config: PreTrainedConfig) -> bool:
-    """Tell whether a configuration belongs to the text part of the composite checkpoint that it names."""
-    name = config.name_or_path
-    return bool(name and cache.folder("model", name)) and is_text_part(config, load_config(name))
 
 
 def composite_files(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
@@ -97,14 +94,6 @@ def composite_files(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
     if TEMPLATE in files and template != AutoTokenizer.from_pretrained(name, **cache.pinned(name)).chat_template:
         files[TEMPLATE] = as_bytes({"chat_template": template})
     return {f"{COMPOSITE}/{file}": content for file, content in files.items()}
-
-
-def config_of_base(name: str) -> tuple[dict, dict]:
-    """Return a model's config.json, and the content that this version of transformers reads from it; both may be empty."""
-    files = files_of_base(name, [CONFIG])
-    if not files:
-        return {}, {}
-    return json.loads(files[CONFIG]), whole_content(AutoConfig.from_pretrained(name, **cache.pinned(name)))
 
 
 def files_of_base(name: str, wanted: Iterable[str]) -> dict[str, bytes]:
@@ -179,15 +168,12 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
         base[SPECIAL] = as_bytes(said[SPECIAL] | changed)
     if TOKENIZER in files:
         base[TOKENIZER] = as_at_rest(files[TOKENIZER], base.get(TOKENIZER))
-        config |= added_around(tokenizer)
+        # Whether a text gets a begin and an end token: classes of version 4 use only these fields.
+        ids = tokenizer("a")["input_ids"]
+        config["add_bos_token"] = ids[:1] == [tokenizer.bos_token_id]
+        config["add_eos_token"] = ids[-1:] == [tokenizer.eos_token_id]
     base[TOKENIZER_CONFIG] = as_bytes(with_older_class(config, settings))
     return files | base
-
-
-def added_around(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
-    """Return the fields that say whether a text gets a begin and an end token: classes of version 4 use only these."""
-    ids = tokenizer("a")["input_ids"]
-    return {"add_bos_token": ids[:1] == [tokenizer.bos_token_id], "add_eos_token": ids[-1:] == [tokenizer.eos_token_id]}
 
 
 def written(artifact: Any) -> dict[str, bytes]:
@@ -205,16 +191,10 @@ def as_bytes(content: dict) -> bytes:
 def as_at_rest(file: bytes, base: bytes | None) -> bytes:
     """Return a tokenizer.json without padding and truncation of its last call; the `base` itself if nothing else differs."""
     content = json.loads(file)
-    if base is not None:
-        theirs = json.loads(Tokenizer.from_str(base.decode()).to_str())
-        if content | STATE == theirs | STATE:
-            return base
-        content |= {name: theirs[name] for name in STATE}
-    elif content == content | STATE:
-        return file
-    else:
-        content |= STATE
-    return as_bytes(content)
+    theirs = json.loads(Tokenizer.from_str(base.decode()).to_str()) if base else content | STATE
+    if content | STATE == theirs | STATE and (base or content == theirs):
+        return base or file
+    return as_bytes(content | {name: theirs[name] for name in STATE})
 
 
 def with_older_class(config: dict, written: dict) -> dict:

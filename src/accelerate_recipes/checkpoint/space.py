@@ -54,9 +54,8 @@ def space_problems(
 ) -> tuple[str, list[str]]:
     """Return a line with the space that a run needs; if the disk `is_here`, also list the problem if space is lacking."""
     output_dir = Path(args.output_dir)
-    num_parameters, trained = (
-        sum(model.num_parameters(only_trainable=only) for model in models) for only in (False, True)
-    )
+    num_parameters = sum(model.num_parameters() for model in models)
+    trained = sum(model.num_parameters(only_trainable=True) for model in models)
     by_muon = sum(p.numel() for model in models for p in {*trained_by_muon(model, args).values()})
     needs, counted = space_needed(args, num_parameters, trained, state_dict_type, bytes_of_rest(args, models), by_muon)
     needed_space = f"{output_dir} needs {readable(needs)} for {counted}"
