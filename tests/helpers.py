@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from accelerate_recipes.launch.settings import launch_environment
+from accelerate_recipes.launch.request import launch_environment
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import BartConfig, ConvNextConfig, PreTrainedTokenizerFast, SwinConfig
 
-from accelerate_recipes.launch.settings import launch_environment
+from accelerate_recipes.launch.request import launch_environment
 from accelerate_recipes.plan.simulate import Job
 
 # A Llama of two layers with grouped heads and sizes that do not divide.

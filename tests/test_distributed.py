@@ -20,7 +20,7 @@ from transformers import GenerationMixin
 from accelerate_recipes import distributed, upstream
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.distributed import make_accelerator
-from accelerate_recipes.launch.settings import launch_environment
+from accelerate_recipes.launch.request import launch_environment
 from accelerate_recipes.launch_checks import environment_problems, environment_warnings, lever_problems, lever_warnings
 from accelerate_recipes.life import parent
 from accelerate_recipes.upstream import choose_interface
@@ -552,8 +552,7 @@ def test_copies_are_an_error(run_python):
             print(error)
     """
     message = run_python(code, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    assert "2 processes were launched with FSDP, but Accelerate reports 1 (NO)" in message
-    assert "copy of its own" in message
+    assert "2 processes were launched with FSDP" in message and "1 (NO)" in message and "copy of its own" in message
 
 
 def test_vector_math_is_resolved_before_anything_computes(monkeypatch):

@@ -53,8 +53,8 @@ MAY_IMPORT = {
         "trial",
     },
     "launch": BELOW | {
-        "args", "arguments", "checkpoint", "data", "distributed", "hub", "hub.cache", "launch_checks", "life", "losses", "models",
-        "optim", "plan", "trial",
+        "args", "arguments", "checkpoint", "data", "distributed", "hub", "hub.cache", "launch_checks", "life", "models", "optim",
+        "plan", "trial",
     },
 }  # fmt: skip
 
@@ -316,7 +316,7 @@ def test_texts_are_utf_8_in_any_locale():
 def test_presets_are_valid(monkeypatch):
     """The first line of each preset is its command, which launcher and recipe take, on the GPUs that the preset names."""
     from accelerate_recipes.args import resolve
-    from accelerate_recipes.launch.settings import launch_environment
+    from accelerate_recipes.launch.request import launch_environment
 
     monkeypatch.chdir(ROOT)
     (ROOT / "my_rows.jsonl").touch()

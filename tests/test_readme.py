@@ -26,7 +26,7 @@ from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse, resolve
 from accelerate_recipes.arguments.shipped import load
 from accelerate_recipes.launch.job_args import JobArgs, flag
 from accelerate_recipes.launch.kubernetes import render_manifest
-from accelerate_recipes.launch.settings import launch_environment, launch_flags
+from accelerate_recipes.launch.request import launch_environment, launch_flags
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
 
 README = (ROOT / "README.md").read_text()

@@ -24,7 +24,6 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from accelerate_recipes.args import parse
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.life.picture import draw_matrix
 from accelerate_recipes.models.deepvit import DeepViTConfig, DeepViTForImageClassification, ReAttention
 from accelerate_recipes.models.loading import classifier_on_meta
 from accelerate_recipes.models.weights import initialize
@@ -37,6 +36,7 @@ from accelerate_recipes.vision.classifiers import (
     new_classifier,
     new_vision_config,
 )
+from accelerate_recipes.vision.image_metrics import draw_matrix
 
 SCRIPT = ROOT / "recipes" / "vit.py"
 STEPS = 6

@@ -13,12 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import xxhash
 
 POINTER = b"version https://git-lfs.github.com/spec/"
 IS_POINTER = "is a git-LFS pointer, and no file of data; `git lfs pull` gets the file"
-LOCAL_FILESYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 
 
 def checksum(file: Path) -> str:
@@ -70,21 +68,6 @@ def refusal(directory: str | Path) -> str | None:
         return error.strerror
 
 
-def filesystem(path: Path) -> str:
-    """Return the type of a path's filesystem, such as ext4 or nfs4."""
-    place = existing(path).resolve()
-    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
-    return next((mounts[parent] for parent in (place, *place.parents) if parent in mounts), "")
-
-
-def shared_disk_warnings(folder: Path, machines: int) -> list[str]:
-    """Warn if several machines must see the output directory, but it lies on a disk of this machine."""
-    kind = filesystem(folder)
-    if machines < 2 or kind not in LOCAL_FILESYSTEMS:
-        return []
-    return [f"--output_dir {folder} lies on {kind}; {machines} machines must all see it there"]
-
-
 def is_full(error: OSError) -> bool:
     """Tell whether an error means that the disk is full, that the user's quota is, or that a file may not be so large."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -115,15 +98,6 @@ def print_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-def file_refusal(file: Path) -> str | None:
-    """Return why a file cannot be written, in a folder that is made if it is missing; None if it can."""
-    if file.is_dir():
-        return "it is a folder; name a file"
-    if file.exists():
-        return None if os.access(file, os.W_OK) else os.strerror(errno.EACCES)
-    return refusal(file.parent)
 
 
 def read_json(file: Path) -> Any:

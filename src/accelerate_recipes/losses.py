@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedConfig
 from transformers.utils import ModelOutput
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.documents import READ_BOUNDARIES, boundaries, boundary_arguments, document_masks
-from accelerate_recipes.models.probes import Packing, check_packing, crosses, packing_of, unwrapped
+from accelerate_recipes.models.probes import Packing, check_head, check_packing, crosses, packing_of, unwrapped
 from accelerate_recipes.models.shared_rows import balance_of_rows, balance_weight, whole_rows
 from accelerate_recipes.ranks import computes_in_bf16
 
@@ -24,11 +23,6 @@ from accelerate_recipes.ranks import computes_in_bf16
 BYTES_OF_A_WORD, BYTES_OF_A_CHUNK = 1536, 2**29
 LOGITS_IN_FP32 = 3 * 2**21  # few enough for the cache of a GPU, with enough work for it
 SPREAD = 2**8  # factor with which fp16 can hold gradients of logits down to 2**-32
-# Settings that change logits after the output layer, each with the value that has no effect. None has no effect either.
-BEHIND_THE_HEAD = {
-    "final_logit_softcapping": None, "logits_soft_cap": None, "output_logit_soft_cap": None, "softcap": None,
-    "logits_scaling": 1, "logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1,
-}  # fmt: skip
 
 
 def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -76,17 +70,6 @@ def next_token_loss_fn(whole_logits: bool) -> Callable[[nn.Module, dict[str, tor
     return next_token_loss if whole_logits else next_token_loss_without_logits
 
 
-def check_head(config: PreTrainedConfig) -> None:
-    """Raise ConfigError for a model that scales or caps its logits after the output layer: its loss needs whole logits."""
-    text = config.get_text_config()
-    for name, nothing in BEHIND_THE_HEAD.items():
-        if getattr(text, name, None) not in (None, nothing):
-            raise ConfigError(
-                f"{text.model_type} has {name} {getattr(text, name)} behind its output layer, so the loss needs its "
-                "logits; give --whole_logits"
-            )
-
-
 def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutput, torch.Tensor | float]:
     """Return the model's output for a packed batch, and the loss that balances experts, which is 0 without experts."""
     causal_lm = unwrapped(model)
@@ -95,7 +78,8 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     inputs |= {"output_router_logits": True} if coefficient else {}
     inputs |= boundary_arguments(config, batch)
-    is_shared = "sequence_group" in batch
+    group = batch.get("sequence_group")
+    is_shared = group is not None
     # Some kernels read boundaries. Others need a mask if the model does not find the documents by position ids, and if ranks
     # share rows, since a rank has only a part of these.
     is_told = config._attn_implementation in READ_BOUNDARIES
@@ -106,8 +90,7 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
             masked = handing_on(causal_lm, masks)
         else:
             inputs |= masks
-    if is_shared:
-        inputs["sequence_group"] = batch["sequence_group"]
+    inputs |= {"sequence_group": group} if is_shared else {}
     with masked:
         output = model(**inputs, use_cache=False)
     if not coefficient:
@@ -117,9 +100,7 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
     # Ranks that share rows have different numbers of targets. Each weighs its balance by the mean number, so that the sum
     # over the ranks is that of whole rows.
     counts = count_next_tokens(batch).to(output.router_logits[0].device, torch.float32)
-    balance, mean_count = balance_of_rows(
-        output.router_logits, config.num_experts_per_tok, counts, batch["sequence_group"]
-    )
+    balance, mean_count = balance_of_rows(output.router_logits, config.num_experts_per_tok, counts, group)
     return output, coefficient * balance * mean_count
 
 
@@ -168,13 +149,9 @@ def sequence_to_sequence_loss(model: nn.Module, batch: dict[str, torch.Tensor]) 
     Padding is no target. The decoder needs no mask: it only looks back.
     """
     # Do not pass `labels`: transformers would return a mean, computed in the precision of the logits.
-    decoder_input_ids = unwrapped(model).prepare_decoder_input_ids_from_labels(batch["labels"])
-    output = model(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        decoder_input_ids=decoder_input_ids,
-        use_cache=False,
-    )
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    inputs["decoder_input_ids"] = unwrapped(model).prepare_decoder_input_ids_from_labels(batch["labels"])
+    output = model(**inputs, use_cache=False)
     return summed_cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten())
 
 

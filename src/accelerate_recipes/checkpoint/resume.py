@@ -4,7 +4,6 @@ import copy
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 
@@ -63,20 +62,6 @@ def check_not_beyond(checkpoint: Path, total_steps: int) -> None:
     if files.step_of(checkpoint) > total_steps:
         remedy = "give as many steps or more, or begin anew in another --output_dir"
         raise ConfigError(f"{checkpoint} is further on than the {total_steps} steps of this run; {remedy}")
-
-
-def resume_problems(args: TrainArgs, *, reads: bool) -> tuple[Path | None, list[str], list[str]]:
-    """Find the checkpoint that a run would resume, with problems and warnings. With `reads`, verify all its checksums."""
-    try:
-        chosen = find_resume(args)
-    except ConfigError as error:
-        return None, [str(error)], []
-    reason = files.damage(chosen) if chosen and reads else None
-    if chosen is None or reason is None:
-        return chosen, [], []
-    if chosen == Path(args.resume_from_checkpoint):
-        return None, [damaged(chosen, reason)], []
-    return None, [], [f"{chosen} is damaged, the run would take an older one: {reason}"]
 
 
 def damaged(chosen: Path, reason: str) -> str:
@@ -146,16 +131,10 @@ def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
     """Return the arguments whose values differ from those of the checkpoint, as name: (before, now)."""
     saved, settled = files.saved_arguments(checkpoint), copy.copy(args)
     settled.settle(saved)
-    return {
-        name: (saved[name], value)
-        for name, value in settled.values().items()
-        if name in saved and is_other(saved[name], value)
-    }
-
-
-def is_other(before: Any, now: Any) -> bool:
-    """Tell whether an argument has changed. Earlier versions wrote a bool where there is a choice of texts now."""
-    return before != now and not (isinstance(before, bool) and str(before).lower() == now)
+    both = {name: (saved[name], value) for name, value in settled.values().items() if name in saved}
+    # Earlier versions wrote a bool where there is a choice of texts now.
+    same = [name for name, (before, now) in both.items() if isinstance(before, bool) and str(before).lower() == now]
+    return {name: (before, now) for name, (before, now) in both.items() if before != now and name not in same}
 
 
 def check_arguments(checkpoint: Path, args: TrainArgs) -> None:

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 import accelerate_recipes
 from accelerate_recipes.arguments.gpus import GIB, bf16_peak, known_as
-from accelerate_recipes.disk import LOCAL_FILESYSTEMS, existing, filesystem, fsync, refusal
+from accelerate_recipes.disk import existing, fsync, refusal
 from accelerate_recipes.distributed import ALLOCATOR_SETTINGS
 
 PINS = Path(__file__).parents[3] / "requirements.txt"  # an installed copy has no such file
@@ -31,6 +31,7 @@ LEFT_OVER = (
     "NCCL_IB_DISABLE",
     "TORCH_DISTRIBUTED_DEBUG",
 )
+LOCAL_FILESYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 ROOM = 20 * GIB  # a checkpoint of a model of a billion parameters, written beside the one before it
 PROBE = 64 * 2**20  # bytes that are written to measure a disk
 SLOW_DISK = 50e6  # bytes/s
@@ -210,10 +211,8 @@ def setting_findings() -> Found:
         if (value := os.environ.get(name, "0")).lower() not in ("0", "", "off", "false")
     ]
     if "expandable_segments:true" not in allocator().lower():
-        warnings.append(
-            f"the allocator is set to {allocator()}: memory falls into pieces when lengths vary; add "
-            "expandable_segments:True"
-        )
+        said = f"the allocator is set to {allocator()}: memory falls into pieces when lengths vary"
+        warnings.append(f"{said}; add expandable_segments:True")
     cores = len(os.sched_getaffinity(0))
     quota = limit("cpu.max")
     if len(quota) == 2 and (share := int(quota[0]) / int(quota[1])) < cores:
@@ -222,3 +221,18 @@ def setting_findings() -> Found:
             f"the limit, or set OMP_NUM_THREADS={max(1, int(share))}"
         )
     return Found([], warnings)
+
+
+def filesystem(path: Path) -> str:
+    """Return the type of a path's filesystem, such as ext4 or nfs4."""
+    place = existing(path).resolve()
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    return next((mounts[parent] for parent in (place, *place.parents) if parent in mounts), "")
+
+
+def shared_disk_warnings(folder: Path, machines: int) -> list[str]:
+    """Warn if several machines must see the output directory, but it lies on a disk of this machine."""
+    kind = filesystem(folder)
+    if machines < 2 or kind not in LOCAL_FILESYSTEMS:
+        return []
+    return [f"--output_dir {folder} lies on {kind}; {machines} machines must all see it there"]

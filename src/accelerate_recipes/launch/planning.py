@@ -6,7 +6,9 @@ fits. If the run does not fit, it proposes the smallest changes that make it fit
 """
 
 import argparse
+import errno
 import json
+import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +18,10 @@ from typing import Any
 
 from accelerate_recipes.arguments.declaring import group_flags
 from accelerate_recipes.arguments.gpus import GPUS
-from accelerate_recipes.disk import file_refusal
+from accelerate_recipes.disk import refusal
 from accelerate_recipes.errors import ConfigError, raise_problems
-from accelerate_recipes.launch.request import Request, read_request
-from accelerate_recipes.launch.settings import launch_environment, yaml_problems
+from accelerate_recipes.launch.request import Request, launch_environment, read_request
+from accelerate_recipes.launch.settings import yaml_problems
 from accelerate_recipes.launch_checks import environment_problems
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.predict import Prediction
@@ -109,9 +111,8 @@ def replaced(words: Sequence[str], changes: Sequence[str]) -> list[str]:
     new, _ = group_flags(list(changes))
     names = {flag.replace("-", "_") for flag, _ in new}
     kept, _ = group_flags(list(words))
-    return [word for flag, values in kept if flag.replace("-", "_") not in names for word in (flag, *values)] + list(
-        changes
-    )
+    others = [word for flag, values in kept if flag.replace("-", "_") not in names for word in (flag, *values)]
+    return [*others, *changes]
 
 
 def job_of(request: Request, gpu: str, changes: Sequence[Change] = ()) -> Job:
@@ -188,11 +189,8 @@ def searched(
         return job_of(request, job.gpu, changes)
 
     def commands(proposals: Sequence[Proposal]) -> list[str]:
-        return [
-            line
-            for proposal in proposals[:SHOWN]
-            for line in (f"  {proposal}", f"    {to_paste(request, proposal.changes)}")
-        ]
+        pairs = ((f"  {proposal}", f"    {to_paste(request, proposal.changes)}") for proposal in proposals[:SHOWN])
+        return [line for pair in pairs for line in pair]
 
     search = Search(simulator, prediction, job, make_job, tell=tell, to_paste=partial(to_paste, request))
     if prediction.fits:
@@ -235,3 +233,12 @@ def as_json(proposals: Sequence[Proposal]) -> list[dict[str, Any]]:
         }
         for proposal in proposals
     ]
+
+
+def file_refusal(file: Path) -> str | None:
+    """Return why a file cannot be written, in a folder that is made if it is missing; None if it can."""
+    if file.is_dir():
+        return "it is a folder; name a file"
+    if file.exists():
+        return None if os.access(file, os.W_OK) else os.strerror(errno.EACCES)
+    return refusal(file.parent)

@@ -53,7 +53,4 @@ def is_in_image(path: str) -> bool:
     parts = Path(path).parts
     if Path(path).is_absolute() or parts[0] not in IMAGE or any(part.startswith(".") for part in parts):
         return False
-    return Path(parts[0]).resolve() in (
-        Path(path).resolve(),
-        *Path(path).resolve().parents,
-    )  # a link may lead out of the repository
+    return Path(path).resolve().is_relative_to(Path(parts[0]).resolve())  # a link may lead out of the repository

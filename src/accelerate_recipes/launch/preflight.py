@@ -22,14 +22,14 @@ from transformers import PreTrainedModel
 
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.checkpoint.resume import resume_problems
+from accelerate_recipes.checkpoint import files
+from accelerate_recipes.checkpoint.resume import damaged, find_resume
 from accelerate_recipes.checkpoint.space import space_problems
 from accelerate_recipes.data.prepared import tokenizing_warnings
-from accelerate_recipes.disk import shared_disk_warnings
 from accelerate_recipes.errors import ConfigError, noting, raise_problems
 from accelerate_recipes.hub import cache
 from accelerate_recipes.launch import requirements
-from accelerate_recipes.launch.machine import versions
+from accelerate_recipes.launch.machine import shared_disk_warnings, versions
 from accelerate_recipes.launch.planning import memory_problems
 from accelerate_recipes.launch.pods import is_below, move_to_volumes, read_in_pod
 from accelerate_recipes.launch.request import read_request
@@ -60,14 +60,9 @@ class Launch:
     @property
     def assignments(self) -> str:
         """Write assignments that a job script reads with bash."""
-        return "\n".join(
-            [
-                f"OUTPUT_DIR={shlex.quote(self.args.output_dir)}",
-                f"SIGNAL_SECONDS={self.signal_seconds}",
-                f"LAUNCH_FLAGS=({shlex.join(self.launch)})",
-                f"COMMAND=({shlex.join(self.command)})",
-            ]
-        )
+        lines = [f"OUTPUT_DIR={shlex.quote(self.args.output_dir)}", f"SIGNAL_SECONDS={self.signal_seconds}"]
+        lines += [f"LAUNCH_FLAGS=({shlex.join(self.launch)})", f"COMMAND=({shlex.join(self.command)})"]
+        return "\n".join(lines)
 
 
 def preflight(argv: Sequence[str]) -> tuple[str, str]:
@@ -89,6 +84,20 @@ def with_adapters(models: Sequence[PreTrainedModel], args: TrainArgs) -> list[st
             # The tokenizer decides the numbers of the new tokens' rows; here any numbers will do.
             add_adapters(model, args, range(len(args.new_tokens)))
     return problems
+
+
+def resume_problems(args: TrainArgs, *, reads: bool) -> tuple[Path | None, list[str], list[str]]:
+    """Find the checkpoint that a run would resume, with problems and warnings. With `reads`, verify all its checksums."""
+    try:
+        chosen = find_resume(args)
+    except ConfigError as error:
+        return None, [str(error)], []
+    reason = files.damage(chosen) if chosen and reads else None
+    if chosen is None or reason is None:
+        return chosen, [], []
+    if chosen == Path(args.resume_from_checkpoint):
+        return None, [damaged(chosen, reason)], []
+    return None, [], [f"{chosen} is damaged, the run would take an older one: {reason}"]
 
 
 def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | None, list[str]]:

@@ -19,7 +19,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError, raise_problems, suggestion
-from accelerate_recipes.launch.settings import completed, parse_flags, yaml_problems
+from accelerate_recipes.launch.request import completed
+from accelerate_recipes.launch.settings import parse_flags, yaml_problems
 
 # It logs what the ranks have said already: that a process failed, and that the others get a signal.
 LOGGER = "torch.distributed.elastic.multiprocessing.api"
@@ -42,9 +43,8 @@ def launch(argv: Sequence[str]) -> None:
             raise ConfigError(f"{script} is not a recipe; give it before the recipe: --config_file {script}")
         raise ConfigError(f"{script} is not a recipe; give a .py file, and a preset behind it: --config {script}")
     if not (args.module or args.no_python or os.path.isfile(script)):
-        raise ConfigError(
-            f"{script}: no such recipe{suggestion(Path(script).stem, shipped.names('recipes'), cutoff=0.6)}"
-        )
+        meant = suggestion(Path(script).stem, shipped.names("recipes"), cutoff=0.6)
+        raise ConfigError(f"{script}: no such recipe{meant}")
     config = Path(args.config_file or ("" if args.cpu else default_config_file))
     if config.is_file():
         raise_problems("This run cannot start", yaml_problems(config, args.num_processes))

@@ -1,22 +1,20 @@
-"""Command line of preflight and plan: a launch with its recipe, or the resources of a job."""
+"""Launch that preflight and plan are asked about: its command line, and the variables that its processes would get."""
 
 import argparse
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from accelerate.commands.launch import _validate_launch_command
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env, setup_fp8_env
 
 from accelerate_recipes.arguments import shipped
+from accelerate_recipes.arguments.declaring import read_yaml
 from accelerate_recipes.arguments.gpus import check_gpu, known_as
 from accelerate_recipes.errors import ConfigError, that_apply
-from accelerate_recipes.launch.settings import (
-    ignored_flags,
-    launch_environment,
-    launch_flags,
-    parse_flags,
-    yaml_problems,
-)
+from accelerate_recipes.launch.settings import ignored_flags, parse_flags, yaml_problems
 from accelerate_recipes.launch_checks import num_accelerators
 
 
@@ -84,16 +82,8 @@ def read_request(argv: Sequence[str], name: str = "preflight") -> Request:
     here = 0 if asked.cpus_per_node else num_accelerators()
     num_devices = here if asked.gpus_per_node is None else asked.gpus_per_node
     is_elsewhere = parsed.cpu or asked.nodes or asked.cpus_per_node or asked.gpus_per_node is not None
-    return Request(
-        config,
-        problems,
-        launch[: len(launch) - len(command)],
-        command,
-        num_devices,
-        not asked.no_checksums,
-        asked.gpu or ("" if is_elsewhere else gpu_here()),
-        not asked.no_plan,
-    )
+    gpu, flags = asked.gpu or ("" if is_elsewhere else gpu_here()), launch[: len(launch) - len(command)]
+    return Request(config, problems, flags, command, num_devices, not asked.no_checksums, gpu, not asked.no_plan)
 
 
 def job_size_problems(given: argparse.Namespace, wanted: argparse.Namespace, asked: argparse.Namespace) -> list[str]:
@@ -112,3 +102,83 @@ def job_size_problems(given: argparse.Namespace, wanted: argparse.Namespace, ask
 def gpu_here() -> str:
     """Return the name in GPUS of this machine's first GPU; empty without a GPU, and for an unknown one."""
     return known_as(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else ""
+
+
+def completed(parsed: argparse.Namespace) -> argparse.Namespace:
+    """Return the flags of a launch with what its YAML adds to them, as `accelerate launch` completes them.
+
+    Raises:
+        ConfigError: for what it refuses, and for numbers at which it ends in a stack.
+    """
+    args = copy.copy(parsed)
+    try:
+        _validate_launch_command(args)
+    except ValueError as error:
+        raise ConfigError(f"accelerate launch refuses: {error}") from error
+    is_given = parsed.num_processes is not None
+    processes, args.num_machines = args.num_processes or 0, 1 if args.num_machines is None else args.num_machines
+    machines, number, port = args.num_machines, int(args.machine_rank or 0), args.main_process_port
+    problems = {
+        f"--num_machines is {machines}; it must be at least 1": machines < 1,
+        # A launcher of a single process, without a YAML, counts GPUs.
+        f"{processes} processes (--num_processes) on {machines} machines (--num_machines): each machine needs the same "
+        f"number; give a multiple of {machines}, such as one a GPU": (is_given or args.use_fsdp or args.multi_gpu)
+        and (processes < 1 or processes % max(1, machines)),
+        f"--machine_rank is {number}; the {machines} machines are 0 to {machines - 1}": number
+        not in range(max(1, machines)),
+        f"--main_process_port is {port}; it must be 0, for any free one, or at most 65535": (port or 0)
+        not in range(2**16),
+    }
+    if found := that_apply(problems):
+        raise ConfigError(f"accelerate launch refuses: {'; '.join(found)}")
+    return args
+
+
+def launch_environment(argv: list[str]) -> dict[str, str]:
+    """Return the variables that `accelerate launch ARGV` would put into the environment of each process.
+
+    Raises:
+        ConfigError: for arguments that it refuses, or at which it fails.
+    """
+    args = completed(parse_flags(argv))
+    machines, processes = args.num_machines, args.num_processes
+    try:
+        # Nothing is opened or reached here, so any port and address will do.
+        args.main_process_port, args.main_process_ip = 0, args.main_process_ip or "head"
+        # For fp8 the launcher asks for packages; `launch_checks` reports what is wrong with fp8 here.
+        precision, args.mixed_precision = args.mixed_precision, "no"
+        if (args.use_fsdp or args.multi_gpu) and not args.cpu:
+            env, world_size = prepare_multi_gpu_env(args), processes
+        else:
+            env, world_size = prepare_simple_launcher_cmd_env(args)[1], 1
+    except ValueError as error:
+        raise ConfigError(f"accelerate launch refuses: {error}") from error
+    if precision == "fp8":
+        env = setup_fp8_env(args, env)
+    return env | {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size // machines),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(args.gradient_accumulation_steps or 1),
+        "ACCELERATE_MIXED_PRECISION": precision.lower(),
+    }
+
+
+def launch_flags(
+    config: Path, nodes: int, processes_per_node: int, size: int | None = None, replicas: int | None = None
+) -> list[str]:
+    """Return flags of `accelerate launch`: processes; for a hybrid config, shards inside a node and replicas between nodes.
+
+    The number of shards is the number of processes / (`replicas` * `size`). `size` ranks share a row (default: the
+    number in the config). By default there is a replica for each node; where ranks share rows, only if the config has
+    replicas.
+    """
+    flags = ["--num_machines", str(nodes), "--num_processes", str(nodes * processes_per_node)]
+    sizes = read_yaml(config).get("parallelism_config")
+    if sizes is None:
+        return flags
+    sharing = max(1, size or sizes.get("parallelism_config_cp_size", 1))
+    if replicas is None:
+        replicas = nodes if sharing == 1 or sizes.get("parallelism_config_dp_replicate_size", 1) > 1 else 1
+    shards = max(1, nodes * processes_per_node // max(1, replicas * sharing))
+    flags += ["--parallelism_config_dp_replicate_size", str(replicas)]
+    return [*flags, "--parallelism_config_dp_shard_size", str(shards)]

@@ -4,7 +4,6 @@ Preflight makes these checks before a job is queued. A run makes them for the la
 does not go unnoticed.
 """
 
-import copy
 import os
 import typing
 from argparse import Action, Namespace
@@ -14,8 +13,7 @@ from typing import Any, NoReturn
 
 import psutil
 from accelerate.commands.config.config_args import ClusterConfig, default_config_file
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env, setup_fp8_env
+from accelerate.commands.launch import launch_command_parser
 
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.arguments.declaring import read_yaml
@@ -141,95 +139,9 @@ def parse_flags(argv: Sequence[str], known: Iterable[str] = (), **defaults: obje
     parser.prog, parser.error = "accelerate launch", refuse
     args = parser.parse_args(argv)
     args.config_file = args.config_file and shipped.config_file(args.config_file)
-    args.training_script, *args.training_script_args = shipped.found_command(
-        [args.training_script, *args.training_script_args]
-    )
+    command = [args.training_script, *args.training_script_args]
+    args.training_script, *args.training_script_args = shipped.found_command(command)
     return args
-
-
-def completed(parsed: Namespace) -> Namespace:
-    """Return the flags of a launch with what its YAML adds to them, as `accelerate launch` completes them.
-
-    Raises:
-        ConfigError: for what it refuses, and for numbers at which it ends in a stack.
-    """
-    args = copy.copy(parsed)
-    try:
-        _validate_launch_command(args)
-    except ValueError as error:
-        raise ConfigError(f"accelerate launch refuses: {error}") from error
-    is_given = parsed.num_processes is not None
-    processes, args.num_machines = args.num_processes or 0, 1 if args.num_machines is None else args.num_machines
-    machines, number, port = args.num_machines, int(args.machine_rank or 0), args.main_process_port
-    problems = {
-        f"--num_machines is {machines}; it must be at least 1": machines < 1,
-        # A launcher of a single process, without a YAML, counts GPUs.
-        f"{processes} processes (--num_processes) on {machines} machines (--num_machines): each machine needs the same "
-        f"number; give a multiple of {machines}, such as one a GPU": (is_given or args.use_fsdp or args.multi_gpu)
-        and (processes < 1 or processes % max(1, machines)),
-        f"--machine_rank is {number}; the {machines} machines are 0 to {machines - 1}": not 0
-        <= number
-        < max(1, machines),
-        f"--main_process_port is {port}; it must be 0, for any free one, or at most 65535": not 0
-        <= (port or 0)
-        < 2**16,
-    }
-    if found := that_apply(problems):
-        raise ConfigError(f"accelerate launch refuses: {'; '.join(found)}")
-    return args
-
-
-def launch_environment(argv: list[str]) -> dict[str, str]:
-    """Return the variables that `accelerate launch ARGV` would put into the environment of each process.
-
-    Raises:
-        ConfigError: for arguments that it refuses, or at which it fails.
-    """
-    args = completed(parse_flags(argv))
-    machines, processes = args.num_machines, args.num_processes
-    try:
-        # Nothing is opened or reached here, so any port and address will do.
-        args.main_process_port, args.main_process_ip = 0, args.main_process_ip or "head"
-        # For fp8 the launcher asks for packages; `launch_checks` reports what is wrong with fp8 here.
-        precision, args.mixed_precision = args.mixed_precision, "no"
-        if (args.use_fsdp or args.multi_gpu) and not args.cpu:
-            env, world_size = prepare_multi_gpu_env(args), processes
-        else:
-            env, world_size = prepare_simple_launcher_cmd_env(args)[1], 1
-    except ValueError as error:
-        raise ConfigError(f"accelerate launch refuses: {error}") from error
-    if precision == "fp8":
-        env = setup_fp8_env(args, env)
-    return env | {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size // machines),
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(args.gradient_accumulation_steps or 1),
-        "ACCELERATE_MIXED_PRECISION": precision.lower(),
-    }
-
-
-def launch_flags(
-    config: Path, nodes: int, processes_per_node: int, size: int | None = None, replicas: int | None = None
-) -> list[str]:
-    """Return flags of `accelerate launch`: processes; for a hybrid config, shards inside a node and replicas between nodes.
-
-    The number of shards is the number of processes / (`replicas` * `size`). `size` ranks share a row (default: the
-    number in the config). By default there is a replica for each node; where ranks share rows, only if the config has
-    replicas.
-    """
-    flags = ["--num_machines", str(nodes), "--num_processes", str(nodes * processes_per_node)]
-    sizes = read_yaml(config).get("parallelism_config")
-    if sizes is None:
-        return flags
-    sharing = max(1, size or sizes.get("parallelism_config_cp_size", 1))
-    if replicas is None:
-        replicas = nodes if sharing == 1 or sizes.get("parallelism_config_dp_replicate_size", 1) > 1 else 1
-    flags += ["--parallelism_config_dp_replicate_size", str(replicas)]
-    flags += [
-        "--parallelism_config_dp_shard_size",
-        str(max(1, nodes * processes_per_node // max(1, replicas * sharing))),
-    ]
-    return flags
 
 
 def ignored_flags(config: Path | str, flags: Sequence[str], env: Mapping[str, str]) -> list[str]:

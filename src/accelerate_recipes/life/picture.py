@@ -86,23 +86,6 @@ def draw_bars(chart: Any, bars: Bars) -> None:
     chart.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=len(bars.values))  # below: bars may be negative
 
 
-def draw_matrix(path: Path, counts: np.ndarray, names: Sequence[str], title: str) -> None:
-    """Write a PNG of a confusion matrix: in row i and column j the number of images of class i taken for class j."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(2 + 0.6 * len(names), 1.5 + 0.6 * len(names)), layout="constrained")
-    axes = figure.subplots()
-    axes.imshow(counts / counts.sum(1, keepdims=True).clip(1), cmap="Blues", vmin=0, vmax=1)
-    for (i, j), count in np.ndenumerate(counts):
-        if count:
-            dark = count > counts[i].sum() / 2
-            axes.text(j, i, str(count), ha="center", va="center", fontsize=8, color="white" if dark else "black")
-    axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
-    axes.set_yticks(range(len(names)), names)
-    axes.set(xlabel="predicted", ylabel="label", title=title)
-    figure.savefig(path, dpi=110)
-
-
 def draw_images(path: Path, images: Sequence[tuple[np.ndarray, str, bool]], title: str) -> None:
     """Write a PNG of images, (H, W, 3) from 0 to 255, each with a text, which is red where it is not right."""
     from matplotlib.figure import Figure

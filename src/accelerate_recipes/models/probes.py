@@ -34,6 +34,11 @@ WINDOW = 4
 # Heads of a tiny model, and of its keys and values, where 2 and 2 cannot be: CodeGen computes four at a time, and some
 # layers of MiMo have twice as many of keys and values as the configuration says.
 UNUSUAL_HEADS = {"codegen": (4, 4), "mimo_v2_flash": (2, 1)}
+# Settings that change logits after the output layer, each with the value that has no effect. None has no effect either.
+BEHIND_THE_HEAD = {
+    "final_logit_softcapping": None, "logits_soft_cap": None, "output_logit_soft_cap": None, "softcap": None,
+    "logits_scaling": 1, "logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1,
+}  # fmt: skip
 UNTRIED = "no tiny {} could be made and tried, so nothing says whether"
 
 
@@ -337,3 +342,14 @@ def crosses(config: PreTrainedConfig) -> str:
     is_tried = packing_of(config) is not Packing.UNKNOWN
     how = "not even with a mask" if is_tried else "and a mask could not be tried, since no tiny one could be made"
     return CROSSES.format(config.model_type, how)
+
+
+def check_head(config: PreTrainedConfig) -> None:
+    """Raise ConfigError for a model that scales or caps its logits after the output layer: its loss needs whole logits."""
+    text = config.get_text_config()
+    for name, nothing in BEHIND_THE_HEAD.items():
+        if getattr(text, name, None) not in (None, nothing):
+            raise ConfigError(
+                f"{text.model_type} has {name} {getattr(text, name)} behind its output layer, so the loss needs its "
+                "logits; give --whole_logits"
+            )

@@ -1,6 +1,7 @@
 """Evaluation of a classifier of images: one pass over the held-out images gives loss, metrics, predictions and pictures."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from accelerate_recipes.data.rows import RowLoader
 from accelerate_recipes.disk import read_json_lines, write_atomically
 from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.errors import DataError
-from accelerate_recipes.life.picture import draw_images, draw_matrix
+from accelerate_recipes.life.picture import draw_images
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.ranks import on_all_ranks, on_first_rank
 from accelerate_recipes.vision.classifiers import logits_of
@@ -115,3 +116,20 @@ def predict_classes(accelerator: Accelerator, model: nn.Module, loader: RowLoade
                 values = {"row": row, "label": label, "classes": classes, "probability": probability, "loss": loss}
                 lines.append(values)
     return lines
+
+
+def draw_matrix(path: Path, counts: np.ndarray, names: Sequence[str], title: str) -> None:
+    """Write a PNG of a confusion matrix: in row i and column j the number of images of class i taken for class j."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2 + 0.6 * len(names), 1.5 + 0.6 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(counts / counts.sum(1, keepdims=True).clip(1), cmap="Blues", vmin=0, vmax=1)
+    for (i, j), count in np.ndenumerate(counts):
+        if count:
+            dark = count > counts[i].sum() / 2
+            axes.text(j, i, str(count), ha="center", va="center", fontsize=8, color="white" if dark else "black")
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="predicted", ylabel="label", title=title)
+    figure.savefig(path, dpi=110)
