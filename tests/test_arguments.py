@@ -199,13 +199,11 @@ def test_a_flag_of_earlier_versions_has_no_foolish_hint():
 
 def test_what_is_no_field_of_a_model_has_no_hint_at_one():
     args_class = shipped.load(ROOT / "recipes/chess.py").Args
-    _, problems = resolve(args_class, ["--epochs", "3", "--zzzz", "1", "--num_hidden_layers", "2"], world_size=1)
-    assert problems == [
-        "unknown argument 'epochs' on the command line; did you mean 'num_train_epochs'?",
-        "unknown argument 'zzzz' on the command line",
-        "unknown argument 'num_hidden_layers' on the command line; a field of a new model's config.json is given by "
-        "--config_overrides num_hidden_layers=...",
-    ]
+    argv = ["--epochs", "3", "--zzzz", "1", "--num_hidden_layers", "2"]
+    _, (epochs, unknown, layers) = resolve(args_class, argv, world_size=1)
+    assert "'epochs'" in epochs and epochs.endswith("'num_train_epochs'?")
+    assert "'zzzz'" in unknown and ";" not in unknown
+    assert "--config_overrides num_hidden_layers=" in layers
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -447,7 +447,7 @@ def test_one_beyond_the_last_step_is_refused_before_anything_starts(make_run):
     run.args.max_steps = 10
     assert find_resume(run.args) == chosen
     run.args.max_steps = 9
-    with pytest.raises(ConfigError, match="checkpoint-10 is further on than the 9 steps of this run"):
+    with pytest.raises(ConfigError, match="checkpoint-10 is further on than the 9 steps"):
         find_resume(run.args)
 
 

@@ -296,5 +296,5 @@ def test_number_of_steps(epochs, steps):
 
 
 def test_less_than_one_row_is_no_run():
-    with pytest.raises(ConfigError, match=r"--num_train_epochs 1e-09 of 100 rows is less than one row"):
+    with pytest.raises(ConfigError, match=r"--num_train_epochs 1e-09 of 100 rows"):
         num_steps(TrainArgs(num_train_epochs=1e-9), 100)

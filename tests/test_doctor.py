@@ -210,7 +210,7 @@ def test_gpus_that_fail_or_are_slow(monkeypatch):
     assert machine.gpu_findings([good, good]) == ([], [])
     bad = good._replace(name="Unheard-of 9000", used=3 * 2**30, errors=2, is_divided=True)
     problems, warnings = machine.gpu_findings([good, bad])
-    assert problems == ["GPU 1 had 2 memory errors beyond correction; reset or replace it"]
+    assert len(problems) == 1 and "GPU 1 had 2 memory errors" in problems[0]
     expected = ("holds 3.0 GiB", "divided by MIG", "does not know its memory", "its peak is not known", "GPUs differ")
     assert all(text in said for text, said in zip(expected, warnings, strict=True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

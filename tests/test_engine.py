@@ -141,10 +141,7 @@ def test_a_finished_run_keeps_its_arguments(run, tmp_path, capsys):
     saved.write_text("learning_rate: 0.1\n")
     run(resumed_at=5, **changes)
     assert saved.read_text() == "learning_rate: 0.1\n"
-    assert (
-        "All 5 steps are done: nothing is trained, only the export is written again; for another run, "
-        "give another --output_dir" in capsys.readouterr().out
-    )
+    assert re.search("All 5 steps are done.* --output_dir", capsys.readouterr().out)
     run(resumed_at=4, **changes)
     assert "learning_rate: 0.5\n" in saved.read_text() and "nothing is trained" not in capsys.readouterr().out
 

@@ -379,14 +379,14 @@ def problems_of(*argv: str, world_size: int = 1) -> tuple[Args, str]:
 
 def test_all_problems_at_once():
     _, found = problems_of("--train_files", URL)
-    assert "--max_steps is missing: the length of a stream is not known" in found
+    assert "--max_steps is missing" in found
     assert "no share of a stream can be held out; give --eval_files" in found
     files = [URL, "hf://tiny/a.tar", "hf://a", "https://example.org/b.parquet", "https://example.org/b.tar.gz"]
     _, found = problems_of("--train_files", *files, "--eval_files", URL, "hf://datasets/a/b/c.tgz", "--max_steps", "3", "--num_streams", "5", world_size=2)  # fmt: skip
     for expected in (
         "--train_files hf://tiny/a.tar: ",
         "--train_files hf://a: what is streamed must end with .tar",
-        "--train_files https://example.org/b.parquet: what is streamed must end with .tar; download it, or pack it so",
+        "--train_files https://example.org/b.parquet: what is streamed must end with .tar",
         "--train_files https://example.org/b.tar.gz: what is streamed must end with .tar",
         f"--eval_files {URL}: images to evaluate on",
         "--eval_files hf://datasets/a/b/c.tgz: ",
@@ -396,7 +396,7 @@ def test_all_problems_at_once():
     assert "no such file" not in found
     images = str(ROOT / "data/fashion/train.parquet")
     _, found = problems_of("--train_files", images, "--num_streams", "24")
-    assert found == "--num_streams is for shards that are streamed; remove it"
+    assert found == "--num_streams is for shards that are streamed"
 
 
 def test_the_number_of_streams_belongs_to_the_run(tmp_path):

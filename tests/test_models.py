@@ -279,7 +279,7 @@ def test_a_vocabulary_that_does_not_fit():
     check_belong_together(config(vocab_size=128), tokenizer, 4096)
     ids = new_config(Architecture(), new_bpe_tokenizer(["a"], 300))
     assert (ids.bos_token_id, ids.eos_token_id, ids.pad_token_id) == (0, 1, None)
-    with pytest.raises(ConfigError, match="the tokenizer has 100 tokens, the model's vocab_size is 99"):
+    with pytest.raises(ConfigError, match=r"100 tokens, .* vocab_size is 99"):
         check_belong_together(config(vocab_size=99), tokenizer, 4096)
     with pytest.raises(ConfigError, match=r"eos_token_id is 2, .* 3(.|\n)*--max_length is 4097, .* 4096"):
         check_belong_together(config(eos_token_id=3), tokenizer, 4097)

@@ -117,8 +117,8 @@ def test_what_a_model_cannot_do_is_known_before_the_data_are_prepared(said, copy
     adapters = ["--use_peft", "--lora_target_modules", "q_prj"]
     folder, flags = copy("llama"), [*adapters, "--attn_implementation", "flash_attention_2"]
     found = said(folder, "c4", *flags)
-    assert "--lora_target_modules q_prj: no linear layer inside LlamaForCausalLM has that name" in found
-    assert "--attn_implementation flash_attention_2: its package flash_attn is not installed" in found
+    assert "--lora_target_modules q_prj: " in found and "LlamaForCausalLM" in found
+    assert "--attn_implementation flash_attention_2: its package flash_attn" in found
     c4 = shipped.load(ROOT / "recipes/c4.py")
     command = [*DATA["c4"], "--model_name_or_path", str(folder), "--max_steps", "1", *flags, "--data_only", "true"]
     args = parse(c4.Args, command, world_size=1)
