@@ -53,6 +53,7 @@ DEFAULTS = {
     "per_device_eval_batch_size": (8, "at least 1"),
     "learning_rate": (1e-05, "at least 0, and at most 1"),
     "lr_scheduler_type": ("cosine", None),
+    "lr_scheduler_kwargs": ({}, None),
     "min_lr_ratio": (0.0, "at least 0, and at most 1"),
     "warmup_steps": (0.03, "at least 0"),
     "weight_decay": (0.1, "at least 0, and at most 1000"),

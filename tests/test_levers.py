@@ -11,9 +11,9 @@ import toy
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
-from helpers import CHILDREN, launch_ok, log_of, losses
+from helpers import CHILDREN, launch_ok, log_of, losses, read_metrics
 from tiny import tiny_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, get_scheduler
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.models.loading import new_model
@@ -225,6 +225,20 @@ def test_an_optimizer_is_resumed(forks, whole_runs, tmp_path, optim, before, aft
         assert losses(out) == losses(whole)
     else:
         assert losses(out) == pytest.approx(losses(whole), rel=tolerance(optim))
+
+
+def test_a_branch_decays_from_any_checkpoint(forks, tmp_path):
+    """A run that stays at its peak goes on, in another folder, with the decay that the branch asks for."""
+    stable = ("--lr_scheduler_type", "warmup_stable_decay", "--lr_scheduler_kwargs")
+    trunk, branch = tmp_path / "trunk", tmp_path / "branch"
+    forks.succeed(trunk, *stable, "num_decay_steps=1", "--save_total_limit", 0)
+    begun = ("--resume_from_checkpoint", trunk / "checkpoint-3")
+    forks.succeed(branch, *stable, "num_decay_steps=4", "--max_steps", 8, *begun)
+    optimizer, settings = torch.optim.SGD([torch.zeros(1)], lr=1e-2), {"num_decay_steps": 4}
+    (share,) = get_scheduler("warmup_stable_decay", optimizer, 2, 8, scheduler_specific_kwargs=settings).lr_lambdas
+    found = {record["step"]: record["learning_rate"] for record in read_metrics(branch) if "learning_rate" in record}
+    assert [found[step] for step in range(4, 9)] == [1e-2 * share(step - 1) for step in range(4, 9)]
+    assert found[4] == 1e-2 and found[8] < found[7] < found[6] < 1e-2
 
 
 @pytest.mark.long

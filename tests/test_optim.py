@@ -21,7 +21,8 @@ from transformers import (
 )
 from transformers.optimization import Adafactor
 
-from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse
+from accelerate_recipes.args import OPTIMIZERS, THEIR_SCHEDULES, TrainArgs, parse
+from accelerate_recipes.checkpoint.checkpointer import seek
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.weights import WRAPPERS
 from accelerate_recipes.optim import Muon, make_scheduler, num_warmup_steps, optimizer_fn, trained_by_muon
@@ -293,6 +294,30 @@ def test_the_schedules_are_those_of_transformers(shape, warmup_steps):
     assert len(set(found[STEPS:])) == 1
 
 
+SETTINGS = {
+    "warmup_stable_decay": {"num_decay_steps": 5, "decay_type": "1-sqrt"},
+    "polynomial": {"power": 2.0},
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", THEIR_SCHEDULES)
+def test_other_schedules_are_those_of_transformers(name):
+    """Over a whole run, and from any step at which one is resumed."""
+    settings = SETTINGS.get(name, {})
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    (reference,) = get_scheduler(name, optimizer, 3, STEPS, scheduler_specific_kwargs=settings).lr_lambdas
+    wanted = [0.5 * reference(step) for step in range(STEPS + 1)]
+    values = {"lr_scheduler_type": name, "lr_scheduler_kwargs": settings, "warmup_steps": 3}
+    assert rates(**values)[: STEPS + 1] == wanted and len({*wanted}) > (name != "constant")
+    for step in range(1, STEPS):
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+        scheduler = make_scheduler(optimizer, TrainArgs(learning_rate=0.5, **values), STEPS)
+        seek(scheduler, step)
+        assert scheduler.get_last_lr() == [wanted[step]]
+
+
 def test_a_run_that_ends_before_the_peak_is_told(capsys):
     rates(warmup_steps=2 * STEPS)
     said = capsys.readouterr().err
@@ -303,16 +328,32 @@ def test_a_run_that_ends_before_the_peak_is_told(capsys):
     assert not capsys.readouterr().err
 
 
+WSD = ["--lr_scheduler_type", "warmup_stable_decay", "--lr_scheduler_kwargs"]
+
+
 @pytest.mark.parametrize(
     "flags, reason",
     [
         (["--min_lr_ratio", "1.5"], "--min_lr_ratio is 1.5; it must be at least 0, and at most 1"),
         (["--min_lr_ratio", "0.1", "--lr_scheduler_type", "constant_with_warmup"], "--min_lr_ratio 0.1 has no effect"),
+        (["--lr_scheduler_kwargs", "power=2"], "--lr_scheduler_kwargs power has no effect"),
+        (WSD[:2], "warmup_stable_decay .*'num_decay_steps'"),
+        ([*WSD, "num_decay_steps=9", "decays=1"], "warmup_stable_decay .*'decays'"),
+        ([*WSD, "num_decay_steps=many"], "warmup_stable_decay .*many"),
+        ([*WSD, "num_decay_steps=60", "--max_steps", "99", "--warmup_steps", "40"], "=60 and 40 steps .* the run's 99"),
+        (["--lr_scheduler_type", "polynomial", "--learning_rate", "1e-8"], "polynomial .*1e-08"),
+        (["--lr_scheduler_type", "inverse_sqrt", "--min_lr_ratio", "0.1"], "--min_lr_ratio 0.1 has no effect"),
+        (["--lr_scheduler_type", "greedy"], "--lr_scheduler_type"),
     ],
 )
 def test_mistakes(flags, reason):
     with pytest.raises(ConfigError, match=reason):
         parse(TrainArgs, flags, world_size=1)
+
+
+def test_a_decay_longer_than_the_run_is_refused_when_its_steps_are_known():
+    with pytest.raises(ConfigError, match=r"=15 and 8 steps .* the run's 20"):
+        rates(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs={"num_decay_steps": 15}, warmup_steps=8)
 
 
 def test_names_without_wrappers():

@@ -49,6 +49,12 @@ OWNED_ELSEWHERE = {
 
 
 OPTIMIZERS = ["adamw_torch_fused", "adamw_bf16_kahan", "adafactor", "adamw_8bit", "muon"]
+OWN_SCHEDULES = ["linear", "cosine", "constant_with_warmup"]
+# Those of transformers' table that follow from the step alone: the others need values of the run.
+THEIR_SCHEDULES = [
+    "constant", "cosine_with_restarts", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "inverse_sqrt", "polynomial",
+    "warmup_stable_decay",
+]  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -86,10 +92,10 @@ class TrainArgs(AdapterArgs):
     )
     learning_rate: float = arg(1e-5, "Peak learning rate.", min=0, max=1, group="essential")
     lr_scheduler_type: str = arg(
-        "cosine",
-        "Shape of the learning rate after the warm-up.",
-        choices=["linear", "cosine", "constant_with_warmup"],
-        group="optimizer",
+        "cosine", "Learning rate after the warm-up.", choices=[*OWN_SCHEDULES, *THEIR_SCHEDULES], group="optimizer"
+    )
+    lr_scheduler_kwargs: dict = arg(
+        {}, "Settings of transformers' schedules, NAME=VALUE, such as num_decay_steps=500.", group="rare"
     )
     min_lr_ratio: float = arg(0.0, "Learning rate at the end, as a share of the peak.", min=0, max=1, group="rare")
     warmup_steps: float = arg(0.03, "Steps of the warm-up; below 1: a share of all steps.", min=0, group="optimizer")
@@ -99,7 +105,7 @@ class TrainArgs(AdapterArgs):
     adam_epsilon: float = arg(1e-8, "AdamW's epsilon.", min=1e-30, max=1, group="rare")
     optim: str = arg(
         "adamw_torch_fused",
-        "Optimizer; adamw_bf16_kahan keeps the weights in bf16 too; muon trains matrices by Muon, the rest by AdamW.",
+        "Optimizer; `kahan` keeps the weights in bf16.",
         choices=OPTIMIZERS,
         fixed=True,
         group="optimizer",
@@ -231,9 +237,7 @@ class TrainArgs(AdapterArgs):
         return [*self.contradictions(world_size), *self.adapter_problems(), *self.batch_problems(world_size)]
 
     def contradictions(self, world_size: int) -> Iterator[str]:
-        if self.min_lr_ratio and self.lr_scheduler_type == "constant_with_warmup":
-            schedule = f"--lr_scheduler_type {self.lr_scheduler_type}"
-            yield f"--min_lr_ratio {self.min_lr_ratio} has no effect with {schedule}; remove one of the two"
+        yield from schedule_problems(self, self.max_steps)
         if self.max_steps == 0:
             yield "--max_steps is 0; give a positive number, or -1: as --num_train_epochs gives"
         if self.max_steps < 0 and self.num_train_epochs == 0:
@@ -354,6 +358,39 @@ class TrainArgs(AdapterArgs):
 
 
 Args = TypeVar("Args", bound=TrainArgs)
+
+
+def num_warmup_steps(args: TrainArgs, total_steps: int) -> int:
+    return round(args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * total_steps)
+
+
+def schedule_problems(args: TrainArgs, total_steps: int) -> Iterator[str]:
+    """List problems of the schedule, one sentence each. `total_steps` below 1 is a number that is not known yet."""
+    name, given = args.lr_scheduler_type, args.lr_scheduler_kwargs
+    of_schedule = f"--lr_scheduler_type {name}"
+    if args.min_lr_ratio and name not in ("linear", "cosine"):
+        other = "; give --lr_scheduler_kwargs min_lr_rate=SHARE" if "with_min_lr" in name else "; remove one of the two"
+        yield f"--min_lr_ratio {args.min_lr_ratio} has no effect with {of_schedule}{other}"
+    if name not in THEIR_SCHEDULES or name == "constant":
+        if given:
+            yield f"--lr_scheduler_kwargs {', '.join(given)} has no effect with {of_schedule}; remove one of the two"
+        return
+    from transformers import get_scheduler  # seconds, which only these schedules need
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
+    steps = total_steps if total_steps > 0 else 1000
+    warmup = num_warmup_steps(args, steps)
+    try:
+        (share,) = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=given).lr_lambdas
+        shares = [share(step) for step in (0, steps // 2, steps - 1, steps)]
+    except (TypeError, ValueError, ArithmeticError) as error:
+        yield f"{of_schedule} with --lr_scheduler_kwargs {given or '(none)'}: {error}"
+        return
+    falling = given.get("num_decay_steps", 0)
+    if 0 < total_steps < warmup + falling:
+        yield f"num_decay_steps={falling} and {warmup} steps of warm-up are more than the run's {total_steps}; lower one"
+    elif not all(0 <= value < float("inf") for value in shares):
+        yield f"{of_schedule} with --lr_scheduler_kwargs {given}: the learning rate would be negative or infinite"
 
 
 def parse(args_class: type[Args], argv: Sequence[str], world_size: int = 0) -> Args:

@@ -7,17 +7,18 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.adamw import adamw
+from transformers import get_scheduler
 from transformers.pytorch_utils import Conv1D
 
-from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.args import OWN_SCHEDULES, TrainArgs, num_warmup_steps, schedule_problems
+from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.models.weights import WRAPPERS
 from accelerate_recipes.ranks import computes_in_bf16, is_first
 
@@ -370,12 +371,21 @@ def make_scheduler(
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """Make the schedule over `total_steps` optimizer steps. Step it once after each optimizer step.
 
-    The warm-up starts at 0. After it, the learning rate falls to `min_lr_ratio` of the peak and stays there.
+    The warm-up starts at 0. After it, the learning rate falls to `min_lr_ratio` of the peak and stays there, or follows a
+    schedule of transformers.
+
+    Raises:
+        ConfigError: for settings that the schedule does not take, or that do not fit `total_steps`.
     """
+    raise_problems("This run cannot train", [*schedule_problems(args, total_steps)])
     if is_first():
         for warning in warmup_warnings(args, total_steps):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
     warmup = num_warmup_steps(args, total_steps)
+    if args.lr_scheduler_type not in OWN_SCHEDULES:
+        given = {"scheduler_specific_kwargs": args.lr_scheduler_kwargs}
+        theirs: Any = get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_steps, **given)
+        return theirs
 
     def share_of_peak(step: int) -> float:
         if step < warmup:
@@ -391,14 +401,10 @@ def make_scheduler(
     return torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
 
 
-def num_warmup_steps(args: TrainArgs, total_steps: int) -> int:
-    return round(args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * total_steps)
-
-
 def warmup_warnings(args: TrainArgs, total_steps: int) -> list[str]:
     """Warn, in one sentence, if a run ends before its learning rate reaches the peak."""
     warmup = num_warmup_steps(args, total_steps)
-    if warmup < total_steps:
+    if warmup < total_steps or args.lr_scheduler_type == "constant":
         return []
     return [
         f"--warmup_steps {args.warmup_steps:g} of {total_steps} steps: the learning rate only rises, to "
