@@ -15,11 +15,11 @@ from accelerate.commands.config.config_args import ClusterConfig
 from helpers import CHILDREN, CONFIGS, ROOT, without_runs
 from huggingface_hub import constants
 
-from accelerate_recipes import disk, recipe
+from accelerate_recipes import recipe
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.files import write_marker
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch import requirements
+from accelerate_recipes.launch import machine, requirements
 from accelerate_recipes.launch import settings as launcher_module
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.launch.request import launch_environment, read_request
@@ -426,9 +426,9 @@ def test_output_directory(monkeypatch, tmp_path):
     """Preflight reports the filesystem, the space for checkpoints to come, and the checkpoint to resume, with its damage."""
     config, out = str(CONFIGS / "fsdp_full.yaml"), ["--output_dir", str(tmp_path / "new/out")]
     two_nodes = [config, "--nodes", "2", "--gpus-per-node", "1", *LAPTOP, *out]
-    monkeypatch.setattr(disk, "filesystem", lambda path: "nfs4")
+    monkeypatch.setattr(machine, "filesystem", lambda path: "nfs4")
     assert "must all see it there" not in preflight(two_nodes)[0]
-    monkeypatch.setattr(disk, "filesystem", lambda path: "ext4")
+    monkeypatch.setattr(machine, "filesystem", lambda path: "ext4")
     assert f"{tmp_path}/new/out lies on ext4; 2 machines must" in preflight(two_nodes)[0]
 
     # 1,357,952 parameters, 12 bytes each in a checkpoint; of 10 saves 2 are kept while a third is written.

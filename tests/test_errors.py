@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from accelerate_recipes import __main__
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch import quiet, settings
+from accelerate_recipes.launch import quiet, request
 from accelerate_recipes.launch.quiet import failure_in_words, launch
 from accelerate_recipes.life import parent
 
@@ -168,7 +168,7 @@ def test_a_launch_without_a_config_counts_gpus(tmp_path, monkeypatch):
     """It starts one process where there are none: that nothing says how many is no mistake."""
     started = []
     monkeypatch.setattr(quiet, "launch_command", started.append)
-    monkeypatch.setattr(settings, "_validate_launch_command", lambda args: vars(args).update(num_processes=0))
+    monkeypatch.setattr(request, "_validate_launch_command", lambda args: vars(args).update(num_processes=0))
     launch([str(TOY)])
     (args,) = started
     assert args.num_processes is None  # for the launcher to count, and to tell

@@ -127,7 +127,7 @@ TOUCHED = [
     (Accelerator, "_optimizers", "distributed", "the optimizer is made on the sharded model", None),
     (Accelerator, "_prepare_cp", "upstream", "rows that ranks share keep their masks", "self args"),
     (Accelerator, "ao_recipe_handler", "distributed", "which layers compute in fp8", None),
-    (launch, "_validate_launch_command", "settings", "what the launcher would start", "args"),
+    (launch, "_validate_launch_command", "request", "what the launcher would start", "args"),
     # transformers
     (AutoModelForCausalLM, "_model_mapping", "configurations", "which architectures there are of a kind of models", None),
     (PreTrainedModel, "_init_weights", "weights", "the model's own rule for first values", "self module"),

@@ -106,9 +106,8 @@ class Agenda:
             self.output_dir.mkdir(parents=True, exist_ok=True)
         # Not earlier: before there is something to save, a signal should end the process at once, even while it waits.
         stop.listen(self.output_dir)
-        set_seed(
-            self.args.seed, device_specific=True
-        )  # the initial weights, equal on all ranks, are made; from here on each rank draws its own dropout
+        # The initial weights, equal on all ranks, are made; from here on each rank draws its own dropout.
+        set_seed(self.args.seed, device_specific=True)
 
     def begin(self) -> int:
         """Restore the checkpoint to resume, and evaluate the model before the first step.
