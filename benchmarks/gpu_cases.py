@@ -74,7 +74,7 @@ class Case(NamedTuple):
     is_second: bool = False  # of the second list
 
 
-LLM_Q, IN_CUDA = "llm.q, benchmarks/H100x1.md of May 2026", "C++ and CUDA"
+LLM_Q, IN_CUDA = "llm.q, benchmarks/H100x1.md of December 2025", "C++ and CUDA"
 OF_QWEN = f"{IN_CUDA}; Qwen2.5-7B, of 7.6 billion parameters"
 BUDGET = KAHAN | {"activation_memory_budget": 0.8}
 CASES = {case.name: case for case in [
