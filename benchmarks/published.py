@@ -192,5 +192,12 @@ def cells(found: float, measured: float, unit: str, more: Mapping[str, float]) -
     if not measured:
         return [""] * 5
     theirs, notes = found + sum(more.values()), " ".join(more)
-    first = [f"{measured:.3g}{unit}", f"{found:.3g}", f"{found / measured:.2f}"]
-    return [*first, *([f"{theirs:.3g} ({notes})", f"{theirs / measured:.2f}"] if any(more.values()) else [notes, ""])]
+    first = [f"{digits(measured)}{unit}", digits(found), f"{found / measured:.2f}"]
+    return [
+        *first,
+        *([f"{digits(theirs)} ({notes})", f"{theirs / measured:.2f}"] if any(more.values()) else [notes, ""]),
+    ]
+
+
+def digits(number: float) -> str:
+    return f"{number:#.3g}".rstrip(".")

@@ -33,7 +33,7 @@ COMMANDS = {
 }
 LAUNCHED = ("against_trl", "engine_overhead")
 ELSEWHERE = {"ablation", "ablation_trial", "init_memory", "memory_limits", "plan_shapes", "plans"}  # test_ablation, ...
-HELPERS = {"harness", "real_steps"}
+HELPERS = {"harness", "published", "real_steps"}
 GPU = {"gpu", "gpu_cases", "gpu_measure", "gpu_report"}
 # As on a machine where these are not installed; read by each Python process at its start.
 HIDE = """
