@@ -24,7 +24,6 @@ from typing import Any
 
 import yaml
 from harness import ROOT, table
-from published import MODELS as OF_OTHERS
 from published import RUNS, published_table
 
 from accelerate_recipes.arguments.gpus import GIB, GPUS, OUTSIDE
@@ -77,9 +76,27 @@ PUBLISHED = {
         "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
         "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
     },
+    "Qwen/Qwen2.5-1.5B": QWEN2 | {
+        "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen2.5-3B": QWEN2 | {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
     "Qwen/Qwen2.5-7B-Instruct": QWEN2 | {
         "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
         "num_attention_heads": 28, "num_key_value_heads": 4,
+    },
+    # Of two that others trained on rows of a million tokens, positions are stretched.
+    "Qwen/Qwen3-0.6B": QWEN3 | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "tie_word_embeddings": True, "max_position_embeddings": 2**20,
+    },
+    "Qwen3-8B-at-1M": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 2**20},
+    "KempnerForge-13B": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 5120, "intermediate_size": 17920,
+        "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 8,
     },
     "Qwen/Qwen3-4B": QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
     "Qwen/Qwen3-8B": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288},
@@ -96,7 +113,7 @@ PUBLISHED = {
     "google/vit-large-patch16-224-in21k": VIT | {
         "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
     },
-} | OF_OTHERS  # fmt: skip
+}  # fmt: skip
 
 # Of a preset with compiled layers, which are not simulated: a flag of the launcher and an argument with which it is.
 NEAREST = {

@@ -16,37 +16,6 @@ RECOMPUTE = "--fsdp_activation_checkpointing true"
 KAHAN, WHOLE = "--optim adamw_bf16_kahan", "--whole_logits true"
 
 
-def qwen3(**sizes: Any) -> dict[str, Any]:
-    shared = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 2**20}
-    return shared | {"num_key_value_heads": 8, "rope_theta": 1e6} | sizes
-
-
-def qwen2_5(**sizes: Any) -> dict[str, Any]:
-    shared = {"model_type": "qwen2", "vocab_size": 151936, "max_position_embeddings": 32768, "rope_theta": 1e6}
-    return shared | {"num_key_value_heads": 2, "tie_word_embeddings": True} | sizes
-
-
-# The fields of their config.json that decide sizes. Those of Qwen3 have their positions stretched, for rows of a million.
-MODELS = {
-    "Qwen/Qwen3-0.6B": qwen3(
-        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, tie_word_embeddings=True
-    ),
-    "Qwen3-8B-at-1M": qwen3(
-        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32
-    ),
-    "Qwen/Qwen2.5-1.5B": qwen2_5(
-        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12
-    ),
-    "Qwen/Qwen2.5-3B": qwen2_5(
-        hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16
-    ),
-    "KempnerForge-13B": {
-        "model_type": "llama", "vocab_size": 128256, "hidden_size": 5120, "intermediate_size": 17920,
-        "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 8,
-    },
-}  # fmt: skip
-
-
 def command(config: str, flags: str, model: str, rows: tuple[int, int, int], more: str = "") -> str:
     """Return the command of `plan`: `rows` are the tokens of a row, the rows of a micro-batch and those of a step."""
     length, at_once, total = rows
