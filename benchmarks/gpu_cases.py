@@ -18,6 +18,7 @@ from accelerate_recipes.models.loading import new_model
 
 # Layers, width, inner width, heads, heads of keys, words, whether the output layer is the embedding.
 SHAPES = {
+    "0.5B": (24, 896, 4864, 14, 2, 151936, True),  # Qwen2.5
     "0.6B": (28, 1024, 3072, 16, 8, 151936, True),  # Qwen3; heads are of 128 there too
     "1.5B": (28, 1536, 8960, 12, 2, 151936, True),  # Qwen2.5
     "3B": (36, 2048, 11008, 16, 2, 151936, True),  # Qwen2.5
@@ -73,7 +74,7 @@ class Case(NamedTuple):
     is_second: bool = False  # of the second list
 
 
-LLM_Q, IN_CUDA = "llm.q, README (rows of 1,024, its default)", "C++ and CUDA"
+LLM_Q, IN_CUDA = "llm.q, benchmarks/H100x1.md of December 2025", "C++ and CUDA"
 OF_QWEN = f"{IN_CUDA}; Qwen2.5-7B, of 7.6 billion parameters"
 BUDGET = KAHAN | {"activation_memory_budget": 0.8}
 CASES = {case.name: case for case in [
@@ -97,18 +98,22 @@ CASES = {case.name: case for case in [
     ),
     Case(
         "1.5B", 45, model="1.5B", config="single_bf16", args=KAHAN, gib=60,
-        batches=(Batch(16, 1024, 4, predicted=50_000, anchors=(Anchor(LLM_Q, 58_000, IN_CUDA),)),),
+        batches=(Batch(16, 1024, 4, predicted=50_000, anchors=(Anchor(LLM_Q, 58_900, f"{IN_CUDA}; 32 rows a pass"),)),),
+    ),
+    Case(
+        "0.5B", 30, model="0.5B", config="single_bf16", args=KAHAN, gib=60,
+        batches=(Batch(32, 1024, 2, anchors=(Anchor(LLM_Q, 150_000, IN_CUDA),)),),
     ),
     Case(
         "7B: budget 0.8", 90, model="7B", config="single_bf16", args=BUDGET, gib=78,
         batches=(
-            Batch(4, 1024, 8, predicted=13_500, anchors=(Anchor(LLM_Q, 14_000, OF_QWEN),)),
+            Batch(4, 1024, 8, predicted=13_500, anchors=(Anchor(LLM_Q, 13_900, OF_QWEN),)),
             Batch(1, 4096, 8, predicted=12_660),  # MFU 59 %
         ),
     ),
     Case(
         "3B", 50, model="3B", config="single_bf16", args=KAHAN, gib=60,
-        batches=(Batch(8, 1024, 4, predicted=27_000, anchors=(Anchor(LLM_Q, 30_000, IN_CUDA),)),),
+        batches=(Batch(8, 1024, 4, predicted=27_000, anchors=(Anchor(LLM_Q, 30_900, f"{IN_CUDA}; 16 rows a pass"),)),),
     ),
     Case(
         "8B: all of it", 90, model="8B", config="single_bf16", args=KAHAN, gib=130,
@@ -118,12 +123,12 @@ CASES = {case.name: case for case in [
     ),
     Case(
         "3B: fp8", 45, model="3B", config="single_fp8", args=KAHAN, gib=60, package="torchao", is_second=True,
-        batches=(Batch(8, 1024, 4, anchors=(Anchor(LLM_Q, 39_000, f"{IN_CUDA}; 16 rows a pass"),)),),
+        batches=(Batch(8, 1024, 4, anchors=(Anchor(LLM_Q, 40_400, f"{IN_CUDA}; 16 rows a pass; 1.31 of its bf16"),)),),
     ),
     Case(
         "7B: fp8", 55, model="7B", config="single_fp8", args=BUDGET, gib=78, package="torchao", is_second=True,
         batches=(Batch(4, 1024, 8, anchors=(
-            Anchor(LLM_Q, 18_000, f"{OF_QWEN}; SwiGLU and norms computed twice"),
+            Anchor(LLM_Q, 19_200, f"{OF_QWEN}; FFN and norms computed twice; 1.385 of its bf16"),
             Anchor("Megatron-Bridge, performance summary", 14_451, "8B; a GPU of eight"),
         )),),
     ),

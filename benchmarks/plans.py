@@ -24,6 +24,7 @@ from typing import Any
 
 import yaml
 from harness import ROOT, table
+from published import RUNS, published_table
 
 from accelerate_recipes.arguments.gpus import GIB, GPUS, OUTSIDE
 from accelerate_recipes.errors import ConfigError
@@ -75,9 +76,27 @@ PUBLISHED = {
         "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
         "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
     },
+    "Qwen/Qwen2.5-1.5B": QWEN2 | {
+        "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen2.5-3B": QWEN2 | {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
     "Qwen/Qwen2.5-7B-Instruct": QWEN2 | {
         "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
         "num_attention_heads": 28, "num_key_value_heads": 4,
+    },
+    # Of two that others trained on rows of a million tokens, positions are stretched.
+    "Qwen/Qwen3-0.6B": QWEN3 | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "tie_word_embeddings": True, "max_position_embeddings": 2**20,
+    },
+    "Qwen3-8B-at-1M": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 2**20},
+    "KempnerForge-13B": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 5120, "intermediate_size": 17920,
+        "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 8,
     },
     "Qwen/Qwen3-4B": QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
     "Qwen/Qwen3-8B": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288},
@@ -249,11 +268,11 @@ def words_of(command: str, folder: Path) -> list[str]:
     if ROWS in argv:
         (folder / ROWS).touch()
         argv[argv.index(ROWS)] = str(folder / ROWS)
-    named = yaml.safe_load((ROOT / argv[argv.index("--config") + 1]).read_text(encoding="utf-8")).get(
-        "model_name_or_path"
-    )
     if "--model_name_or_path" in argv:
         named = argv[argv.index("--model_name_or_path") + 1]
+    else:
+        chosen = yaml.safe_load((ROOT / argv[argv.index("--config") + 1]).read_text(encoding="utf-8"))
+        named = chosen.get("model_name_or_path")
     return [*argv, "--model_name_or_path", str(published(named, folder))] if named else argv
 
 
@@ -319,7 +338,7 @@ def wanted(plans: dict[str, Any]) -> list[str]:
             if found[-1] not in plans or need_of(plans, model, 1, setting) <= SIZES[24].memory:
                 break
     found += [of_long_rows(*cell) for cell in itertools.product(LONG, LENGTHS, WAYS)]
-    return list(dict.fromkeys([*found, *map(of_lever, LEVERS)]))
+    return list(dict.fromkeys([*found, *map(of_lever, LEVERS), *(run.command for run in RUNS)]))
 
 
 def need_of(plans: dict[str, Any], model: str, number: int, setting: str) -> float:
@@ -418,10 +437,11 @@ def preset_table(plans: dict[str, Any]) -> list[str]:
 
 
 TABLES = {
-    "docs/sft.md": ("presets", preset_table),
-    "docs/plan.md": ("fits", fit_table),
-    "docs/levers.md": ("levers", lever_table),
-    "docs/long-context.md": ("long rows", long_table),
+    "presets": ("docs/sft.md", preset_table),
+    "fits": ("docs/plan.md", fit_table),
+    "published": ("docs/plan.md", published_table),
+    "levers": ("docs/levers.md", lever_table),
+    "long rows": ("docs/long-context.md", long_table),
 }
 
 
@@ -438,8 +458,9 @@ def pages(plans: dict[str, Any]) -> dict[Path, str]:
     for name, gpu in presets().items():
         text = (PRESETS / name).read_text(encoding="utf-8")
         found[PRESETS / name] = with_memory(text, memory_comment(plans[of_preset(name)], gpu, name))
-    for page, (name, rows_of) in TABLES.items():
-        found[ROOT / page] = with_table((ROOT / page).read_text(encoding="utf-8"), name, rows_of(plans))
+    for name, (page, rows_of) in TABLES.items():
+        path = ROOT / page
+        found[path] = with_table(found.get(path) or path.read_text(encoding="utf-8"), name, rows_of(plans))
     return found
 
 

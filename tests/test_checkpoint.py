@@ -27,7 +27,10 @@ from safetensors.torch import load_file
 from tiny import tiny_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from accelerate_recipes import __main__ as cli
@@ -116,6 +119,49 @@ def test_what_is_written_in_the_background_is_what_was_there(make_run, tmp_path)
         with torch.no_grad():
             for p, original in zip(run.model.parameters(), originals, strict=True):
                 p.copy_(original)
+
+
+class Copies(TorchDispatchMode):
+    """The copies of this thread, each with whether it was waited for."""
+
+    def __enter__(self):
+        self.are_awaited: list[bool] = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.are_awaited.append(not (args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking", False)))
+        return func(*args, **kwargs or {})
+
+
+def test_a_background_save_leaves_nothing_to_copy_beside_the_next_step(make_run, monkeypatch):
+    """When `save` returns, each tensor has been copied, by a copy that was waited for: the thread gets memory of its own.
+
+    A copy that is still under way on a GPU would slow down the next steps, which also change what it reads.
+    """
+    handed, execute = [], _ThreadBasedAsyncCheckpointExecutor.execute_save
+
+    def watched(self, state, **settings):
+        handed.append(state)
+        return execute(self, state, **settings)
+
+    monkeypatch.setattr(_ThreadBasedAsyncCheckpointExecutor, "execute_save", watched)
+    run = make_run()
+    for step in (10, 20):  # the second time into memory that exists already
+        with Copies() as copies:
+            run.save(step, {})
+        trained = tensors_of(run._trained_state())
+        run.wait()
+        written = tensors_of(handed.pop())
+        assert len(written) == len(trained) > 50 and len(copies.are_awaited) >= len(written) and all(copies.are_awaited)
+        ours = {tensor.untyped_storage().data_ptr() for tensor in trained}
+        assert ours.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in written)
+        assert all(map(torch.equal, written, trained))
+
+
+def tensors_of(state) -> list[torch.Tensor]:
+    assert isinstance(state, dict), f"{state} is to come"
+    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,12 @@ from simulations import (
     command_of,
     job,
 )
+from torch.nn.attention.varlen import varlen_attn
 from torch.optim.adamw import adamw
 from transformers import LlamaConfig
 
 from accelerate_recipes.__main__ import main
-from accelerate_recipes.arguments.gpus import GIB, GPUS, OUTSIDE, check_gpu, known_as
+from accelerate_recipes.arguments.gpus import EFFICIENCY, GIB, GPUS, OUTSIDE, check_gpu, known_as
 from accelerate_recipes.arguments.shipped import load as load_recipe
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch import planning
@@ -44,7 +45,7 @@ from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.launch.request import launch_environment, read_request
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.layers import predict_outcomes, sizes_of
-from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Clock, Event, Ledger
+from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Clock, Event, Ledger, attended_share
 from accelerate_recipes.plan.predict import Prediction
 from accelerate_recipes.plan.search import Change, Search, in_words, prediction_of, reason_of, savings, speedups
 from accelerate_recipes.plan.simulate import (
@@ -58,6 +59,7 @@ from accelerate_recipes.plan.simulate import (
 )
 from accelerate_recipes.trial import NotSimulatedError, config_of
 
+aten = torch.ops.aten
 CUDA_C4 = [
     *C4, "--attn_implementation", "auto", "--max_length", "72", "--config_overrides", "hidden_size=64",
     "max_position_embeddings=72",
@@ -309,6 +311,34 @@ def test_bytes_that_operators_read_and_write(what):
         work(x)
     found = sum(ledger.moved.values())
     assert found == expected, ledger.moved
+
+
+@pytest.mark.parametrize("length, window", [(64, (-1, -1)), (64, (-1, 0)), (64, (7, 0)), (5, (63, 0))])
+def test_attention_takes_the_time_of_the_pairs_that_it_computes(length, window):
+    """FLOPs are those of all pairs, as in MFU; the time, forward and backward, of those that the mask lets through."""
+    query, key, value = (torch.randn(length, 2, 8, requires_grad=True) for _ in range(3))
+    ends = torch.tensor([0, length], dtype=torch.int32)
+    slow = replace(GPUS["h100"], fp32=1.0)  # so that FLOPs decide
+    with Ledger("cpu", 0, Clock(slow, 8)) as ledger:
+        varlen_attn(query, key, value, ends, ends, length, length, window_size=window).sum().backward()
+    before, after = (length if tokens < 0 else tokens for tokens in window)
+    seen = torch.ones(length, length).tril(after).triu(-before).mean().item()
+    flops = sum(ledger.flops.values())
+    assert flops == 2 * (2 + 5) * length**2 * 2 * 8
+    assert ledger.clock.compute * EFFICIENCY == pytest.approx(flops * seen)
+
+
+@pytest.mark.parametrize("is_causal, share", [(True, 17 / 32), (False, 1)])
+def test_attention_without_documents_takes_the_time_of_half_the_pairs(is_causal, share):
+    """Torch's own operators say in other places that they are causal."""
+    query = torch.empty(1, 2, 16, 8)
+    flash, efficient = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention
+    assert attended_share(flash.default, (query, query, query, 0.0, is_causal), {}) == share
+    assert attended_share(efficient.default, (query, query, query, None, True), {"is_causal": is_causal}) == share
+    backward = aten._scaled_dot_product_flash_attention_backward.default
+    given = (*[query] * 6, None, None, 16, 16, 0.0, is_causal, None, None)
+    assert attended_share(backward, given, {}) == share
+    assert attended_share(aten.mm.default, (query, query), {}) == 1
 
 
 def test_the_buckets_of_ddp_are_held_by_the_allocator_too():

@@ -4,6 +4,7 @@ Also of those benchmarks that compare simulations with real steps.
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import yaml
 from helpers import ROOT, environment
 
+from accelerate_recipes.arguments.gpus import GIB
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.ledger import COPIED_BY_GLOO
 from accelerate_recipes.plan.simulate import Simulator
@@ -59,16 +61,37 @@ def test_presets_of_sft():
         assert PLANS[plans.of_preset(name)]["needed"] < 0.93 * memory, f"{name}: only just"
 
 
+COMMANDS = {name: plans.of_preset(name) for name in plans.presets()}
+COMMANDS |= {f"{run.source}: {run.what}": run.command for run in plans.RUNS}
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name == CHEAP else pytest.mark.long) for name in plans.presets()],
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == CHEAP else pytest.mark.long) for name in COMMANDS]
 )
 def test_plan_says_the_same(name, tmp_path):
-    """The figures of a preset are those that `plan` finds for the command in its first line."""
-    job = plans.job_for(plans.of_preset(name), tmp_path)
+    """The figures of a preset are those that `plan` finds for the command in its first line; so are those of others' runs."""
+    job = plans.job_for(COMMANDS[name], tmp_path)
     with Simulator() as simulator:
         (outcome,) = predict_outcomes(simulator, [job])
-    assert not plans.differs(plans.facts_of(job, outcome), PLANS[plans.of_preset(name)])
+    assert not plans.differs(plans.facts_of(job, outcome), PLANS[COMMANDS[name]])
+
+
+def test_published_runs():
+    """At least ten, each with a source; where `plan` is off by 3 % of memory or 10 % of time, the page has a note on it."""
+    assert len(plans.RUNS) >= 10 and len({run.command for run in plans.RUNS}) == len(plans.RUNS)
+    page = (ROOT / "docs/plan.md").read_text()
+    section = page.split("## Beside published runs")[1].split("\n## ")[0]
+    assert all(f"[{run.source}](https://github.com/" in section for run in plans.RUNS)
+    notes = {note for run in plans.RUNS for note in (*run.otherwise, *run.slower)}
+    assert notes == set(re.findall(r"^- (\w)[:,] ", section, re.M))
+    for run in plans.RUNS:
+        facts = PLANS[run.command]
+        held = (facts["in_use"] + run.is_reserved * facts["allocator"]) / GIB
+        if math.isinf(run.memory):
+            assert facts["needed"] > plans.GPUS["h100"].memory and " --gpu h100 " in run.command
+        elif run.memory:
+            assert abs(held / run.memory - 1) <= 0.03 or run.otherwise, run.what
+        assert not run.seconds or abs(facts["seconds"] / run.seconds - 1) <= 0.1 or run.slower, run.what
 
 
 def test_what_has_changed():

@@ -2,7 +2,7 @@
 
 The rules of the allocator: it rounds sizes up to 512 bytes. Blocks of up to 1 MiB have a separate pool, and each stream has
 its own pools. An allocation takes the smallest free block that is large enough, and splits it. Free neighbours are joined.
-A segment grows in steps of 2 MiB. The replay was not compared with a GPU.
+A segment grows in steps of 2 MiB. The replay was compared only with what others published (docs/plan.md).
 """
 
 from collections.abc import Sequence

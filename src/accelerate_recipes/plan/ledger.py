@@ -335,7 +335,7 @@ class Ledger(TorchDispatchMode):
             if func is fsdp.split_with_sizes_copy.default:
                 arrived = self.clock.gathers.pop(args[0].untyped_storage()._cdata, 0.0)
                 self.clock.now = max(self.clock.now, arrived)
-            self.clock.work(flops, moved, tensors[first].dtype)
+            self.clock.work(flops * attended_share(func, args, kwargs) if flops else 0, moved, tensors[first].dtype)
             if func is fsdp.split_with_sizes_copy.default:
                 self.clock.copied = self.clock.now
         for t in tree_leaves(out):
@@ -416,6 +416,21 @@ def packed_attention_backward_flops(
     grad, query, key, value, out, lse, cu_seq_q, cu_seq_k, max_q, *args, **kwargs
 ) -> int:
     return 2 * query.numel() * max_q * 5
+
+
+def attended_share(func, args, kwargs) -> float:
+    """Return the share of its FLOPs that an attention kernel computes: it skips what a causal mask or a window hides.
+
+    FLOPs count all pairs of tokens, as MFU does. The time is that of the computed pairs: half of them in a long row.
+    """
+    names = (argument.name for argument in func._schema.arguments)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    before, after = given.get("window_size") or (-1, 0 if given.get("is_causal") else -1)  # tokens seen; -1: all
+    if after != 0:
+        return 1.0
+    length = given["max_k"] if "max_k" in given else given["key"].shape[-2]
+    seen = length if before < 0 else min(before + 1, length)
+    return seen * (2 * length - seen + 1) / (2 * length**2)
 
 
 def addmm_flops(summand, a, b, *args, out_val=None, **kwargs) -> int:
