@@ -6,7 +6,8 @@ First every decoder of the models table and every composite, each tiny and with 
 differs in one bit from what transformers loads in one process. `read` is what all ranks read, over the size of the files.
 
 Then a Llama in bf16, loaded in fp32 as for training, is read `slices` (each rank its own part) and `sent` (the first rank
-reads all, and Accelerate sends it). They take turns, with files in memory; `cold` is `slices` with files that are not.
+reads all, and Accelerate sends it). They take turns, with files in memory; `cold` is `slices` with files that are not, and
+`slow` with 50 ms more for each read, as from a busy store on the network.
 `held` is the largest growth of a rank's own memory (RssAnon) beyond its shard, over the size of the largest weight in fp32.
 """
 
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -36,6 +38,7 @@ from loaded import CPU, compare, loaded, on_ranks, sharded  # noqa: E402
 from tiny import COMPOSITE, tiny_composite  # noqa: E402
 
 WORLDS = (1, 2, 4, 8)
+WAYS = ("slices", "sent", "cold", "slow")
 
 
 def save_all(root: Path) -> dict[str, str]:
@@ -94,7 +97,9 @@ def read(folder: str, way: str) -> dict[str, float]:
         else:
             assert source is not None
             model = sharded(model)
-            slices.read_slices(model, source, CPU, CPU)
+            preadv, slow = os.preadv, lambda *words: time.sleep(0.05) or preadv(*words)
+            with mock.patch.object(os, "preadv", slow if way == "slow" else preadv):
+                slices.read_slices(model, source, CPU, CPU)
         seconds = time.perf_counter() - start
     held = (peak.most - 4 * sum(map(local_numel, model.parameters()))) / largest
     seconds, held = (max(values) for values in zip(*on_all_ranks((seconds, held)), strict=True))
@@ -128,11 +133,10 @@ def main() -> None:
         results["bytes"] = model.num_parameters() * 2
         del model
         for world in WORLDS:
-            cases = [(str(Path(root, "llama")), way) for way in ("slices", "sent", "cold") * flags.rounds]
+            cases = [(str(Path(root, "llama")), way) for way in WAYS * flags.rounds]
             found = on_ranks(world, read, cases)
             results["timed"][world] = {
-                way: [result for case, result in zip(cases, found, strict=True) if case[1] == way]
-                for way in ("slices", "sent", "cold")
+                way: [result for case, result in zip(cases, found, strict=True) if case[1] == way] for way in WAYS
             }
             print(world, "ranks:", results["timed"][world])
     write_json(flags.out, results)

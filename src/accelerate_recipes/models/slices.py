@@ -34,7 +34,7 @@ from accelerate_recipes.models.weights import all_places, draw_values, fill
 from accelerate_recipes.ranks import is_first, on_all_ranks, on_first_rank
 
 BLOCK = 2**22  # bytes that each of the threads reads at once, and so holds besides the weights of its rank
-THREADS = 4
+THREADS = 32  # more than cores: they wait together for a store on the network
 
 
 def loads_when_sharded() -> bool:
