@@ -81,7 +81,7 @@ def test_with_a_mask_cudnn_is_off(calls, model, inputs, masked, recomputed):
     """cuDNN is off with a mask in the forward pass, and where the backward pass computes attention again."""
     model = tiny_model(model).train()
     if recomputed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     loss = model(input_ids=IDS, use_cache=False, **inputs).logits.sum()
     forward = len(calls)
     loss.backward()
