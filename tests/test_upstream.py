@@ -5,6 +5,7 @@ behaviour is worked around, another test tells when the workaround is no longer 
 """
 
 import ast
+import importlib
 import inspect
 
 import datasets
@@ -23,7 +24,7 @@ import torch.distributed.fsdp._fully_shard._fully_shard as fully_shard
 from accelerate import Accelerator
 from accelerate.commands import launch
 from accelerate.state import PartialState
-from helpers import ROOT
+from helpers import IMPORTS, ROOT, TRL
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch._subclasses import fake_tensor
 from torch.distributed.checkpoint import FileSystemReader
@@ -41,8 +42,11 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.generation.utils import ALL_CACHE_NAMES
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 from trl.kernels import chunked_logprob
+
+from accelerate_recipes.upstream import CACHES
 
 TOUCHED = [
     # torch
@@ -193,6 +197,17 @@ def test_it_is_still_there(owner, name, user, why, parameters):
     if parameters is not None:
         function = getattr(found, "_init_fn", found)  # for an operator
         assert " ".join(inspect.signature(function).parameters) == parameters, f"{user}: {why}"
+
+
+@pytest.mark.parametrize("module", [*IMPORTS, *TRL])
+def test_a_module_that_runs_wait_for(module):
+    """The server of forks imports it for all runs, and goes on without one that upstream has renamed."""
+    importlib.import_module(module)
+
+
+def test_the_names_of_caches_are_known():
+    """All but those of models that cannot be packed. Those that transformers no longer has may go from CACHES."""
+    assert {*ALL_CACHE_NAMES} - {"mems", "past_buckets_states"} <= CACHES
 
 
 def is_private(name: str) -> bool:
