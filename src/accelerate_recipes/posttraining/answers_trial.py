@@ -37,8 +37,7 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
     others = {
         "--max_prompt_length 0": not args.max_prompt_length,
         "--use_vllm": args.use_vllm,
-        "--use_transformers_continuous_batching": args.use_transformers_continuous_batching
-        or args.use_transformers_paged,
+        "--use_transformers_continuous_batching": args.use_transformers_continuous_batching,
         "--cast_lm_head_to_fp32": args.cast_lm_head_to_fp32,
         **{f"--{name}": getattr(args, name) for name in ("cache_implementation", "generation_kwargs")},
     }
