@@ -3,7 +3,8 @@
     make newest ARGS="-m slow tests/test_plan.py"
 
 ARGS are pytest's; without them all tests run but the longest and those that need root or another environment. A warning that
-something which we call, or which a test calls, will go (FutureWarning, DeprecationWarning) is an error, in runs too.
+something which we call, or which a test calls, will go (FutureWarning, DeprecationWarning) is an error, in runs too. Where the
+library does not tell who has called, it is only listed.
 
 The list has the pinned and the installed version of each library, and the first line of each failure, with `new` where the
 test is not in the last list. That list is `.cache/newest.json`: what is not run keeps its lines there.
@@ -13,6 +14,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,14 +22,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAST = ROOT / ".cache/newest.json"
+DEPRECATED = (FutureWarning, DeprecationWarning)
 
 
 class Failures:
-    """Plugin of pytest that keeps the tests that have run, and the first line of each failure."""
+    """Plugin of pytest that keeps the tests that have run, the first line of each failure, and what is deprecated."""
 
     def __init__(self):
         self.run: set[str] = set()
         self.failed: dict[str, str] = {}
+        self.deprecated: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.run.add(report.nodeid)
@@ -38,20 +42,20 @@ class Failures:
 
     pytest_collectreport = pytest_runtest_logreport
 
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
+        if issubclass(warning_message.category, DEPRECATED):
+            self.deprecated.add(str(warning_message.message).strip().partition("\n")[0])
+
 
 def own_modules() -> list[str]:
     """List the names of our modules, as a warning names the module that called."""
-    library = [
-        path.relative_to(ROOT / "src").with_suffix("") for path in (ROOT / "src/accelerate_recipes").rglob("*.py")
-    ]
-    names = [".".join(path.parts).removesuffix(".__init__") for path in library]
-    return names + [
-        path.stem for folder in ("recipes", "tests", "tests/children") for path in (ROOT / folder).glob("*.py")
-    ]
+    roots = {"src": "**/*.py", "recipes": "*.py", "tests": "*.py", "tests/children": "*.py"}
+    files = [path.relative_to(ROOT / root) for root, pattern in roots.items() for path in (ROOT / root).glob(pattern)]
+    return [".".join(path.with_suffix("").parts) for path in files]
 
 
 def main(arguments: list[str]) -> int:
-    errors = [f"error::{kind}:{name}" for kind in ("FutureWarning", "DeprecationWarning") for name in own_modules()]
+    errors = [f"error::{kind.__name__}:{name}" for kind in DEPRECATED for name in own_modules()]
     os.environ["PYTHONWARNINGS"] = ",".join(errors)  # for what tests start
     found = Failures()
     code = pytest.main(["-q", *(f"-W{error}" for error in errors), *arguments], plugins=[found])
@@ -60,11 +64,13 @@ def main(arguments: list[str]) -> int:
     for name, pin in re.findall(r"^([\w-]+)==(\S+)$", pins, re.MULTILINE):
         print(f"| {name} | {pin} | {version(name)} |")
     last = json.loads(LAST.read_text()) if LAST.exists() else {}
-    print(f"\n{len(found.failed)} of {len(found.run)} tests failed\n")
+    number = sum("::" in test for test in found.run)  # not modules
+    print(f"\n{len(found.failed)} of {number} tests failed\n")
     for test, line in sorted(found.failed.items()):
         print(f"- {'' if test in last else 'new: '}`{test}`: {line}")
     for test in sorted(last.keys() & found.run - found.failed.keys()):
         print(f"- passes again: `{test}`")
+    print("".join(f"- deprecated, by whoever calls it: {line}\n" for line in sorted(found.deprecated)))
     kept = {test: line for test, line in last.items() if test not in found.run}
     LAST.write_text(json.dumps(kept | found.failed, indent=1) + "\n")
     return code
