@@ -6,7 +6,7 @@ export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
 .PHONY: venv docs demo demo-c4 demo-t5 demo-vit test test-fast test-slow test-long test-hub test-serving test-slurm test-image \
-	models plans coverage mutants check fix lock
+	newest models plans coverage mutants check fix lock
 
 # More arguments for the recipe: make demo ARGS="--max_steps 100"
 ARGS =
@@ -84,6 +84,18 @@ test-image: .venv/dev
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends \
 			buildah debootstrap >/dev/null; fi
 	$(BIN)/python -m pytest -m image
+
+# The tests with the newest releases of all libraries, in .cache/newest, whatever requirements.txt pins; ends with a list of
+# versions and failures. Some of them: make newest ARGS="tests/test_dpo.py".
+NEWEST := .cache/newest/bin
+newest:
+	@test -x $(NEWEST)/pip || $(PYTHON) -m venv .cache/newest
+	@sed '/^[#-]/d; s/==.*//' requirements.txt requirements-dev.txt >.cache/newest/names.txt
+	@$(NEWEST)/pip install --quiet --upgrade uv
+	@$(NEWEST)/uv pip install --quiet --python $(NEWEST)/python --torch-backend $(if $(HAS_GPU),auto,cpu) --upgrade -r .cache/newest/names.txt || \
+		$(NEWEST)/pip install $(QUIET) --upgrade --upgrade-strategy eager -r .cache/newest/names.txt
+	@$(NEWEST)/pip install --quiet --no-deps -e .
+	$(NEWEST)/python tests/newest.py $(or $(ARGS),$(PARALLEL) -m "not (long or hub or slurm or image)")
 
 # The table of models: trains a tiny model of each architecture, writes docs/models.md, and fails if a cell is red. Some of them:
 # make models ARGS="Mixtral GPT-2".

@@ -177,7 +177,7 @@ def log_of(out: Path) -> str:
 IMPORTS = (
     "accelerate", "bitsandbytes.nn", "chess.pgn", "datasets", "evaluate", "matplotlib.pyplot", "peft", "psutil",
     "torch.distributed.checkpoint._fsspec_filesystem", "torch.distributed.checkpoint.state_dict",
-    "torch.profiler._cupti_monitor", "torch.utils.flop_counter", "torch.utils.serialization", "numpy.ctypeslib", "transformers.hf_argparser",
+    "torch.utils.flop_counter", "torch.utils.serialization", "numpy.ctypeslib", "transformers.hf_argparser",
     "transformers.models.auto.image_processing_auto", "transformers.models.bit.image_processing_pil_bit",
     "transformers.models.llama.modeling_llama", "transformers.models.mistral.modeling_mistral",
     "transformers.models.mixtral.modeling_mixtral", "transformers.models.t5.modeling_t5", "transformers.optimization",
@@ -266,7 +266,9 @@ class ForkServer:
         return sorted((rank for group in groups for rank in group.children()), key=lambda rank: rank.pid)
 
     def wait(self) -> int:
-        return int(self.process.stdout.readline())
+        answer = self.process.stdout.readline()
+        assert answer, f"the server of forks has ended with exit code {self.process.wait(60)}"
+        return int(answer)
 
     def close(self) -> None:
         self.process.stdin.close()

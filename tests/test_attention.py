@@ -24,7 +24,6 @@ from transformers import (
     Gemma2Config,
     Gemma4TextConfig,
     GPT2Config,
-    GPTJConfig,
     GptOssConfig,
     LlamaConfig,
 )
@@ -81,7 +80,7 @@ def test_with_a_mask_cudnn_is_off(calls, model, inputs, masked, recomputed):
     """cuDNN is off with a mask in the forward pass, and where the backward pass computes attention again."""
     model = tiny_model(model).train()
     if recomputed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     loss = model(input_ids=IDS, use_cache=False, **inputs).logits.sum()
     forward = len(calls)
     loss.backward()
@@ -238,7 +237,7 @@ def test_generation_goes_back_to_sdpa():
         (Gemma2Config(), "softcapped scores"),
         (GptOssConfig(), "attention sinks"),
         (GPT2Config(), "dropout of the attention"),
-        (GPTJConfig(n_embd=64, n_head=4), "an attention of its own"),
+        (BloomConfig(n_embd=64, n_head=4), "an attention of its own"),
         (FalconConfig(), "an attention of its own"),
         (DeepseekV3Config(head_dim=64), "values of another width than keys"),
         (LlamaConfig(head_dim=512), "heads 512 wide"),
@@ -252,7 +251,7 @@ def test_generation_goes_back_to_sdpa():
 def test_choice(config, asks, monkeypatch):
     assert ", ".join(beyond_documents(config)) == asks
     assert choose("eager", config, torch.bfloat16) == ("eager", "")
-    plain = "eager" if config.model_type in ("gemma2", "gpt_oss", "gptj") else "sdpa"  # what transformers supports
+    plain = "eager" if config.model_type in ("gemma2", "gpt_oss", "bloom") else "sdpa"  # what transformers supports
     assert choose("auto", config, torch.bfloat16)[0] == plain
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose("auto", config, torch.bfloat16)[0] == (plain if asks else "documents")

@@ -301,7 +301,7 @@ def test_a_classifier_with_a_new_head(name, tmp_path, compared):
     assert compared == [[]] and all(torch.equal(found[key], value) for key, value in model.state_dict().items())
 
 
-def in_bf16(folder: Path, kept: str) -> None:
+def in_bf16(folder: Path, kept: str | tuple[str, ...]) -> None:
     """Round the weights in a file to bf16, except those whose names end with `kept`."""
     rewrite(folder, lambda w: {name: t if name.endswith(kept) else t.bfloat16() for name, t in w.items()})
 
@@ -309,15 +309,17 @@ def in_bf16(folder: Path, kept: str) -> None:
 @pytest.mark.parametrize(
     "name, kept",
     [
-        ("DeepSeek V3", "e_score_correction_bias"),  # named by its class
-        ("GLM 4.5 MoE", "e_score_correction_bias"),
+        ("DeepSeek V3", ()),  # what its class names
+        ("GLM 4.5 MoE", ()),
         ("Llama 3", "0.mlp.up_proj.weight"),  # in fp32 in the files alone
         ("Mixtral", "gate.weight"),  # under another name there
     ],
 )
 def test_what_the_base_keeps_in_fp32(name, kept, tmp_path):
     """The export of a run in bf16 keeps it too, exactly, and so does one in fp16; all else is rounded."""
-    start = save_base(AutoModelForCausalLM.from_config(ROWS[name]), tmp_path / "base")
+    model = AutoModelForCausalLM.from_config(ROWS[name])
+    kept = kept or tuple(model._keep_in_fp32_modules_strict)
+    start = save_base(model, tmp_path / "base")
     in_bf16(start, kept)
     model = load_model(str(start), "eager")
     checkpoint = saved_by(model, tmp_path / "run", start)
@@ -353,8 +355,9 @@ def test_trained_weights_of_two_dtypes(optim, use_fsdp, said, monkeypatch, tmp_p
 
 
 def test_merged_adapters_keep_it_too(tmp_path):
-    start = save_base(AutoModelForCausalLM.from_config(ROWS["GLM 4.5 MoE"]), tmp_path / "base")
-    in_bf16(start, "e_score_correction_bias")
+    whole = AutoModelForCausalLM.from_config(ROWS["GLM 4.5 MoE"])
+    start = save_base(whole, tmp_path / "base")
+    in_bf16(start, tuple(whole._keep_in_fp32_modules_strict))
     model, checkpoint = load_model(str(start), "eager"), tmp_path / "checkpoint-1"
     settings = {"use_peft": True, "lora_dropout": 0.0, "lora_target_modules": ["q_proj"], "merge_adapter": True}
     config = add_adapters(model, toy.Args(model_name_or_path=str(start), **settings)).config

@@ -19,6 +19,7 @@ from accelerate.utils import set_seed
 from conversations import PROMPTS, prepare, save_base, template_of
 from helpers import CHILDREN, ROOT, STEPS, log_of, read_metrics
 from simulations import BF16, FP32, job
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from accelerate_recipes.args import parse
@@ -27,8 +28,10 @@ from accelerate_recipes.chess.next_moves import longest_move
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.posttraining.answers import end_of_prompt
+from accelerate_recipes.posttraining.answers_trial import SAMPLING, draw_answers
 from accelerate_recipes.posttraining.rewards import MATH_VERIFY, Reward, load_rewards, reward_problems
 from accelerate_recipes.report.samples import Samples
+from accelerate_recipes.upstream import CACHES
 
 SFT = ROOT / "recipes/sft.py"
 SCRIPT = ROOT / "recipes/grpo.py"
@@ -561,3 +564,20 @@ def test_evaluations_draw_for_themselves():
     assert torch.equal(torch.rand(3), expected)
     with own_draws(torch.device("cpu"), 1):
         assert torch.equal(torch.rand(3), first)
+
+
+def test_a_simulated_answer_is_drawn_with_a_cache():
+    """The prompts are read once; then one token at a time, after all others."""
+    model, read, begun = tiny_model(), [], []
+
+    def see(_: object, __: tuple, inputs: dict) -> None:
+        (cache,) = (inputs[name] for name in CACHES & inputs.keys())
+        read.append((*inputs["input_ids"].shape, cache and cache.get_seq_length()))
+
+    model.model.register_forward_pre_hook(see, with_kwargs=True)
+    args = SimpleNamespace(**dict.fromkeys(SAMPLING), accumulation_steps=lambda ranks: 3)
+    draw_answers(
+        args, 8, model, {"prompt_ids": torch.ones(2, 5, dtype=torch.int64)}, lambda *begin: begun.append(begin)
+    )
+    assert read == [(6, 5, None), (6, 1, 5), (6, 1, 11)]
+    assert begun == [("prompts", 1), ("first tokens", 4), ("tokens between", 0), ("last tokens", 3)]

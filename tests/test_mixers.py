@@ -186,6 +186,15 @@ def test_padding_is_not_taken_for_documents(name):
     assert torch.equal(*texts)
 
 
+@pytest.mark.parametrize("name", all_but("Qwen3.5", "Mamba", "Granite 4"))
+def test_packed_rows_leave_no_cache(name):
+    """A model that is asked for one computes each document alone: neither a state nor attention goes on to the next."""
+    model = make(name).eval()
+    inputs = {name: batch_of(0, 1)[name] for name in ("input_ids", "position_ids")}
+    with torch.no_grad():
+        assert torch.equal(*(model(**inputs, use_cache=use_cache).logits for use_cache in (True, False)))
+
+
 def test_a_batch_that_is_not_computed_leaves_no_documents():
     model = make("LFM2")
     with pytest.raises(IndexError):

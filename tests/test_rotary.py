@@ -58,6 +58,14 @@ def alone(plain: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     return plain(input_ids=tokens[None], use_cache=False).logits[0]
 
 
+def test_texts_that_are_generated_are_left_to_transformers(models):
+    """Padded prompts become the same texts, beyond the original length too."""
+    ids, mask = TOKENS[:12].view(2, 6), torch.ones(2, 6, dtype=torch.int64)
+    mask[0, :3] = 0
+    settings = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(*(net.generate(ids, attention_mask=mask, **settings) for net in models))
+
+
 def are_near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool((found - wanted).norm() <= 1e-5 * wanted.norm())
 
@@ -110,7 +118,7 @@ def test_gradients(models):
     model, plain = models
     rows = [pack_row(TOKENS[40 * i : 40 * (i + 1)].numpy(), DOCUMENTS[i], 40, 0, True) for i in range(2)]
     batch = collate([row | {"row": torch.tensor(i)} for i, row in enumerate(rows)])
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     loss = next_token_loss(model.train(), batch)
     loss.backward()
     ends = [0, *itertools.accumulate(n for row in DOCUMENTS for n in row)]

@@ -126,7 +126,7 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0}
         (tiny_config(rope_parameters={"rope_type": "dynamic", **ROPE}), 2, r"rotary embedding of llama \(dynamic\)"),
         (tiny_config("gemma2"), 2, "gemma2 has softcapped scores"),
         (tiny_config("gpt_oss"), 2, "gpt_oss has attention sinks"),
-        (tiny_config("gptj"), 2, "gptj has an attention of its own"),
+        (tiny_config("falcon"), 2, "falcon has an attention of its own"),
         (Mamba2Config(), 2, "mamba2 has .*"),
         (tiny_config("qwen3_next"), 2, "qwen3_next has an attention of its own"),
         (GraniteMoeHybridConfig(), 2, "layers of granitemoehybrid mix positions beside attention"),

@@ -25,6 +25,9 @@ from transformers import PreTrainedModel
 import accelerate_recipes
 from accelerate_recipes.ranks import is_compiled
 
+# Names by which models take the state of earlier tokens: `cache` since transformers 5.24.
+CACHES = {"cache", "cache_params", "past_key_values", "state"}
+
 
 def library_versions() -> dict[str, str]:
     """Return the versions of what computes, by name."""

@@ -9,6 +9,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+# A whole Llama 4 of transformers 5.24 reads this from the output of its text part, which does not have it.
+MoeCausalLMOutputWithPast.image_outputs = None
 
 SIZES = {
     "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -23,7 +23,7 @@ from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars
-from huggingface_hub.utils._verification import compute_file_hash
+from huggingface_hub.utils.sha import git_hash, sha_fileobj
 
 from accelerate_recipes.disk import existing, own_suffix, readable, write_atomically
 from accelerate_recipes.errors import ConfigError, first_line, noting, raise_problems
@@ -247,8 +247,10 @@ def file_problem(manifest: dict, name: str) -> str | None:
 
 def hub_checksum(file: Path, expected: str) -> str:
     """Compute a checksum of the kind that is `expected`: sha256 of a large file, git-sha1 of a small one."""
-    kind, _, _ = expected.partition(":")
-    return f"{kind}:{compute_file_hash(file, kind)}"
+    if expected.startswith("git-sha1:"):
+        return f"git-sha1:{git_hash(file.read_bytes())}"
+    with file.open("rb") as data:
+        return f"sha256:{sha_fileobj(data).hex()}"
 
 
 def listing() -> str:

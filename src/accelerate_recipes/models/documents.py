@@ -167,6 +167,7 @@ def _attend_backward_on_cpu(
     rng,
     scale=None,
     window_size=(-1, -1),
+    *args,
 ):
     repeats = query.shape[1] // key.shape[1]
     wide_key, wide_value = (t.repeat_interleave(repeats, 1) for t in (key, value))

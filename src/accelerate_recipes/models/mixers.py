@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.documents import boundaries
+from accelerate_recipes.upstream import CACHES
 
 # Arguments of a mixer that describe whole rows. A single document has no boundaries inside, no padding, no earlier state.
 BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-OF_ROWS = BOUNDARIES | {"attention_mask", "cache_params", "past_key_values", "state"}
+OF_ROWS = BOUNDARIES | CACHES | {"attention_mask"}
 
 
 @dataclass
@@ -131,13 +132,14 @@ def check_units(mixers: Collection[nn.Module], units: Collection[nn.Module]) -> 
 
 
 @torch.compiler.disable
-def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Find the documents of the batch before a model computes it."""
+def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Find the documents of the batch before a model computes it. With a cache, attention would not see where they begin."""
     global _documents
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    is_cached = kwargs.get("past_key_values") is not None or kwargs.get("cache_params") is not None
+    is_cached = any(kwargs.get(name) is not None for name in CACHES)
     is_padded = isinstance(mask, torch.Tensor) and mask.ndim == 2
     _documents = None if positions is None or is_cached or is_padded else documents_of(positions)
+    return None if _documents is None else (args, kwargs | {"use_cache": False})
 
 
 @torch.compiler.disable

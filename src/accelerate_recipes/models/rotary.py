@@ -13,6 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
+from accelerate_recipes.upstream import CACHES
+
 KINDS = ("dynamic", "longrope")
 
 
@@ -68,7 +70,7 @@ def begin_texts(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
     inputs = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     inputs = args[0] if inputs is None and args else inputs
-    is_cached = kwargs.get("past_key_values") is not None
+    is_cached = any(kwargs.get(name) is not None for name in CACHES)
     is_known = isinstance(inputs, torch.Tensor) and (positions is None or positions.ndim == 2)
     if is_cached or not is_known or isinstance(inputs, FakeTensor):  # in a simulation tokens have no values
         _texts = None

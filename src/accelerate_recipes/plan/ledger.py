@@ -319,7 +319,7 @@ class Ledger(TorchDispatchMode):
             self.communicate(name, dist.distributed_c10d._resolve_process_group(args[2]), [args[0]], args[0])
         elif func is fsdp.split_with_sizes_copy.default:
             self.tag(kwargs["out"], GATHERED)
-        elif func is fsdp.chunk_cat.default:
+        elif name.startswith("chunk_cat"):  # torch 2.15: chunk_cat_mixed_dtype
             self.tag(args[0], WHOLE_GRADIENTS)
         elif name in ("_varlen_attn_backward", "_scaled_dot_product_flash_attention_backward"):
             self.needs(inside_flash_backward(args[1], args[2]))
@@ -368,7 +368,7 @@ class Ledger(TorchDispatchMode):
 def bytes_moved(func, args, kwargs, out) -> int:
     """Count the bytes that an operator reads and writes; a lower bound."""
     name = func._schema.name.partition("::")[2]
-    if func.is_view or name == "_unsafe_view" or name.startswith("empty") or "c10d" in func.namespace:
+    if func.is_view or name.startswith(("empty", "_unsafe_view", "record_grad_output")) or "c10d" in func.namespace:
         return 0
     if name == "all_gather_copy_in":  # copies the shards into the buffer, and returns views of it
         return 2 * tensor_bytes(args[0])

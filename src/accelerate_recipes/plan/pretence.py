@@ -122,7 +122,9 @@ class Answers(TorchDispatchMode):
 
 
 class Stream(torch.cpu.Stream):
-    """Stream that records events: FSDP2 refuses None for a GPU."""
+    """Stream that records events, where FSDP2 refuses None for a GPU, and has numbers, which FSDP2 of torch 2.15 reads."""
+
+    stream_id = device_index = device_type = 0
 
     def record_event(self) -> torch.cpu.Event:
         return torch.cpu.Event()
@@ -222,19 +224,20 @@ def of_gpu() -> list[Any]:
         guard_nothing()
         for name in COMPOSED:
             _kernels.impl(name, lambda *_: None, "CUDA")
+    stream = Stream()
     replaced = {
         "Stream": Stream,
         "Event": torch.cpu.Event,
         "stream": torch.cpu.stream,
         "current_device": lambda: 0,
-        "current_stream": torch.cpu.current_stream,
+        "current_stream": lambda *_: stream,
         "is_initialized": lambda: True,
         "get_device_capability": lambda *_: (9, 0),
         "is_bf16_supported": lambda *_: True,
     }
     return [
         *(mock.patch.object(torch.cuda, name, value) for name, value in replaced.items()),
-        mock.patch.object(torch.accelerator, "current_stream", torch.cpu.current_stream),
+        mock.patch.object(torch.accelerator, "current_stream", lambda *_: stream),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         mock.patch.object(nn.functional, "scaled_dot_product_attention", fake_sdpa),
         *(

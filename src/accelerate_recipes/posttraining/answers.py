@@ -51,7 +51,7 @@ NOT_NEGATIVE = (
     "beta", "epsilon", "epsilon_high", "top_k", "off_policy_mask_threshold", "entropy_coef", "vespo_k_pos",
     "vespo_lambda_pos", "vespo_k_neg",
     "vespo_lambda_neg", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_cap", "max_tool_calling_iterations", "num_completions_to_print",
+    "max_tool_calling_iterations", "num_completions_to_print",
 )  # fmt: skip
 AT_LEAST_ONE = ("num_iterations", "vllm_max_model_length", "vllm_tensor_parallel_size")
 
@@ -114,6 +114,9 @@ class GRPOArgs(TrainerArgs):
         | {"shuffle_dataset": "the order of the prompts follows from --seed"}
         | {"num_generations_eval": "the evaluation draws one answer to each held-out prompt"}
         | {"ds3_gather_for_generation": "this collection shards with FSDP"}
+        # Old names, which trl 2 will not have.
+        | {"use_transformers_paged": "it is --use_transformers_continuous_batching now"}
+        | {"vllm_importance_sampling_cap": "it is --vllm_importance_sampling_clip_max now"}
     )
 
     def problems(self, world_size: int) -> list[str]:

@@ -18,6 +18,7 @@ from accelerate_recipes.posttraining.objective import bare
 from accelerate_recipes.posttraining.settings import pad_multiple, with_fused_head
 from accelerate_recipes.ranks import data_world_size
 from accelerate_recipes.trial import Trial, config_of, refuse
+from accelerate_recipes.upstream import CACHES
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -36,8 +37,7 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
     others = {
         "--max_prompt_length 0": not args.max_prompt_length,
         "--use_vllm": args.use_vllm,
-        "--use_transformers_continuous_batching": args.use_transformers_continuous_batching
-        or args.use_transformers_paged,
+        "--use_transformers_continuous_batching": args.use_transformers_continuous_batching,
         "--cast_lm_head_to_fp32": args.cast_lm_head_to_fp32,
         **{f"--{name}": getattr(args, name) for name in ("cache_implementation", "generation_kwargs")},
     }
@@ -131,9 +131,10 @@ def draw_token(model: Any, process: Callable, ids: torch.Tensor, cache: Cache | 
     """
     mask = torch.ones_like(ids)
     mask[0, 0] = 0  # prompts have several lengths
-    inputs = {"attention_mask": mask, "use_cache": True, "past_key_values": cache, "logits_to_keep": 1}
-    inputs["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
     known = signature(model.forward).parameters
+    (cached,) = CACHES & known.keys()
+    inputs = {"attention_mask": mask, "use_cache": True, cached: cache, "logits_to_keep": 1}
+    inputs["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
     inputs = {name: value for name, value in inputs.items() if name in known}
     new = None if cache is None else 1
     out = model(**model.prepare_inputs_for_generation(ids, next_sequence_length=new, **inputs))
@@ -141,7 +142,7 @@ def draw_token(model: Any, process: Callable, ids: torch.Tensor, cache: Cache | 
     scores = process(ids, logits)
     shares = nn.functional.softmax(scores, dim=-1)
     torch.multinomial(shares, num_samples=1)
-    return out.past_key_values, (logits, scores, shares)
+    return out[cached], (logits, scores, shares)
 
 
 def lengthen(cache: Cache, number: int) -> None:

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, gather, pad_across_processes, reduce
+from huggingface_hub import constants
 from torch import nn
 from transformers import (
     PreTrainedConfig,
@@ -42,6 +43,7 @@ from accelerate_recipes.posttraining.settings import make_model, refused_by_trl,
 from accelerate_recipes.ranks import data_world_size, sum_over_ranks
 from accelerate_recipes.run import Run
 
+constants.HF_HUB_DISABLE_TELEMETRY = True  # a run tells nobody of itself
 # trl 1.16 uses an old name of transformers 5.23 in every step that generates.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
@@ -69,7 +71,7 @@ def bare(trainer_class: type["Objective"], args: Any, config: PreTrainedConfig, 
     """Make a trainer for a trial: it can only compute its loss. If the loss reads an attribute that is missing, it fails."""
     trainer: Any = trainer_class.__new__(trainer_class)
     model: Any = nn.Module()  # in training
-    model.is_gradient_checkpointing = False
+    model.is_gradient_checkpointing = model.is_activation_checkpointing = False  # its name since transformers 5.23
     weight = weight_of_balance(config, args.router_aux_loss_coef)
     vars(trainer).update(
         args=copy.copy(args),
@@ -129,9 +131,6 @@ class Objective:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: `run.prepare` moves the model; under FSDP, only this process's shard of it."""
-
-    def _send_telemetry(self) -> None:
-        """Do nothing: a run sends no telemetry."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """Do nothing: the run has its Accelerator. If trl saw FSDP, it would load a second model, whole on each rank."""
