@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,6 +53,7 @@ from accelerate_recipes.checkpoint.check_export import ROWS, TrainedRows, check_
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.data.conversations import count_targets_of, select
 from accelerate_recipes.data.heldout import beginning
+from accelerate_recipes.data.passes import made_of
 from accelerate_recipes.data.rendering import Rendering, differences, render, without_nulls
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.launch.preflight import preflight
@@ -179,7 +181,8 @@ def shifted_mask(patch) -> None:
 
     def rendered(*args, **given):
         found = real(*args, **given)
-        return found | {"labels": [[*labels[1:], -100] for labels in found["labels"]]}
+        place, labels = found.column_names.index("labels"), found["labels"].to_pylist()
+        return found.set_column(place, found.field(place), [[[*own[1:], -100] for own in labels]])
 
     patch.setattr(supervised, "rendered", rendered)
 
@@ -445,13 +448,8 @@ def test_rows_of_answers_beside_trl(tmp_path):
         trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=completion_only)
         theirs = trl.SFTTrainer._prepare_dataset(trainer, whole, tokenizer, config, False, None, "train")
         settings = {"text_field": "text", "completion_only": completion_only, "assistant_only": answers, "stops": []}
-        ours = whole.map(
-            supervised.rendered,
-            with_indices=True,
-            batched=True,
-            fn_kwargs={"tokenizer": tokenizer, "settings": settings},
-            features=Features(dict(whole.features) | supervised.RENDERED),
-        )
+        make = partial(supervised.rendered, features=whole.features, tokenizer=tokenizer, settings=settings, date="")
+        ours = made_of(whole, make, Features(dict(whole.features) | supervised.RENDERED))
         assert ours.remove_columns(["source", "opened"]).features == theirs.features, "and the checksum of a checkpoint"
         for name in theirs.column_names:
             assert ours[name][:] == theirs[name][:], (name, answers)

@@ -1,8 +1,6 @@
 """Test of `prepare`: the rows that it tokenises are those that the run reads; none is tokenised again."""
 
-import inspect
 import json
-import re
 from itertools import islice
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import psutil
 import pytest
 from conversations import save_base, template_of
 from helpers import ROOT, SMALL_CHESS
-from trl import DPOTrainer
 
 # What `python -m accelerate_recipes` does, in a process that is no rank.
 PREPARE = """import os
@@ -75,10 +72,3 @@ def test_the_run_reads_what_was_prepared(fork_server, forks, arguments, tmp_path
     assert [file for file in prepared.keys() - before.keys() if file.suffix == ".arrow"], "rows were tokenised"
     forks.succeed(out, *args, script=script, TMPDIR=temporary)
     assert files() == prepared
-
-
-def test_upstream_needs_it():
-    """trl's filter of pairs holds all arguments; its preparation reads no others than those that it gets here."""
-    source = inspect.getsource(DPOTrainer._prepare_dataset)
-    assert 'lambda example: len(example["prompt_ids"]) < args.max_length' in source
-    assert {*re.findall(r"\bargs\.(\w+)", source)} == {"dataset_num_proc", "max_length", "truncation_mode"}
