@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 import torch
 import trl
@@ -43,7 +44,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils.chat_template_utils import render_jinja_template
-from trl.trainer import dpo_trainer
 
 from accelerate_recipes import __main__ as cli
 from accelerate_recipes import recipe
@@ -59,7 +59,7 @@ from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models.loading import load_model
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
-from accelerate_recipes.posttraining import supervised
+from accelerate_recipes.posttraining import supervised, trained_pairs
 from accelerate_recipes.posttraining.settings import make_or_load_model
 
 SCRIPT = ROOT / "recipes/sft.py"
@@ -308,8 +308,14 @@ def test_prompts_as_they_were_written(base, capsys, monkeypatch):
 
 
 def dropped_tools(patch) -> None:
-    real = dpo_trainer._tokenize
-    patch.setattr(dpo_trainer, "_tokenize", lambda *args, tools=None, **settings: real(*args, **settings))
+    real = trained_pairs.tokenized
+
+    def tokenized(table: pa.Table, *args, **given):
+        place, tools = table.column_names.index("tools"), table.column("tools")
+        without = table.set_column(place, table.field(place), pa.nulls(len(table), tools.type))
+        return real(without, *args, **given).set_column(place, table.field(place), tools)
+
+    patch.setattr(trained_pairs, "tokenized", tokenized)
 
 
 @pytest.mark.parametrize("mutation", [dropped_template, lost_template, dropped_tools])
