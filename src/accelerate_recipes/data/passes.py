@@ -5,6 +5,7 @@ import inspect
 import itertools
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -51,11 +52,10 @@ def made_of(
     from datasets.fingerprint import Hasher
     from datasets.table import InMemoryTable
 
-    bar = datasets.utils.tqdm(total=len(rows), desc=desc, unit=" rows")
-
     def tables() -> Iterator[pa.Table]:
         # Of rows that were selected, each is a chunk, with which the whole table would be sent to a process.
         given: Any = (table.combine_chunks() for table in rows.with_format("arrow").iter(batch_size=BATCH))  # pyright: ignore
+        bar = datasets.utils.tqdm(total=len(rows), desc=desc, unit=" rows")
         with bar, in_processes(num_proc or num_processes(len(rows)), make) as make_all:
             for table in make_all(zip(given, itertools.count(0, BATCH), strict=False)):
                 bar.update(BATCH)
@@ -65,7 +65,7 @@ def made_of(
     if not rows.cache_files:  # in memory
         return datasets.Dataset(InMemoryTable(pa.concat_tables(tables()).cast(schema)))
     key = Hasher.hash([rows._fingerprint, make, schema.to_string(), *map(inspect.getsource, code)])
-    file = Path(rows.cache_files[0]["filename"]).with_name(f"made-{key}.arrow")
+    file = Path(rows.cache_files[0]["filename"]).with_name(f"cache-{key}.arrow")
     if not file.exists():
         partial_file = file.with_name(file.name + own_suffix())
         try:
@@ -118,8 +118,15 @@ def in_processes(number: int, make: Make) -> Iterator[Callable[[Iterable[tuple]]
 
 
 def keep(make: Make) -> None:
+    """Keep the function of a pass in a process, which ends as soon as its parent does, however that ends."""
     global _make
     _make = make
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    multiprocessing.parent_process().join()  # pyright: ignore[reportOptionalMemberAccess]
+    os._exit(1)
 
 
 def make_one(table: "pa.Table", first: int) -> "pa.Table":

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
 
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.life import parent
 from accelerate_recipes.life.stop import SIGNALS
 
 LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")  # Linux has 107 bytes for the path of a socket
@@ -70,6 +71,7 @@ def fork_server(program: str, command: Sequence[str], descriptors: Sequence[int]
     if process := os.fork():
         return process
     try:
+        parent.ask_kernel(signal.SIGKILL)  # it holds both ends of the pipe by which it would see the end of its parent
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already share the cores among themselves
         gc.freeze()  # otherwise garbage collection in a worker would touch, and so copy, all shared memory
         exec(command[-1])
