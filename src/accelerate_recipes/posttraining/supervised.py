@@ -462,14 +462,16 @@ def cut_or_packed(config: SFTConfig, whole: datasets.Dataset, is_packed: bool) -
         rows = whole
         if (lengths_of(whole) > longest).any():
             at_end = config.truncation_mode == "keep_end"
-            rows = made_of(whole, partial(cut, longest=longest, at_end=at_end), whole.features, desc="Cutting rows")
+            rows = made_of(
+                whole, partial(cut_tokens, longest=longest, at_end=at_end), whole.features, desc="Cutting rows"
+            )
         rows = chosen_rows(rows, have_targets(rows))
     else:
         rows = whole
     return rows.shuffle(seed=config.seed) if config.shuffle_dataset else rows
 
 
-def cut(table: pa.Table, first: int, longest: int, at_end: bool) -> pa.Table:
+def cut_tokens(table: pa.Table, first: int, longest: int, at_end: bool) -> pa.Table:
     """Cut the tokens of rows to the first `longest`, or to the last."""
     for name in ("input_ids", "labels"):
         column = table.column(name).combine_chunks()

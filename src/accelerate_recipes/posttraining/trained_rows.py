@@ -111,13 +111,15 @@ def without_targets(row: dict, number: int) -> dict:
 
 
 def clean_prompts(
-    sides: dict[str, datasets.Dataset], tokenizer: PreTrainedTokenizerBase
+    run: Run[Any], sides: dict[str, datasets.Dataset], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, datasets.Dataset]:
-    """Remove the begin token from prompts that are texts, because the tokenizer adds it."""
-    begin, found = added_begin(tokenizer), {}
-    for name, rows in sides.items():
-        found[name] = on_first_of_machine_before_others(partial(without_begin, rows, "prompt", begin))
-    return found
+    """Remove the begin token from prompts that are texts, because the tokenizer adds it, and tell of such prompts."""
+    tell_of_prompts(run, sides, tokenizer)
+    begin = added_begin(tokenizer)
+    return {
+        name: on_first_of_machine_before_others(partial(without_begin, rows, "prompt", begin))
+        for name, rows in sides.items()
+    }
 
 
 def tell_of_prompts(run: Run[Any], sides: dict[str, datasets.Dataset], tokenizer: PreTrainedTokenizerBase) -> None:
