@@ -11,7 +11,6 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
-from tokenizers import Encoding
 
 WEIGHTS = ("weight", "train", "loss")  # fields of a message, of several formats: with 0 or false, it is no target
 NUM_SHOWN = 60  # characters that are shown of a generation prompt
@@ -125,8 +124,8 @@ def altered(value: Any) -> Any:
     return f"{value}{MARK}" if isinstance(value, str) else value
 
 
-def tokens_in(places: Sequence[tuple[int, int]], encoding: Encoding) -> list[bool]:
-    """Tell for each token of an encoded text whether it begins in one of `places`."""
+def tokens_in(places: Sequence[tuple[int, int]], encoding: Any) -> list[bool]:
+    """Tell for each token of an encoded text, `tokenizers.Encoding`, whether it begins in one of `places`."""
 
     def start(token: int) -> int:
         # Some tokenizers leave the space before a word out of its place; the token begins where the one before ends.

@@ -1,6 +1,7 @@
 """A pass over rows, which makes a table of them: once, batch by batch, in this process or in several."""
 
 import contextlib
+import gc
 import inspect
 import itertools
 import multiprocessing
@@ -56,10 +57,14 @@ def made_of(
         # Of rows that were selected, each is a chunk, with which the whole table would be sent to a process.
         given: Any = (table.combine_chunks() for table in rows.with_format("arrow").iter(batch_size=BATCH))  # pyright: ignore
         bar = datasets.utils.tqdm(total=len(rows), desc=desc, unit=" rows")
-        with bar, in_processes(num_proc or num_processes(len(rows)), make) as make_all:
-            for table in make_all(zip(given, itertools.count(0, BATCH), strict=False)):
-                bar.update(BATCH)
-                yield table
+        gc.freeze()  # a collection would look at all modules, again and again
+        try:
+            with bar, in_processes(num_proc or num_processes(len(rows)), make) as make_all:
+                for table in make_all(zip(given, itertools.count(0, BATCH), strict=False)):
+                    bar.update(BATCH)
+                    yield table
+        finally:
+            gc.unfreeze()
 
     schema = features.arrow_schema
     if not rows.cache_files:  # in memory

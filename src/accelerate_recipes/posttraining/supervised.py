@@ -319,7 +319,7 @@ def prepare_sides(
         check_no_placeholders(whole, tokenizer, args.base_model)
         if side == "train":
             added = tell_of_parts(run, whole, sources, [prompt for prompt in opened if prompt])
-            first = whole.select(range(int((sources < NUM_COMPARED).sum())))
+            first: Any = whole.select(range(int((sources < NUM_COMPARED).sum())))
             renderings = [
                 Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]) for row in first
             ]
