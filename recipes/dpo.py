@@ -35,7 +35,7 @@ from accelerate_recipes.posttraining.objective import give_model_to_trl
 from accelerate_recipes.posttraining.preferences import DPOArgs, PairTrainer, evaluate_pairs, preference_trial, to_pairs
 from accelerate_recipes.posttraining.settings import make_model, trl_config
 from accelerate_recipes.posttraining.trained_pairs import compare_pairs, count_pairs, prepare_preferences, read_pairs
-from accelerate_recipes.posttraining.trained_rows import clean_texts, compare_finished
+from accelerate_recipes.posttraining.trained_rows import compare_finished, tell_of_prompts
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
@@ -88,7 +88,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args.model_name_or_path)
     args.settle_date(tokenizer)
     pairs, num_rows, left_out = on_first_of_machine_before_others(lambda: load_pairs(args, tokenizer))
-    pairs = clean_texts(run, pairs, tokenizer, PAIR)
+    tell_of_prompts(run, pairs, tokenizer)
 
     # Model, before the pairs as it reads them: they are made and compared with its settings
     model = make_model(args)

@@ -43,7 +43,7 @@ from accelerate_recipes.posttraining.evaluation import HeldoutAnswers
 from accelerate_recipes.posttraining.objective import give_model_to_trl
 from accelerate_recipes.posttraining.rewards import check_column_names, load_rewards, reward_problems
 from accelerate_recipes.posttraining.settings import make_model, trl_config
-from accelerate_recipes.posttraining.trained_rows import clean_texts, compare_finished
+from accelerate_recipes.posttraining.trained_rows import clean_prompts, compare_finished
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
@@ -121,7 +121,7 @@ def main(args: Args) -> None:
     begin = end_of_prompt(tokenizer, rows["test"][0]["prompt"], args.template_settings)
     rewards = load_rewards(args.rewards, columns, begin)
     heldout = rows["test"].select(range(min(len(rows["test"]), args.num_eval_prompts or len(rows["test"]))))
-    prompts, shown = clean_texts(run, {"train": rows["train"], "test": heldout}, tokenizer).values()
+    prompts, shown = clean_prompts(run, {"train": rows["train"], "test": heldout}, tokenizer).values()
 
     # Trainer, which draws and scores answers
     run.adapter = add_adapters(model, args)

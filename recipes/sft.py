@@ -38,7 +38,7 @@ from accelerate_recipes.posttraining.supervised import (
     usual_value,
 )
 from accelerate_recipes.posttraining.supervised_loss import SupervisedLoss, flops_of_rows, nll_sum, supervised_trial
-from accelerate_recipes.posttraining.trained_rows import clean_texts, compare_finished
+from accelerate_recipes.posttraining.trained_rows import compare_finished, tell_of_prompts
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
@@ -136,7 +136,7 @@ def main(args: Args) -> None:
     args.settle_date(tokenizer)
     check_same_template(run, tokenizer)
     sides, written = on_first_of_machine_before_others(lambda: load_sides(args, tokenizer))
-    sides = clean_texts(run, sides, tokenizer, ["completion"], [args.dataset_text_field], args.eos_token)
+    tell_of_prompts(run, sides, tokenizer)
 
     # Model, before the rows as it reads them: they are made and compared with its settings and its tokens
     config = make_config(run)

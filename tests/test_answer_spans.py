@@ -15,7 +15,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from accelerate_recipes.data.answer_spans import is_trained, parts_of
+from accelerate_recipes.data.answer_spans import Part, is_trained, parts_of
 from accelerate_recipes.data.rendering import HAS_MARKS, Rendering, render
 from accelerate_recipes.errors import first_line
 
@@ -188,6 +188,19 @@ def test_tokens_that_begin_in_the_answer(kind):
         assert re.sub("[\u2581 ]", "", run) == wanted.replace(" ", ""), (kind, text, run)
 
 
+def parts_by(tokenizer: Any, messages: list[dict], numbers: list[int], stops: list[str]) -> list[Part]:
+    """Divide a conversation by its answers `numbers`."""
+
+    def write(messages: list[dict], **more: bool) -> str:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **more)
+
+    written = {
+        number: (write(messages[: number + 1]), write(messages[:number], add_generation_prompt=True))
+        for number in numbers
+    }
+    return parts_of(messages, written, write, stops)
+
+
 def test_a_row_of_its_own():
     """An answer that later messages change is trained as it was when it was the last; others share one row."""
     stops = ["<|im_end|>"]
@@ -196,9 +209,7 @@ def test_a_row_of_its_own():
     first, second = targets_in(row, tokenizer, stops)
     assert first == ["<think>\nHm, wait.\n</think>\n\nYes, 1.<|im_end|>"]
     assert second == ["<think>\nHm, wait.\n</think>\n\nNo, 2.<|im_end|>"]
-    parts = parts_of(
-        row["messages"], [1, 3], lambda m, **more: tokenizer.apply_chat_template(m, tokenize=False, **more), stops
-    )
+    parts = parts_by(tokenizer, row["messages"], [1, 3], stops)
     assert "Hm, wait." not in parts[1].text[: parts[1].answers[0][0]], "the later row has dropped the first thought"
     tokenizer = tokenizer_of(TEMPLATES["qwen2_5"], stops)
     assert targets_in(row, tokenizer, stops) == [["Yes, 1.<|im_end|>", "No, 2.<|im_end|>"]]
@@ -296,10 +307,7 @@ def kind_of(name: str) -> str:
     tokenizer = tokenizer_of(template, stops)
     messages = CONVERSATIONS["turns"][:2]
 
-    def write(messages: list[dict], **more: bool) -> str:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **more)
-
-    ((text, ((begin, end),), _),) = parts_of(messages, [1], write, stops)
+    ((text, ((begin, end),), _),) = parts_by(tokenizer, messages, [1], stops)
     _, (places,) = render_jinja_template(
         [messages], chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
     )

@@ -30,6 +30,7 @@ COMMANDS = {
     "against_trl": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
     "engine_overhead": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
     "loading": "--rounds 1 --hidden_size 64",
+    "prepare_rows": "--rounds 1 --rows 40",
 }
 LAUNCHED = ("against_trl", "engine_overhead")
 ELSEWHERE = {"ablation", "ablation_trial", "init_memory", "memory_limits", "plan_shapes", "plans"}  # test_ablation, ...

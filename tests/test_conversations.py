@@ -7,9 +7,11 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 import torch
 import trl
@@ -42,7 +44,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils.chat_template_utils import render_jinja_template
-from trl.trainer import dpo_trainer
 
 from accelerate_recipes import __main__ as cli
 from accelerate_recipes import recipe
@@ -52,12 +53,13 @@ from accelerate_recipes.checkpoint.check_export import ROWS, TrainedRows, check_
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.data.conversations import count_targets_of, select
 from accelerate_recipes.data.heldout import beginning
+from accelerate_recipes.data.passes import made_of
 from accelerate_recipes.data.rendering import Rendering, differences, render, without_nulls
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models.loading import load_model
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
-from accelerate_recipes.posttraining import supervised
+from accelerate_recipes.posttraining import supervised, trained_pairs
 from accelerate_recipes.posttraining.settings import make_or_load_model
 
 SCRIPT = ROOT / "recipes/sft.py"
@@ -179,7 +181,8 @@ def shifted_mask(patch) -> None:
 
     def rendered(*args, **given):
         found = real(*args, **given)
-        return found | {"labels": [[*labels[1:], -100] for labels in found["labels"]]}
+        place, labels = found.column_names.index("labels"), found["labels"].to_pylist()
+        return found.set_column(place, found.field(place), [[[*own[1:], -100] for own in labels]])
 
     patch.setattr(supervised, "rendered", rendered)
 
@@ -305,8 +308,14 @@ def test_prompts_as_they_were_written(base, capsys, monkeypatch):
 
 
 def dropped_tools(patch) -> None:
-    real = dpo_trainer._tokenize
-    patch.setattr(dpo_trainer, "_tokenize", lambda *args, tools=None, **settings: real(*args, **settings))
+    real = trained_pairs.tokenized
+
+    def tokenized(table: pa.Table, *args, **given):
+        place, tools = table.column_names.index("tools"), table.column("tools")
+        without = table.set_column(place, table.field(place), pa.nulls(len(table), tools.type))
+        return real(without, *args, **given).set_column(place, table.field(place), tools)
+
+    patch.setattr(trained_pairs, "tokenized", tokenized)
 
 
 @pytest.mark.parametrize("mutation", [dropped_template, lost_template, dropped_tools])
@@ -445,13 +454,8 @@ def test_rows_of_answers_beside_trl(tmp_path):
         trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=completion_only)
         theirs = trl.SFTTrainer._prepare_dataset(trainer, whole, tokenizer, config, False, None, "train")
         settings = {"text_field": "text", "completion_only": completion_only, "assistant_only": answers, "stops": []}
-        ours = whole.map(
-            supervised.rendered,
-            with_indices=True,
-            batched=True,
-            fn_kwargs={"tokenizer": tokenizer, "settings": settings},
-            features=Features(dict(whole.features) | supervised.RENDERED),
-        )
+        make = partial(supervised.rendered, features=whole.features, tokenizer=tokenizer, settings=settings, date="")
+        ours = made_of(whole, make, Features(dict(whole.features) | supervised.RENDERED))
         assert ours.remove_columns(["source", "opened"]).features == theirs.features, "and the checksum of a checkpoint"
         for name in theirs.column_names:
             assert ours[name][:] == theirs[name][:], (name, answers)

@@ -483,7 +483,7 @@ def test_rows(tmp_path, base):
     for message, said in (
         ({"role": "user"}, "row 2: 'prompt' .* without content"),
         ({"content": "1"}, "row 2: .prompt. has a message without a role"),
-        ({"role": "x", "content": "1"}, "row 2: the chat template cannot render it: no"),
+        ({"role": "x", "content": "1"}, "row 2, cannot be rendered by the chat template: no"),
         ({"role": "user", "content": ""}, "row 2: 'prompt' has no token"),
     ):
         with pytest.raises(DataError, match=said):

@@ -1,16 +1,25 @@
-"""Test of `prepare`: the rows that it tokenises are those that the run reads; none is tokenised again."""
+"""Tests of `prepare`: the rows that it tokenises are those that the run reads; none is tokenised again."""
 
-import inspect
 import json
-import re
+import os
+import signal
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
+import pyarrow as pa
 import pytest
 from conversations import save_base, template_of
+from datasets import Features, Value
 from helpers import ROOT, SMALL_CHESS
-from trl import DPOTrainer
+
+from accelerate_recipes.data import passes
+from accelerate_recipes.data.files import read_files
+from accelerate_recipes.data.passes import made_of, num_processes
+from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.life import workers
 
 # What `python -m accelerate_recipes` does, in a process that is no rank.
 PREPARE = """import os
@@ -77,8 +86,50 @@ def test_the_run_reads_what_was_prepared(fork_server, forks, arguments, tmp_path
     assert files() == prepared
 
 
-def test_upstream_needs_it():
-    """trl's filter of pairs holds all arguments; its preparation reads no others than those that it gets here."""
-    source = inspect.getsource(DPOTrainer._prepare_dataset)
-    assert 'lambda example: len(example["prompt_ids"]) < args.max_length' in source
-    assert {*re.findall(r"\bargs\.(\w+)", source)} == {"dataset_num_proc", "max_length", "truncation_mode"}
+def numbered(table: pa.Table, first: int, refused: int, log: str) -> pa.Table:
+    """Number the rows of a table, and write which process did it; refuse one row."""
+    with Path(log).open("a") as lines:
+        lines.write(f"{os.getpid()}\n")
+    if first <= refused < first + len(table):
+        raise DataError(f"row {refused}")
+    if refused < -1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return table.append_column("number", pa.array(range(first, first + len(table))))
+
+
+def test_a_pass_in_several_processes(worker_server, tmp_path, monkeypatch):
+    """It makes the rows that one process makes, in their order, once; what fails leaves no file, and ends no other pass."""
+    write_rows = tmp_path / "rows.jsonl"
+    write_rows.write_text("".join(json.dumps({"text": f"{i}"}) + "\n" for i in range(2000)))
+    rows = read_files([str(write_rows)], tmp_path).select(range(1999, -1, -1))  # each is a chunk
+    features, log = Features(dict(rows.features) | {"number": Value("int64")}), tmp_path / "log"
+    given = {"refused": -1, "log": str(log)}
+    monkeypatch.setattr(passes, "BATCH", 100)
+    made = made_of(rows, partial(numbered, **given), features, num_proc=2)
+    assert made["text"][:] == [f"{i}" for i in range(1999, -1, -1)] and made["number"][:] == [*range(2000)]
+    processes = log.read_text().split()
+    assert len(processes) == 20 and len({*processes}) <= 2 and str(os.getpid()) not in processes
+    assert made_of(rows, partial(numbered, **given), features)["number"][:] == [*range(2000)]
+    assert len(log.read_text().split()) == 20, "it is found again, whatever the number of processes"
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(DataError, match="row 1234"):
+        made_of(rows, partial(numbered, **given | {"refused": 1234}), features, num_proc=2)
+    with pytest.raises(ConfigError, match=r"one of 2 processes .* was ended, .* --dataset_num_proc"):
+        made_of(rows, partial(numbered, **given | {"refused": -2}), features, num_proc=2)
+    assert sorted(tmp_path.rglob("*")) == before
+    monkeypatch.setattr(workers, "_has_fork_server", False)
+    log.unlink()
+    alone = made_of(rows, partial(numbered, **given | {"log": str(tmp_path / "other")}), features, num_proc=2)
+    assert alone["number"][:] == [*range(2000)] and {*(tmp_path / "other").read_text().split()} == {str(os.getpid())}
+
+
+def test_processes_of_a_pass(monkeypatch):
+    """By default as many as there are cores, at most 8, for rows and memory enough."""
+    cores, memory = {*range(32)}, SimpleNamespace(available=64 << 30)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    assert [num_processes(number) for number in (10, 4999, 5000, 20_000, 10**6)] == [1, 1, 2, 5, 8]
+    memory.available = 3 << 30
+    assert num_processes(10**6) == 3
+    memory.available, cores = 1 << 20, {0, 1}
+    assert num_processes(10**6) == 1

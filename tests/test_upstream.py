@@ -45,7 +45,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.generation.utils import ALL_CACHE_NAMES
-from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+from trl import DPOTrainer, GRPOTrainer
 from trl.kernels import chunked_logprob
 from trl.trainer import base_trainer
 
@@ -156,7 +156,6 @@ TOUCHED = [
     (Trainer, "create_accelerator_and_postprocess", "objective", "our Accelerator", "self"),
     # trl, datasets
     (Trainer, "_move_model_to_device", "objective", "the model is moved when it is prepared", "self model device"),
-    (SFTTrainer, "_prepare_dataset", "supervised", "texts are tokenised, and all rows cut and packed, without a trainer", "self dataset processing_class args packing formatting_func dataset_name"),
     (GRPOTrainer, "_tokenize_prompts", "answers", "prompts are shown", "self prompts"),
     (DPOTrainer, "_precompute_ref_logps", "preferences", "nothing: the reference computes when the model is sharded", "self dataset name batch_size"),
     (DPOTrainer, "_metrics", "objective", "a loss, without a trainer, logs there", None),
@@ -164,7 +163,6 @@ TOUCHED = [
     (DPOTrainer, "_total_train_tokens", "objective", "the same", None),
     (DPOTrainer, "_tp_size", "objective", "the same", None),
     (DPOTrainer, "_prepare_dataset", "preferences", "nothing: pairs are prepared by others", "self dataset processing_class args dataset_name"),
-    (DPOTrainer, "_prepare_dataset", "trained_pairs", "pairs are tokenised without a trainer, by a filter that does not hold all arguments", "self dataset processing_class args dataset_name"),
     (GRPOTrainer, "_tokenize_prompts", "chess_grpo", "prompts as the model was trained", "self prompts"),
     (GenerationMixin, "_get_logits_processor", "answers_trial", "what drawing does to scores", None),
     (GenerationMixin, "_get_logits_processor", "generation", "draws by our own numbers, after all that changes the chances", None),
@@ -178,7 +176,7 @@ TOUCHED = [
     (torch.cuda.memory, "_dump_snapshot", "profile", "the same, as a file", "filename augment_with_fx_traces"),
     (datasets.Dataset, "_indices", "prepared", "rows that only point to a table", None),
     (datasets.Dataset, "_indices", "trained_pairs", "rows that were left out", None),
-    (datasets.Dataset, "_fingerprint", "dates", "rows that are kept by the date of their template", None),
+    (datasets.Dataset, "_fingerprint", "passes", "rows that are made are found again by those that they are made of", None),
     (torch._dynamo, "pgo", "upstream", "forgets the sizes that an evaluation had", None),
     (huggingface_hub.serialization._base, "parse_size_to_int", "export", "reads --max_shard_size", "size_as_str"),
 ]  # fmt: skip

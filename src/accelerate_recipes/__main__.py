@@ -181,9 +181,14 @@ def verify_downloads(args: argparse.Namespace) -> None:
 
 
 def prepare_rows(args: argparse.Namespace) -> None:
+    from accelerate_recipes.arguments import shipped
+    from accelerate_recipes.life import workers
     from accelerate_recipes.recipe import prepare_data
 
-    prepare_data([args.recipe, *args.argv])
+    command = shipped.found_command([args.recipe, *args.argv])
+    shipped.load(command[0])  # workers share what is imported before they are forked
+    workers.start_fork_server(of_loaders=False)
+    prepare_data(command)
 
 
 def describe_arguments(args: argparse.Namespace) -> None:

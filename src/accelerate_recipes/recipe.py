@@ -87,10 +87,10 @@ def run_recipe(
             if is_first():
                 arguments = {"arguments that differ from the defaults": args.changed()}
                 print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
-            if args.dataloader_num_workers:
+            if args.dataloader_num_workers or (args.tokenizes_first and is_first_of_machine()):
                 with contextlib.suppress(ImportError):
                     import datasets  # noqa: F401  # workers share what is imported before they are forked
-                workers.start_fork_server()  # before the first thread
+                workers.start_fork_server(of_loaders=args.dataloader_num_workers > 0)  # before the first thread
             watched = watch.start_watch(Path(args.output_dir), partial(fail, args))
             provide(args, requirements(args), sys.argv)
             observers[:] = [Report(args), StepProfiler(args)]

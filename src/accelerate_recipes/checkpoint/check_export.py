@@ -17,7 +17,7 @@ from accelerate_recipes.checkpoint.files import other_kind
 from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.data import rendering
 from accelerate_recipes.data.dates import frozen_date
-from accelerate_recipes.data.rendering import Rendering, differences, prompt_alone, shown_ends
+from accelerate_recipes.data.rendering import Rendering, differences, prompts_alone, shown_ends
 from accelerate_recipes.disk import read_json, write_atomically
 from accelerate_recipes.errors import ConfigError, first_line, raise_problems
 from accelerate_recipes.models.positions import max_positions
@@ -260,7 +260,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | None, first: Tr
     """Tokenise the text to answer: the prompt, or by default the beginning of the first row of training."""
     if prompt is not None:
         asked = [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
-        return prompt_alone(tokenizer, asked, {})
+        return prompts_alone(tokenizer, [asked], {})[0]
     if first:
         row = rendering.without_nulls(first.rows[0])
         asked = row.get("prompt")
@@ -268,6 +268,6 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | None, first: Tr
             asked = list(itertools.takewhile(lambda message: message.get("role") != "assistant", row["messages"]))
         tools, more = (rendering.parsed(row.get(name), name, 0, "") for name in rendering.SETTINGS)
         settings = {"tools": tools or None} | (more or {})
-        return prompt_alone(tokenizer, asked, settings) if asked else first.trained[0].ids[:8]
+        return prompts_alone(tokenizer, [asked], settings)[0] if asked else first.trained[0].ids[:8]
     begin: Any = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     return [begin]

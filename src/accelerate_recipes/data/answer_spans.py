@@ -5,17 +5,17 @@ is asked. It ends with the first text behind its content at which generation sto
 that is cut after the answer, because the model has never seen more when it answers.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-import numpy as np
 from jinja2 import TemplateError
 
 WEIGHTS = ("weight", "train", "loss")  # fields of a message, of several formats: with 0 or false, it is no target
 NUM_SHOWN = 60  # characters that are shown of a generation prompt
 MARK = "\ue000"  # a character that no text has: it shows where a template writes a text
-Write = Callable[..., str]  # renders messages; with `add_generation_prompt`, also what stands before the next answer
+Write = Callable[[list[dict]], str]  # renders messages
 
 
 def weights_of(message: dict) -> list[Any]:
@@ -46,17 +46,21 @@ class Part(NamedTuple):
     opened: str = ""
 
 
-def parts_of(messages: list[dict], numbers: Sequence[int], write: Write, stops: Sequence[str]) -> list[Part]:
-    """Render a conversation as texts that hold the answers `numbers`, each as it stands when it is the last message.
+def parts_of(
+    messages: list[dict], written: dict[int, tuple[str, str | None]], write: Write, stops: Sequence[str]
+) -> list[Part]:
+    """Return a conversation as texts that hold its answers, each as it stands when it is the last message.
+
+    `written` has for the number of each answer the conversation cut after it, and the conversation before it with the
+    generation prompt, or None if the template refuses that.
 
     Usually this is one text. But some templates render a message otherwise when others follow: they drop thoughts, or move
     the system prompt. An answer that the later text does not hold in the same way gets a text of its own, cut after it.
     `stops` are the texts at which generation stops.
     """
     parts: list[Part] = []
-    for number in reversed(numbers):
-        text = write(messages[: number + 1])
-        begin, opened = begin_of(messages, number, text, write)
+    for number, (text, prompt) in reversed(written.items()):
+        begin, opened = begin_of(messages, number, text, prompt, write)
         end = end_of(messages, number, text, begin, write, stops)
         there = next((i for i, part in enumerate(parts) if part.text.startswith(text[:end])), len(parts))
         part = parts.pop(there) if there < len(parts) else Part(text, [])
@@ -64,14 +68,13 @@ def parts_of(messages: list[dict], numbers: Sequence[int], write: Write, stops: 
     return parts[::-1]
 
 
-def begin_of(messages: list[dict], number: int, text: str, write: Write) -> tuple[int, str]:
+def begin_of(messages: list[dict], number: int, text: str, prompt: str | None, write: Write) -> tuple[int, str]:
     """Return where an answer begins in `text`, the conversation cut after it; also its prompt if it lacks a part of that."""
-    before: list[dict] = messages[:number]
-    prompt = unless_refused(write, before, add_generation_prompt=True)
     if prompt is not None and text.startswith(prompt):
         return len(prompt), ""
     # The answer lacks the end of its prompt, such as an opened thought: it begins where they part, but not within its
     # content, which may begin as that end does. It does not begin earlier than the conversation before it ends.
+    before: list[dict] = messages[:number]
     begin = shared_length(text, write([*before, {"role": "assistant", "content": MARK}]))
     plain = unless_refused(write, before)
     if prompt is not None and plain is not None and text.startswith(plain):
@@ -79,10 +82,10 @@ def begin_of(messages: list[dict], number: int, text: str, write: Write) -> tupl
     return begin, (prompt or "").removeprefix(plain or "")[-NUM_SHOWN:]
 
 
-def unless_refused(write: Write, messages: list[dict], **settings: bool) -> str | None:
+def unless_refused(write: Write, messages: list[dict]) -> str | None:
     """Render messages; return None if the template refuses them, as some do without any, or with certain texts or roles."""
     try:
-        return write(messages, **settings)
+        return write(messages)
     except (TemplateError, ValueError, TypeError):
         return None
 
@@ -121,12 +124,16 @@ def altered(value: Any) -> Any:
     return f"{value}{MARK}" if isinstance(value, str) else value
 
 
-def tokens_in(places: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> list[bool]:
-    """Tell for each token, of which `offsets` are the places in the text, whether it begins in one of `places`."""
-    firsts, lasts = np.array(offsets, dtype=int).reshape(-1, 2).T
-    # Some tokenizers leave the space before a word out of its place; the token begins where the one before ends.
-    starts = np.minimum(firsts, np.maximum.accumulate([0, *lasts])[:-1])
-    found = np.zeros(len(starts), dtype=bool)
-    for first, last in places:
-        found |= (first <= starts) & (starts < last)
-    return found.tolist()
+def tokens_in(places: Sequence[tuple[int, int]], encoding: Any) -> list[bool]:
+    """Tell for each token of an encoded text, `tokenizers.Encoding`, whether it begins in one of `places`."""
+
+    def start(token: int) -> int:
+        # Some tokenizers leave the space before a word out of its place; the token begins where the one before ends.
+        return min(encoding.token_to_chars(token)[0], encoding.token_to_chars(token - 1)[1]) if token else 0
+
+    tokens = range(len(encoding))
+    found = [False] * len(tokens)
+    for place in places:
+        first, last = (bisect_left(tokens, border, key=start) for border in place)
+        found[first:last] = [True] * (last - first)
+    return found

@@ -1,6 +1,5 @@
 """Conversations and texts to train on: selection of their columns, removal of nulls, and counts of their targets."""
 
-import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import pyarrow.compute as pc
 
 from accelerate_recipes.data.answer_spans import WEIGHTS, is_answer, is_trained, weights_of
 from accelerate_recipes.data.prepared import chunks_of
-from accelerate_recipes.data.rendering import SETTINGS, parsed, with_objects, without_tail
+from accelerate_recipes.data.rendering import SETTINGS, parsed, with_objects
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.models import IGNORE_INDEX
 
@@ -116,20 +115,15 @@ def rewritten(row: dict, index: int, names: Sequence[str], source: str) -> dict:
     return found
 
 
-def without_marks(rows: datasets.Dataset, column: str, begin: str, end: str) -> datasets.Dataset:
-    """Remove `begin` from the start of the texts of a column, and white space behind `end`; both may be "".
-
-    The tokenizer adds the begin token itself, and trl adds the end token to a text that does not end with it.
-    """
-    if rows.features[column] != TEXT:
+def without_begin(rows: datasets.Dataset, column: str, begin: str) -> datasets.Dataset:
+    """Remove `begin`, which may be "", from the start of the texts of a column."""
+    if (
+        not begin
+        or rows.features[column] != TEXT
+        or not pc.any(pc.starts_with(rows.data.column(column), begin)).as_py()
+    ):
         return rows
-    texts = rows.data.column(column)
-    has_begin = begin and pc.any(pc.starts_with(texts, begin)).as_py()
-    has_tail = end and pc.any(pc.match_substring_regex(texts, rf"{re.escape(end)}\s+$")).as_py()
-    if not (has_begin or has_tail):
-        return rows
-    said = f"Removing a second {begin if has_begin else end}"
-    return rows.map(lambda row: {column: without_tail(row[column].removeprefix(begin), end)}, desc=said)
+    return rows.map(lambda row: {column: row[column].removeprefix(begin)}, desc=f"Removing a second {begin}")
 
 
 def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str) -> bool:
@@ -193,18 +187,32 @@ def count_targets_of(rows: datasets.Dataset, ends: set[int], kept: slice = EVERY
     """
     counts, num_ended, seen = [np.empty(0, np.int64)], 0, set()
     for lengths, labels in chunks_of(rows, "labels"):
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        before = np.arange(len(labels)) - np.repeat(starts[:-1], lengths)  # for each token: tokens before it in its row
-        first, last = np.array([kept.indices(length)[:2] for length in lengths]).reshape(-1, 2).T
-        is_target = (
-            (labels != IGNORE_INDEX) & (before > np.repeat(first, lengths)) & (before < np.repeat(last, lengths))
-        )
-        # `of_targets` counts the targets up to each token, so a difference of two entries counts the targets in between.
-        of_targets = np.concatenate([[0], np.cumsum(is_target)])
-        num_targets = np.diff(of_targets[starts])
-        after = np.repeat(of_targets[starts[1:]], lengths) - of_targets[1:]  # targets after it
-        is_end = is_target & np.isin(labels, list(ends)) & (after < NUM_LAST)
-        counts.append(num_targets)
-        num_ended += int((np.diff(np.concatenate([[0], np.cumsum(is_end)])[starts]) > 0).sum())
-        seen |= {*labels[is_end].tolist()}
+        starts = np.cumsum(lengths) - lengths
+        first, last = starts + np.array([kept.indices(length)[:2] for length in lengths]).reshape(-1, 2).T
+        of_targets = targets_up_to(labels)
+        begin, end = of_targets[np.minimum(first + 1, last)], of_targets[last]  # of the row's targets, among all
+        counts.append(end - begin)
+        targets = labels[labels != IGNORE_INDEX]
+        has_end = np.zeros(len(lengths), bool)
+        for place in range(1, NUM_LAST + 1):
+            numbers = np.flatnonzero(end - begin >= place)
+            found = targets[end[numbers] - place]
+            is_end = np.isin(found, list(ends))
+            has_end[numbers[is_end]] = True
+            seen |= {*found[is_end].tolist()}
+        num_ended += int(has_end.sum())
     return TargetCounts(np.concatenate(counts), num_ended, seen)
+
+
+def have_targets(rows: datasets.Dataset) -> np.ndarray:
+    """Tell of each row whether a label is a target."""
+    found = [np.empty(0, bool)]
+    for lengths, labels in chunks_of(rows, "labels"):
+        ends, of_targets = np.cumsum(lengths), targets_up_to(labels)
+        found.append(of_targets[ends] > of_targets[ends - lengths])
+    return np.concatenate(found)
+
+
+def targets_up_to(labels: np.ndarray) -> np.ndarray:
+    """Count the targets before each of the labels, and all of them."""
+    return np.concatenate([[0], np.cumsum(labels != IGNORE_INDEX)])

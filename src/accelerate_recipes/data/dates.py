@@ -16,7 +16,7 @@ DAY = "%Y-%m-%d"
 
 @contextlib.contextmanager
 def frozen_date(date: str | None) -> Iterator[None]:
-    """Let chat templates read this date (YYYY-MM-DD) from the clock, here and in workers forked here; none: today's.
+    """Let chat templates read this date (YYYY-MM-DD) from the clock in this process; none: today's.
 
     transformers (5.17 to 5.23) defines the function that templates call, and refuses an argument of its name.
     """
@@ -54,12 +54,3 @@ def first_prepared(rows: "Dataset", template: str) -> str:
     """Return the day on which rows were first prepared for a chat template: that in the cache of `datasets`, or today."""
     settings = {"fn_kwargs": {"template": template}, "remove_columns": rows.column_names, "desc": "Dating the rows"}
     return rows.select([0]).map(today, **settings)["date"][0]
-
-
-def with_date_as_key(rows: "Dataset", date: str | None) -> "Dataset":
-    """Return the same rows, but let `datasets` find what is made of them by the date too."""
-    from datasets.fingerprint import Hasher
-
-    if not date:
-        return rows
-    return rows.select_columns(rows.column_names, new_fingerprint=Hasher.hash([rows._fingerprint, date]))

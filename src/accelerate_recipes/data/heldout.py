@@ -121,8 +121,10 @@ class RowsArgs:
         if "test" not in rows:
             # `datasets` finds its result again by all values that the function holds: keep `self` out.
             share = self.heldout_share
-            heldout = whole.map(
-                lambda row: {"heldout": falls_under(beginning(row, asked), share)}, remove_columns=whole.column_names
+            heldout = whole.select_columns([asked]).map(
+                lambda rows: {"heldout": [falls_under(beginning({asked: said}, asked), share) for said in rows[asked]]},
+                batched=True,
+                remove_columns=[asked],
             )
             is_heldout = np.array(heldout["heldout"][:], dtype=bool)
             numbers = {"train": np.flatnonzero(~is_heldout), "test": np.flatnonzero(is_heldout)}

@@ -124,8 +124,9 @@ def backend_checksum(tokenizer: PreTrainedTokenizerBase) -> str:
 def chunks_of(rows: "Dataset", column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the lengths and the joined numbers of a column of lists, part by part."""
     for table in rows.select_columns(column).with_format("arrow").iter(batch_size=1000):
-        for chunk in table.column(column).chunks:  # pyright: ignore[reportAttributeAccessIssue]
-            yield np.asarray(chunk.value_lengths()), np.asarray(chunk.flatten())
+        # Of rows that were selected, each may be a chunk.
+        lists = table.column(column).combine_chunks()  # pyright: ignore[reportAttributeAccessIssue]
+        yield np.asarray(lists.value_lengths()), np.asarray(lists.flatten())
 
 
 def lengths_of(rows: "Dataset", column: str = "input_ids") -> np.ndarray:

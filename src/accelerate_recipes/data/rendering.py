@@ -4,13 +4,14 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from accelerate_recipes.data.answer_spans import altered, is_trained, parts_of, tokens_in, weights_of
+from accelerate_recipes.data.answer_spans import altered, is_trained, parts_of, tokens_in, unless_refused, weights_of
 from accelerate_recipes.data.reading import without_nulls
 from accelerate_recipes.errors import DataError
 
@@ -140,68 +141,111 @@ def render(row: dict, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> li
         name: parsed(row.get(name), name, 0, "") for name in SETTINGS
     }
     read |= {name: with_objects(read[name]) for name in ("messages", "prompt", "completion") if name in read}
-    return render_read(read, tokenizer, **settings)
+    return render_read([read], tokenizer, **settings)[0]
 
 
-def render_read(
-    row: dict,
+def render_read(rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase, **how: Any) -> list[list[Rendering]]:
+    """Render rows, as `conversations.select` returns them: with the nulls that the user wrote, and no others.
+
+    A conversation of which the answers alone are targets may become several rows, see `answer_spans.parts_of`, or none if
+    no answer is trained. `how` is that of `render_alike`.
+
+    Raises:
+        ValueError: if the template marks none of the answers.
+    """
+    alike: dict[str, tuple[dict, list[int]]] = {}
+    for number, row in enumerate(rows):
+        settings = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}
+        alike.setdefault(json.dumps(settings, default=repr), (settings, []))[1].append(number)
+    found: list[list[Rendering]] = [[]] * len(rows)
+    for settings, numbers in alike.values():
+        made = render_alike([rows[number] for number in numbers], tokenizer, settings, **how)
+        for number, renderings in zip(numbers, made, strict=True):
+            found[number] = renderings
+    return found
+
+
+def render_alike(
+    rows: Sequence[dict],
     tokenizer: PreTrainedTokenizerBase,
+    settings: dict[str, Any],
     *,
     text_field: str,
     completion_only: bool,
     assistant_only: bool,
     stops: Sequence[int],
-) -> list[Rendering]:
-    """Render a row, as `conversations.select` returns it: with the nulls that the user wrote, and no others.
-
-    A conversation of which the answers alone are targets may become several rows, see `answer_spans.parts_of`, or none if
-    no answer is trained. `stops` are the tokens at which generation stops.
-
-    Raises:
-        ValueError: if the template marks none of the answers.
-    """
-    settings = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}
-    if row.keys() <= {"prompt", *SETTINGS}:  # the answer is drawn in training
-        ids = prompt_alone(tokenizer, row["prompt"], settings)
-        return [Rendering(ids, [False] * len(ids))]
-    if not isinstance(row.get("messages", row.get("prompt")), list):
-        prompt = row.get("prompt", "")
-        text = without_tail(row["completion"] if "completion" in row else row[text_field], tokenizer.eos_token)
-        end = "" if text.endswith(tokenizer.eos_token) else tokenizer.eos_token
-        ids = tokenizer((prompt + text + end).removeprefix(added_begin(tokenizer)))["input_ids"]
-        targets = [True] * len(ids)
+) -> list[list[Rendering]]:
+    """Render rows of one form with the same `settings` of the template. `stops` are the tokens at which generation stops."""
+    prompts = [row.get("prompt") for row in rows]
+    if rows[0].keys() <= {"prompt", *SETTINGS}:  # the answer is drawn in training
+        return [[Rendering(ids, [False] * len(ids))] for ids in prompts_alone(tokenizer, prompts, settings)]
+    found: list[list[Rendering]] = [[] for _ in rows]
+    numbers = range(len(rows))
+    if not isinstance(rows[0].get("messages", prompts[0]), list):
+        texts = ["".join(read.values()) for read in texts_read(rows, tokenizer, text_field)]
+        ids_of_rows: Any = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+        masks: Any = [[True] * len(ids) for ids in ids_of_rows]
     else:
-        prompt = row.get("prompt", [])
-        messages = [*prompt, *(row["messages"] if "messages" in row else row["completion"])]
-        asked = range(len(prompt) if completion_only else 0, len(messages))
-        answers = [number for number in asked if is_trained(messages[number])]
-        if assistant_only and not answers:
-            return []
-        if assistant_only and not HAS_MARKS.search(tokenizer.get_chat_template(None, settings["tools"])):
-            return by_rule(tokenizer, messages, answers, settings, stops)
+        whole = [
+            [*(row.get("prompt") or ()), *(row["messages"] if "messages" in row else row["completion"])] for row in rows
+        ]
+        begins = [len(prompt or ()) if completion_only else 0 for prompt in prompts]
+        answers = [
+            [number for number in range(begin, len(messages)) if is_trained(messages[number])]
+            for begin, messages in zip(begins, whole, strict=True)
+        ]
         mask = {"return_assistant_tokens_mask": True} if assistant_only else {}
-        found = by_template(tokenizer, messages, **settings, **mask)
-        ids = found["input_ids"]
-        targets = [bool(bit) for bit in found.get("assistant_masks", [True] * len(ids))]
-        if assistant_only and not any(targets):
-            raise ValueError("the template marks none of its answers")
-        if assistant_only and not all(is_trained(message) for message in messages if message["role"] == "assistant"):
-            for token in tokens_without_weight(tokenizer, messages, **settings):
-                targets[token] = False
-    if prompt and completion_only:
-        begin = first_difference(prompt_alone(tokenizer, prompt, settings), ids)
-        targets[:begin] = [False] * len(targets[:begin])  # all, if the answer has no token
-    return [Rendering(ids, targets)]
+        if assistant_only:
+            numbers = [number for number in numbers if answers[number]]
+            whole, answers = [whole[number] for number in numbers], [answers[number] for number in numbers]
+        if not whole:
+            return found
+        if assistant_only and not HAS_MARKS.search(tokenizer.get_chat_template(None, settings["tools"])):
+            for number, renderings in zip(numbers, by_rule(tokenizer, whole, answers, settings, stops), strict=True):
+                found[number] = renderings
+            return found
+        rendered = by_template(tokenizer, whole, **settings, **mask)
+        ids_of_rows = rendered["input_ids"]
+        masks = rendered.get("assistant_masks") or [[True] * len(ids) for ids in ids_of_rows]
+        masks = [[*map(bool, mask)] for mask in masks]
+        for messages, targets in zip(whole, masks, strict=True) if assistant_only else ():
+            if not any(targets):
+                raise ValueError("the template marks none of its answers")
+            if not all(is_trained(message) for message in messages if message["role"] == "assistant"):
+                for token in tokens_without_weight(tokenizer, messages, **settings):
+                    targets[token] = False
+    if completion_only and (asked := [number for number in numbers if prompts[number]]):
+        alone = dict(zip(asked, prompts_alone(tokenizer, [prompts[number] for number in asked], settings), strict=True))
+        for number, ids, targets in zip(numbers, ids_of_rows, masks, strict=True):
+            if number in alone:
+                begin = first_difference(alone[number], ids)
+                targets[:begin] = [False] * len(targets[:begin])  # all, if the answer has no token
+    for number, ids, targets in zip(numbers, ids_of_rows, masks, strict=True):
+        found[number] = [Rendering(ids, targets)]
+    return found
+
+
+def texts_read(rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase, text_field: str) -> list[dict[str, str]]:
+    """Return the text of each row, or its prompt and completion: without a begin token, which is added, and with one end."""
+    names = ("prompt", "completion") if "completion" in rows[0] else (text_field,)
+    begin, end = added_begin(tokenizer), str(tokenizer.eos_token)
+    found = []
+    for row in rows:
+        first, *more = (row[name] for name in names)
+        *before, last = first.removeprefix(begin), *more
+        last = without_tail(last, end)
+        found.append(dict(zip(names, (*before, last if last.endswith(end) else last + end), strict=True)))
+    return found
 
 
 def by_rule(
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict],
-    answers: Sequence[int],
+    conversations: Sequence[list[dict]],
+    answers: Sequence[list[int]],
     settings: dict[str, Any],
     stops: Sequence[int],
-) -> list[Rendering]:
-    """Render a conversation whose answers the template does not mark.
+) -> list[list[Rendering]]:
+    """Render conversations whose answers the template does not mark.
 
     Raises:
         ValueError: for a tokenizer that does not say where its tokens stand.
@@ -212,22 +256,52 @@ def by_rule(
             "that marks them ({% generation %}); give --assistant_only_loss false to train everything"
         )
 
+    def write_all(conversations: list[list[dict]], **more: Any) -> list[str]:
+        return tokenizer.apply_chat_template(conversations, tokenize=False, **settings, **more)  # pyright: ignore[reportReturnType]
+
     def write(messages: list[dict], **more: Any) -> str:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **settings, **more)  # pyright: ignore[reportReturnType]
+        if not messages:
+            raise ValueError("there is no message")
+        return write_all([messages], **more)[0]
 
-    found = []
-    for part in parts_of(messages, answers, write, [str(tokenizer.decode([stop])) for stop in stops]):
-        encoded = tokenizer(part.text, add_special_tokens=False, return_offsets_mapping=True)
-        targets = tokens_in(part.answers, encoded["offset_mapping"])  # pyright: ignore[reportArgumentType]
-        found.append(Rendering(encoded["input_ids"], targets, part.opened))  # pyright: ignore[reportArgumentType]
-    return found
+    ends = [str(tokenizer.decode([stop])) for stop in stops]
+    pairs = [*zip(conversations, answers, strict=True)]
+    asked = [messages[:number] for messages, numbers in pairs for number in numbers]
+    try:
+        found: Iterable[str | None] = iter(
+            write_all([before for before in asked if before], add_generation_prompt=True)
+        )
+        prompts = [next(found) if before else None for before in asked]
+    except (TemplateError, ValueError, TypeError):  # the template refuses one of them
+        prompts = [unless_refused(partial(write, add_generation_prompt=True), before) for before in asked]
+    texts = write_all([messages[: number + 1] for messages, numbers in pairs for number in numbers])
+    written = zip(texts, prompts, strict=True)
+    parts = [parts_of(messages, dict(zip(numbers, written, strict=False)), write, ends) for messages, numbers in pairs]
+    encoded = tokenizer(
+        [part.text for found in parts for part in found],
+        add_special_tokens=False,
+        return_attention_mask=False,
+        verbose=False,
+    )
+    tokens: Any = zip(encoded["input_ids"], encoded.encodings, strict=True)  # pyright: ignore[reportArgumentType]
+    return [
+        [
+            Rendering(ids, tokens_in(part.answers, encoding), part.opened)
+            for part, (ids, encoding) in zip(found, tokens, strict=False)
+        ]
+        for found in parts
+    ]
 
 
-def prompt_alone(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict], settings: dict[str, Any]) -> list[int]:
-    """Tokenise a prompt: a text, or messages by the template with its `settings`."""
-    if isinstance(prompt, str):
-        return tokenizer(prompt.removeprefix(added_begin(tokenizer)))["input_ids"]  # pyright: ignore[reportReturnType]
-    return by_template(tokenizer, prompt, **{"add_generation_prompt": True} | settings)["input_ids"]
+def prompts_alone(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any], settings: dict[str, Any]
+) -> list[list[int]]:
+    """Tokenise prompts: texts, or messages by the template with its `settings`."""
+    if isinstance(prompts[0], str):
+        begin = added_begin(tokenizer)
+        texts = [prompt.removeprefix(begin) for prompt in prompts]
+        return tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]  # pyright: ignore[reportReturnType]
+    return by_template(tokenizer, prompts, **{"add_generation_prompt": True} | settings)["input_ids"]
 
 
 def end_of_answer(tokenizer: PreTrainedTokenizerBase, prompt: list[dict], settings: dict[str, Any]) -> list[int]:
@@ -242,10 +316,14 @@ def shown_ends(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> str:
     return " or ".join(repr(tokenizer.decode([end])) for end in ends) or "nothing"
 
 
-def by_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings: Any) -> dict[str, Any]:
-    """Tokenise messages by the chat template; return `input_ids`, and other values that the settings request."""
-    found: Any = tokenizer.apply_chat_template(messages, return_dict=True, **settings)
-    return found
+def by_template(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[list[dict]], **settings: Any
+) -> dict[str, Any]:
+    """Tokenise conversations by the chat template; return `input_ids`, and other values that the settings request."""
+    if not all(conversations):
+        raise ValueError("there is a conversation without messages")
+    given: Any = {"tokenizer_kwargs": {"return_attention_mask": False, "verbose": False}}
+    return tokenizer.apply_chat_template([*conversations], return_dict=True, **given, **settings)  # pyright: ignore
 
 
 def first_refused(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, **settings: Any) -> tuple[int, str] | None:
@@ -264,7 +342,7 @@ def first_refused(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, **se
             for name in ("chosen", "rejected", "prompt"):
                 if isinstance(messages := row.get(name), list):
                     is_answer = name != "prompt" and isinstance(prompt, list)
-                    by_template(tokenizer, with_objects([*prompt, *messages] if is_answer else messages), **given)
+                    by_template(tokenizer, [with_objects([*prompt, *messages] if is_answer else messages)], **given)
         except Exception as error:
             return number, f"cannot be rendered by the chat template: {error}"
     return None
@@ -304,5 +382,7 @@ def differences(
 
 def first_difference(a: Sequence, b: Sequence) -> int | None:
     """Return the first index at which two sequences differ; None if they are equal."""
-    unequal = (i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1])
-    return next(unequal, None if len(a) == len(b) else min(len(a), len(b)))
+    shorter = min(len(a), len(b))
+    if a[:shorter] == b[:shorter]:
+        return None if len(a) == len(b) else shorter
+    return next(i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1])

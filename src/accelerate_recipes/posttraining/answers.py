@@ -25,14 +25,16 @@ from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.checkpoint.check_export import as_exported
 from accelerate_recipes.data.conversations import NUM_COMPARED
 from accelerate_recipes.data.dates import frozen_date
+from accelerate_recipes.data.passes import BATCH
 from accelerate_recipes.data.rendering import (
     IS_RESERVED,
     RESERVED,
     SETTINGS,
     Rendering,
-    added_begin,
     end_of_answer,
-    prompt_alone,
+    first_refused,
+    prompts_alone,
+    render_read,
     shown_ends,
 )
 from accelerate_recipes.errors import ConfigError, DataError
@@ -41,7 +43,12 @@ from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.models.weights import seed_of
 from accelerate_recipes.posttraining.objective import Objective, Outputs
 from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs
-from accelerate_recipes.posttraining.trained_rows import ReadRows, compare_with_rendering, content_of_sides
+from accelerate_recipes.posttraining.trained_rows import (
+    AS_IT_STANDS,
+    ReadRows,
+    compare_with_rendering,
+    content_of_sides,
+)
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.report.samples import Samples, expected
 from accelerate_recipes.run import Run
@@ -208,17 +215,14 @@ def tokenize_prompts(
     Raises:
         DataError: for a prompt that the template cannot render, and for a prompt without tokens.
     """
-    if isinstance(prompts[0], str):
-        begin = added_begin(tokenizer)
-        found: Any = tokenizer([text.removeprefix(begin) for text in prompts])["input_ids"]
-    else:
-        found = []
-        for number, prompt in enumerate(prompts, 1):
-            try:
-                with frozen_date(args.template_date):
-                    found.append(prompt_alone(tokenizer, prompt, args.template_settings))
-            except (TemplateError, ValueError, TypeError) as error:
-                raise DataError(f"{source}, row {number}: the chat template cannot render it: {error}") from error
+    rows = [{"prompt": prompt, "chat_template_kwargs": args.template_settings} for prompt in prompts]
+    with frozen_date(args.template_date):
+        try:
+            parts = [rows[first : first + BATCH] for first in range(0, len(rows), BATCH)]
+            found = [made[0].ids for part in parts for made in render_read(part, tokenizer, **AS_IT_STANDS)]
+        except (TemplateError, ValueError, TypeError) as error:
+            number, said = first_refused(rows, tokenizer, **AS_IT_STANDS) or (0, str(error))
+            raise DataError(f"{source}, row {number}, {said}") from error
     if not all(found):
         raise DataError(
             f"{source}, row {found.index([]) + 1}: 'prompt' has no token, since the tokenizer adds no begin token; remove it"
@@ -228,7 +232,7 @@ def tokenize_prompts(
 
 def end_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict], settings: dict[str, Any]) -> str:
     """Return the last tokens of a rendered conversation, which may begin the answer; of a prompt that is a text, nothing."""
-    return "" if isinstance(prompt, str) else tokenizer.decode(prompt_alone(tokenizer, prompt, settings)[-20:])  # pyright: ignore
+    return "" if isinstance(prompt, str) else tokenizer.decode(prompts_alone(tokenizer, [prompt], settings)[0][-20:])  # pyright: ignore
 
 
 class AnswerTrainer(Objective, GRPOTrainer):

@@ -1,20 +1,20 @@
 """Rows of supervised fine-tuning: conversations are rendered here, texts by trl, which also cuts and packs all rows."""
 
 import copy
-import inspect
+import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import align_special_tokens
-from trl import SFTConfig, SFTTrainer, clone_chat_template
+from trl import SFTConfig, clone_chat_template, pack_dataset
 from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes.checkpoint.check_export import as_exported, stops_of
@@ -27,13 +27,15 @@ from accelerate_recipes.data.conversations import (
     count_targets_of,
     cut_at,
     has_unweighted,
+    have_targets,
     missing_answers,
     select,
 )
-from accelerate_recipes.data.dates import frozen_date, with_date_as_key
+from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.files import check_texts_or_messages
+from accelerate_recipes.data.passes import chosen_rows, made_of, rows_in
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
-from accelerate_recipes.data.rendering import NUM_SHOWN, SETTINGS, Rendering, render_read, shown_ends
+from accelerate_recipes.data.rendering import NUM_SHOWN, SETTINGS, Rendering, render_read, shown_ends, texts_read
 from accelerate_recipes.data.rows import RowLoader, Rows, make_eval_loader
 from accelerate_recipes.errors import ConfigError, DataError, printable
 from accelerate_recipes.hub import cache
@@ -281,61 +283,49 @@ def prepare_sides(
     args, prepared, known, added = run.args, {}, {}, 0
     if run.resumed_from:
         check_same_targets(args, sides["train"].features, run.resumed_from)
-    whole_rows = copy.copy(config)  # for texts
-    whole_rows.max_length, whole_rows.shuffle_dataset = None, False
     completion_only = config.completion_only_loss
     if completion_only is None:
         completion_only = {"prompt", "completion"} <= {*sides["train"].column_names}
-    # What trl's function reads of its trainer.
-    trl: Any = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=completion_only)
     for side, rows in sides.items():
-        name = "train" if side == "train" else "eval"
         settings = {
             "text_field": config.dataset_text_field,
             "completion_only": completion_only,
             "assistant_only": of_answers(args, rows.features),
             "stops": sorted(base_stops | stops_of(tokenizer)),
         }
-        # Of each row to train on: the number of the row that it is made of, and the prompt that its answer lacks a part of.
-        sources, opened = np.arange(len(rows)), []
-        rows = with_date_as_key(rows, args.template_date)
-        if has_chats(rows.features):
-            # `datasets` finds its result again by the name of our function, and would not see that its code has changed.
-            code = "".join(map(inspect.getsource, (rendering, answer_spans)))
-            render_all = partial(
-                rows.map,
-                rendered,
-                with_indices=True,
-                batched=True,
-                fn_kwargs={"tokenizer": tokenizer, "settings": settings, "code": code},
-                features=datasets.Features(dict(rows.features) | RENDERED),
-                num_proc=config.dataset_num_proc,
-                desc=f"Tokenizing {name} dataset",
-            )
-            with refused_by_trl(), frozen_date(args.template_date), naming_rows(args, tokenizer, **settings):
-                whole: Any = on_first_of_machine_before_others(render_all)
-            sources, opened = np.array(whole["source"][:], int), whole["opened"][:]
-            whole = whole.remove_columns(["source", "opened"])
-        else:
-            with refused_by_trl():
-                whole = SFTTrainer._prepare_dataset(trl, rows, tokenizer, whole_rows, False, None, name)
+        make = partial(
+            rendered, features=rows.features, tokenizer=tokenizer, settings=settings, date=args.template_date
+        )
+        render_all = partial(
+            made_of,
+            rows,
+            make,
+            datasets.Features(dict(rows.features) | RENDERED),
+            code=(rendering, answer_spans),
+            num_proc=config.dataset_num_proc,
+            desc=f"Tokenizing rows to {'train' if side == 'train' else 'evaluate'} on",
+        )
+        with refused_by_trl(), naming_rows(args, tokenizer, **settings):
+            whole = on_first_of_machine_before_others(render_all)
+        # The number of the row that each is made of, and the prompt that its answer lacks a part of.
+        sources, opened = whole.data.column("source").to_numpy(), whole["opened"][:]
+        whole = whole.remove_columns(["source", "opened"])
         if not len(whole):
             raise ConfigError(
-                f"none of {len(rows):,} rows to {'train' if name == 'train' else 'evaluate'} on has an answer that is a "
+                f"none of {len(rows):,} rows to {'train' if side == 'train' else 'evaluate'} on has an answer that is a "
                 "target, which is a message of the role 'assistant' with a text; give rows with answers, see roles and "
                 "weights of the messages, or train everything by --assistant_only_loss false"
             )
         check_no_placeholders(whole, tokenizer, args.base_model)
-        if name == "train":
+        if side == "train":
             added = tell_of_parts(run, whole, sources, [prompt for prompt in opened if prompt])
-            first = whole.select(range(int((sources < NUM_COMPARED).sum())))
+            first: Any = whole.select(range(int((sources < NUM_COMPARED).sum())))
             renderings = [
                 Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]) for row in first
             ]
             known = {"whole": whole, "rendered": renderings, "settings": settings}
         is_packed = config.packing if side == "train" or config.eval_packing is None else config.eval_packing
-        with refused_by_trl():
-            prepared[side] = SFTTrainer._prepare_dataset(trl, whole, tokenizer, config, is_packed, None, name)
+        prepared[side] = on_first_of_machine_before_others(partial(cut_or_packed, config, whole, is_packed))
     check_rows_are_left(sides, prepared, config.max_length)
     left_out = len(sides["train"]) - len(prepared["train"]) + added  # the difference does not show rows that are added
     train, heldout = prepared["train"], prepared["test"]
@@ -426,22 +416,72 @@ def check_no_placeholders(rows: datasets.Dataset, tokenizer: PreTrainedTokenizer
 
 
 def rendered(
-    rows: dict[str, list],
-    numbers: list[int],
+    table: pa.Table,
+    first: int,
+    features: datasets.Features,
     tokenizer: PreTrainedTokenizerBase,
     settings: dict[str, Any],
-    code: str = "",
-) -> dict[str, list]:
-    """Render a batch of conversations. Return their columns and those of RENDERED, once for each row to train on.
+    date: str,
+) -> pa.Table:
+    """Render rows. Return their columns and those of RENDERED, once for each row to train on.
 
-    `code` is that of the modules which render: it only makes another key for the cache.
+    Texts are returned as they are read. `first` is the number of the first row.
     """
-    found: dict[str, list] = {name: [] for name in (*rows, *RENDERED)}
-    for place, number in enumerate(numbers):
-        row = {name: values[place] for name, values in rows.items()}
-        for ids, targets, opened in render_read(row, tokenizer, **settings):
-            labels = [token if target else IGNORE_INDEX for token, target in zip(ids, targets, strict=True)]
-            made = {"input_ids": ids, "labels": labels, "source": number, "opened": opened}
-            for name, value in (row | made).items():
-                found[name].append(value)
-    return found
+    rows = rows_in(table, features)
+    with frozen_date(date):
+        found = render_read(rows, tokenizer, **settings)
+    numbers = np.repeat(np.arange(len(rows)), [*map(len, found)])
+    renderings = [one for made in found for one in made]
+    offsets = np.cumsum([0, *(len(one.ids) for one in renderings)], dtype=np.int32)
+    ids, targets = (
+        np.fromiter(itertools.chain.from_iterable(values), kind, int(offsets[-1]))
+        for values, kind in zip(
+            ((one.ids for one in renderings), (one.targets for one in renderings)), (np.int32, bool), strict=True
+        )
+    )
+    columns = dict(zip(table.column_names, table.take(numbers).columns, strict=True))
+    if not has_chats(features):
+        texts = texts_read(rows, tokenizer, settings["text_field"])
+        columns |= {name: [read[name] for read in texts] for name in texts[0]}
+    columns |= {
+        "input_ids": pa.ListArray.from_arrays(offsets, ids),
+        "labels": pa.ListArray.from_arrays(offsets, np.where(targets, ids, np.int64(IGNORE_INDEX))),
+        "source": first + numbers,
+        "opened": [one.opened for one in renderings],
+    }
+    return pa.table(columns, schema=datasets.Features(dict(features) | RENDERED).arrow_schema)
+
+
+def cut_or_packed(config: SFTConfig, whole: datasets.Dataset, is_packed: bool) -> datasets.Dataset:
+    """Pack rows, or cut them and leave out those that have no target then, as trl does."""
+    if is_packed:
+        rows = whole.select_columns(["input_ids", "labels"])
+        rows = rows.shuffle(seed=config.seed) if config.shuffle_dataset else rows
+        rows = pack_dataset(rows, config.max_length, config.packing_strategy, {"desc": "Packing rows"})
+    elif longest := config.max_length:
+        rows = whole
+        if (lengths_of(whole) > longest).any():
+            at_end = config.truncation_mode == "keep_end"
+            rows = made_of(
+                whole, partial(cut_tokens, longest=longest, at_end=at_end), whole.features, desc="Cutting rows"
+            )
+        rows = chosen_rows(rows, have_targets(rows))
+    else:
+        rows = whole
+    return rows.shuffle(seed=config.seed) if config.shuffle_dataset else rows
+
+
+def cut_tokens(table: pa.Table, first: int, longest: int, at_end: bool) -> pa.Table:
+    """Cut the tokens of rows to the first `longest`, or to the last."""
+    for name in ("input_ids", "labels"):
+        column = table.column(name).combine_chunks()
+        lengths, tokens = np.asarray(column.value_lengths()), np.asarray(column.flatten())
+        kept = np.minimum(lengths, longest)
+        begins, offsets = (
+            np.cumsum(lengths) - kept * at_end - lengths * (not at_end),
+            np.cumsum([0, *kept], dtype=np.int32),
+        )
+        places = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], kept)
+        cut_column = pa.ListArray.from_arrays(offsets, tokens[places])
+        table = table.set_column(table.column_names.index(name), name, cut_column)
+    return table

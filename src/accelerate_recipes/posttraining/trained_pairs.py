@@ -1,22 +1,34 @@
-"""Pairs of DPO as the model reads them: tokenised by trl, counted, and compared with the export's rendering."""
+"""Pairs of DPO as the model reads them: tokenised, counted, and compared with the export's rendering."""
 
 import itertools
 import json
 import sys
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig
 
 from accelerate_recipes.checkpoint.check_export import Exported, as_exported
+from accelerate_recipes.data import rendering
 from accelerate_recipes.data.conversations import NUM_COMPARED, NUM_LAST, cut_at
-from accelerate_recipes.data.dates import frozen_date, with_date_as_key
+from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.formats import PAIR
+from accelerate_recipes.data.passes import chosen_rows, made_of, rows_in
 from accelerate_recipes.data.prepared import lengths_of
-from accelerate_recipes.data.rendering import SETTINGS, Rendering, render, shown_ends, without_nulls
+from accelerate_recipes.data.rendering import (
+    SETTINGS,
+    Rendering,
+    first_difference,
+    render,
+    render_read,
+    shown_ends,
+    texts_read,
+    without_nulls,
+)
 from accelerate_recipes.data.unwritten import same_answers
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.posttraining.preferences import PairTrainer
@@ -29,31 +41,71 @@ from accelerate_recipes.posttraining.trained_rows import (
     content_of_sides,
     naming_rows,
 )
-from accelerate_recipes.ranks import on_first_rank
+from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.run import Run
+
+# Columns that `tokenized` adds.
+TOKENS = dict.fromkeys((f"{name}_ids" for name in ("prompt", *PAIR)), datasets.List(datasets.Value("int64")))
 
 
 def prepare_preferences(
     run: Run[Any], config: DPOConfig, pairs: dict[str, datasets.Dataset], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, datasets.Dataset]:
-    """Tokenise the pairs of both sides by trl, and leave out those whose answers are the same tokens.
+    """Tokenise the pairs of both sides; leave out those without room for an answer, and those whose answers are the same.
 
     Raises:
         ConfigError: for rows that cannot be rendered, and if no pair of a side is left.
     """
-    # The cache key of `datasets` contains all values that a function holds. trl 1.16 gives its filter all arguments,
-    # also those that differ between `prepare` and a run, or between two runs.
-    needed: Any = {name: getattr(config, name) for name in ("dataset_num_proc", "max_length", "truncation_mode")}
-    trl: Any = SimpleNamespace(_tokenizer=tokenizer)  # what trl's function reads of its trainer
     date, prepared = run.args.template_date, {}
     for side, given in pairs.items():
-        name = "train" if side == "train" else "eval"
-        rows = with_date_as_key(given, date)
-        with refused_by_trl(), frozen_date(date), naming_rows(run.args, tokenizer):
-            rows: Any = DPOTrainer._prepare_dataset(trl, rows, tokenizer, SimpleNamespace(**needed), name)
+        name = "train" if side == "train" else "evaluate"
+        make = partial(tokenized, features=given.features, tokenizer=tokenizer, date=date)
+        tokenize_all = partial(
+            made_of,
+            given,
+            make,
+            datasets.Features(dict(given.features) | TOKENS),
+            code=(rendering,),
+            num_proc=config.dataset_num_proc,
+            desc=f"Tokenizing pairs to {name} on",
+        )
+        with refused_by_trl(), naming_rows(run.args, tokenizer):
+            rows = on_first_of_machine_before_others(tokenize_all)
+        if config.truncation_mode == "keep_start":
+            rows = chosen_rows(rows, lengths_of(rows, "prompt_ids") < config.max_length)
         prepared[side] = without_same(run, rows, config, name)
     check_rows_are_left(pairs, prepared, config.max_length)
     return prepared
+
+
+def tokenized(
+    table: pa.Table, first: int, features: datasets.Features, tokenizer: PreTrainedTokenizerBase, date: str
+) -> pa.Table:
+    """Tokenise pairs. Return their columns and those of TOKENS; texts are returned as they are read.
+
+    An answer begins where the tokens of the prompt alone, and with either answer, part.
+    """
+    rows = rows_in(table, features)
+    asked = [{name: row[name] for name in ("prompt", *SETTINGS) if name in row} for row in rows]
+    answered = {side: [own | {"completion": row[side]} for own, row in zip(asked, rows, strict=True)] for side in PAIR}
+    with frozen_date(date):
+        alone, *whole = (
+            [made[0].ids for made in render_read(given, tokenizer, **AS_IT_STANDS)]
+            for given in (asked, *answered.values())
+        )
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    if not isinstance(features["prompt"], datasets.List):
+        read = {side: texts_read(given, tokenizer, "") for side, given in answered.items()}
+        columns |= {side: [texts["completion"] for texts in given] for side, given in read.items()}
+        columns["prompt"] = [texts["prompt"] for texts in read["chosen"]]
+    begins = [
+        min(len(prompt) if (place := first_difference(prompt, ids)) is None else place for ids in both)
+        for prompt, *both in zip(alone, *whole, strict=True)
+    ]
+    columns["prompt_ids"] = [ids[:begin] for ids, begin in zip(alone, begins, strict=True)]
+    for side, ids_of_rows in zip(PAIR, whole, strict=True):
+        columns[f"{side}_ids"] = [ids[begin:] for ids, begin in zip(ids_of_rows, begins, strict=True)]
+    return pa.table(columns, schema=datasets.Features(dict(features) | TOKENS).arrow_schema)
 
 
 def without_same(run: Run[Any], pairs: datasets.Dataset, config: DPOConfig, name: str) -> datasets.Dataset:
@@ -66,7 +118,7 @@ def without_same(run: Run[Any], pairs: datasets.Dataset, config: DPOConfig, name
     numbers = same_answers(pairs, longest)
     if not len(numbers):
         return pairs
-    said = f"In {len(numbers):,} of {len(pairs):,} pairs to {'train' if name == 'train' else 'evaluate'} on"
+    said = f"In {len(numbers):,} of {len(pairs):,} pairs to {name} on"
     first = json.dumps(without_nulls({side: pairs[int(numbers[0])][side] for side in PAIR}), ensure_ascii=False)
     said += f", both answers are the same tokens, within --max_length {config.max_length}; the first: {first:.300}"
     if len(numbers) == len(pairs):

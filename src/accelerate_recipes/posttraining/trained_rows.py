@@ -1,7 +1,7 @@
 """Rows of SFT, DPO and GRPO as they are trained: numbered, known again on a resume, compared with the export's rendering."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from accelerate_recipes.checkpoint.check_export import (
 )
 from accelerate_recipes.checkpoint.files import saved_arguments
 from accelerate_recipes.data import NUM_ROWS
-from accelerate_recipes.data.conversations import TEXT, without_marks
+from accelerate_recipes.data.conversations import TEXT, without_begin
 from accelerate_recipes.data.prepared import check_content, content_of
 from accelerate_recipes.data.rendering import Rendering, added_begin, first_refused
 from accelerate_recipes.data.rows import Rows, StepLoader, make_train_loader
@@ -110,31 +110,25 @@ def without_targets(row: dict, number: int) -> dict:
     return row if number >= 0 else row | {"labels": [IGNORE_INDEX] * len(row["input_ids"])}
 
 
-def clean_texts(
-    run: Run[Any],
-    sides: dict[str, datasets.Dataset],
-    tokenizer: PreTrainedTokenizerBase,
-    answers: Sequence[str] = (),
-    texts: Sequence[str] = (),
-    end: str | None = None,
+def clean_prompts(
+    run: Run[Any], sides: dict[str, datasets.Dataset], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, datasets.Dataset]:
-    """Remove marks that are added later from columns of texts: the begin token, and white space behind the end token.
+    """Remove the begin token from prompts that are texts, because the tokenizer adds it, and tell of such prompts."""
+    tell_of_prompts(run, sides, tokenizer)
+    begin = added_begin(tokenizer)
+    return {
+        name: on_first_of_machine_before_others(partial(without_begin, rows, "prompt", begin))
+        for name, rows in sides.items()
+    }
 
-    A prompt has a begin token, the columns of `answers` have an end, those of `texts` have both; the end is the tokenizer's,
-    or `end`. This also tells if prompts are texts, for which the chat template is not used.
-    """
-    begin, last, found = added_begin(tokenizer), str(end or tokenizer.eos_token or ""), dict(sides)
-    marks = dict.fromkeys(texts, (begin, last)) | {"prompt": (begin, "")} | dict.fromkeys(answers, ("", last))
-    for name in sides:
-        for column in [column for column in marks if column in found[name].column_names]:
-            once = partial(without_marks, found[name], column, *marks[column])
-            found[name] = on_first_of_machine_before_others(once)
-    if found["train"].features.get("prompt") == TEXT and tokenizer.chat_template:
+
+def tell_of_prompts(run: Run[Any], sides: dict[str, datasets.Dataset], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Tell if prompts are texts, for which the chat template is not used."""
+    if sides["train"].features.get("prompt") == TEXT and tokenizer.chat_template:
         run.print(
             f"The prompts are texts, which are read as they stand: the chat template of {run.args.model_name_or_path} is "
             "not used. Give lists of messages to use it"
         )
-    return found
 
 
 @contextlib.contextmanager
@@ -148,6 +142,8 @@ def naming_rows(args: Any, tokenizer: PreTrainedTokenizerBase, **settings: Any) 
     """
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as error:
         for name, rows in args.read_rows_for(tokenizer).items():
             if found := first_refused(rows, tokenizer, **settings):

@@ -1,0 +1,155 @@
+"""A pass over rows, which makes a table of them: once, batch by batch, in this process or in several."""
+
+import contextlib
+import gc
+import inspect
+import itertools
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+
+from accelerate_recipes.disk import own_suffix
+from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.life import workers
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+BATCH = 500  # rows that are made together
+ROWS_A_PROCESS = 5000  # for fewer rows, another process is not worth its start
+MOST_PROCESSES, MEMORY_OF_PROCESS = 8, 1 << 30  # by default
+
+Make = Callable[["pa.Table", int], "pa.Table"]  # of rows, and of the number of the first
+_make: Make  # in a process of a pass
+
+
+def made_of(
+    rows: "datasets.Dataset",
+    make: partial,
+    features: "datasets.Features",
+    code: Iterable[ModuleType] = (),
+    num_proc: int | None = None,
+    desc: str = "",
+) -> "datasets.Dataset":
+    """Return rows with these features that `make` makes of others: from the file beside these, or made now.
+
+    `make` is a function of a module, with its settings. They decide the name of the file, as does the `code` of modules.
+    The result does not depend on the number of processes, `num_proc` (default: see `num_processes`).
+    """
+    import datasets
+    import pyarrow as pa
+    from datasets.fingerprint import Hasher
+    from datasets.table import InMemoryTable
+
+    def tables() -> Iterator[pa.Table]:
+        # Of rows that were selected, each is a chunk, with which the whole table would be sent to a process.
+        given: Any = (table.combine_chunks() for table in rows.with_format("arrow").iter(batch_size=BATCH))  # pyright: ignore
+        bar = datasets.utils.tqdm(total=len(rows), desc=desc, unit=" rows")
+        gc.freeze()  # a collection would look at all modules, again and again
+        try:
+            with bar, in_processes(num_proc or num_processes(len(rows)), make) as make_all:
+                for table in make_all(zip(given, itertools.count(0, BATCH), strict=False)):
+                    bar.update(BATCH)
+                    yield table
+        finally:
+            gc.unfreeze()
+
+    schema = features.arrow_schema
+    if not rows.cache_files:  # in memory
+        return datasets.Dataset(InMemoryTable(pa.concat_tables(tables()).cast(schema)))
+    key = Hasher.hash([rows._fingerprint, make, schema.to_string(), *map(inspect.getsource, code)])
+    file = Path(rows.cache_files[0]["filename"]).with_name(f"cache-{key}.arrow")
+    if not file.exists():
+        partial_file = file.with_name(file.name + own_suffix())
+        try:
+            with pa.OSFile(str(partial_file), "wb") as opened, pa.ipc.new_stream(opened, schema) as stream:
+                for table in tables():
+                    stream.write_table(table)
+            partial_file.rename(file)
+        finally:
+            partial_file.unlink(missing_ok=True)
+    return datasets.Dataset.from_file(str(file))
+
+
+def chosen_rows(rows: "datasets.Dataset", is_chosen: np.ndarray) -> "datasets.Dataset":
+    """Return some of the rows of a table, as numbers of rows: a checksum of rows is of the table and of these numbers."""
+    import datasets
+    import pyarrow as pa
+    from datasets.table import InMemoryTable
+
+    numbers = pa.table({"indices": pa.array(np.flatnonzero(is_chosen), pa.uint64())})
+    return datasets.Dataset(rows.data, indices_table=InMemoryTable(numbers))
+
+
+def num_processes(num_rows: int) -> int:
+    """Return the number of processes that is worth starting for so many rows, on this machine."""
+    room = psutil.virtual_memory().available // MEMORY_OF_PROCESS
+    wanted = min(MOST_PROCESSES, len(os.sched_getaffinity(0)), 1 + num_rows // ROWS_A_PROCESS, room)
+    return max(1, wanted)
+
+
+@contextlib.contextmanager
+def in_processes(number: int, make: Make) -> Iterator[Callable[[Iterable[tuple]], Iterator["pa.Table"]]]:
+    """Yield a function that calls `make` with each of its items, in `number` processes, and returns the results in order.
+
+    The processes come from the fork server. Without one, as in a process with threads that has none, all is done here, by
+    the threads of the tokenizer.
+    """
+    if number == 1 or not workers.has_fork_server():
+        yield partial(itertools.starmap, make)
+        return
+    pool = ProcessPoolExecutor(number, multiprocessing.get_context("forkserver"), keep, (make,))
+    try:
+        yield partial(in_order, pool, 2 * number)
+    except BrokenProcessPool as error:
+        raise ConfigError(
+            f"one of {number} processes that prepare rows was ended, as the kernel does where memory is short; give a "
+            "smaller --dataset_num_proc"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def keep(make: Make) -> None:
+    """Keep the function of a pass in a process, which ends as soon as its parent does, however that ends."""
+    global _make
+    _make = make
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    multiprocessing.parent_process().join()  # pyright: ignore[reportOptionalMemberAccess]
+    os._exit(1)
+
+
+def make_one(table: "pa.Table", first: int) -> "pa.Table":
+    return _make(table, first)
+
+
+def in_order(pool: ProcessPoolExecutor, most: int, items: Iterable[tuple]) -> Iterator["pa.Table"]:
+    """Yield the results in the order of the items, of which `most` at a time are in memory."""
+    waiting: deque[Any] = deque()
+    for item in items:
+        waiting.append(pool.submit(make_one, *item))
+        if len(waiting) == most:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def rows_in(table: "pa.Table", features: "datasets.Features") -> list[dict[str, Any]]:
+    """Return the rows of a table of `datasets`."""
+    columns = features.decode_batch(table.to_pydict())
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
