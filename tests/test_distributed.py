@@ -96,6 +96,7 @@ def test_sound_environments(env):
             4,
             ["2 replicas x 4 shards = 8 processes, but 4", "--parallelism_config_dp_shard_size"],
         ),
+        (HYBRID | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "4"}, 4, ["dp_shard_size is 1", "ddp.yaml"]),
         (HYBRID | {"PARALLELISM_CONFIG_TP_SIZE": "4"}, 4, ["tp_size is 4", "set it to 1"]),
         (HYBRID | {"PARALLELISM_CONFIG_SP_SIZE": "4"}, 4, ["sp_size is 4", "parallelism_config_cp_size to 4"]),
         (HYBRID | {"PARALLELISM_CONFIG_CP_SIZE": "0"}, 4, ["1, 1, 1, 0, 1", "at least 1"]),

@@ -135,6 +135,8 @@ def parallelism_problems(env: Mapping[str, str]) -> list[str]:
         f"parallelism_config asks for {replicate} replicas of weights, each sharded only over the ranks of a row; "
         "Accelerate 1.15 refuses this; set parallelism_config_dp_replicate_size to 1 and "
         f"parallelism_config_dp_shard_size to {replicate}": row > 1 and replicate > 1 and shard == 1,
+        f"parallelism_config_dp_shard_size is 1, so each of {replicate} processes would hold the whole model; make it at "
+        "least 2, or take accelerate_configs/ddp.yaml": row == 1 and replicate > 1 and shard == 1,
     }
     only = "only under FSDP2 can ranks share rows; take accelerate_configs/fsdp_long.yaml"
     not_here = [f"parallelism_config_cp_size is {row}: {only}"] if row > 1 and not is_version(env, 2) else []
