@@ -15,7 +15,8 @@ from helpers import REPOSITORY, ROOT
 from accelerate_recipes import __main__
 from accelerate_recipes.args import TrainArgs, arg, resolve
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.arguments.help import GROUPS, recipe_parser, schema, shown_arguments
+from accelerate_recipes.arguments.help import GROUPS, recipe_parser, shown_arguments
+from accelerate_recipes.arguments.schema import schema
 from accelerate_recipes.launch.job_args import JobArgs
 
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))

@@ -193,13 +193,13 @@ def prepare_rows(args: argparse.Namespace) -> None:
 
 def describe_arguments(args: argparse.Namespace) -> None:
     from accelerate_recipes.arguments import shipped
-    from accelerate_recipes.arguments.help import schema
+    from accelerate_recipes.arguments.schema import schema
 
     print(json.dumps(schema(shipped.load(args.recipe).Args, args.recipe), indent=1))
 
 
 def complete(args: argparse.Namespace) -> None:
-    from accelerate_recipes.arguments.help import completion_script
+    from accelerate_recipes.arguments.schema import completion_script
 
     print(completion_script(command_parser(), args.shell))
 

@@ -1,0 +1,65 @@
+"""Descriptions of arguments for other programs: JSON Schema for editors, completion for shells."""
+
+import argparse
+import math
+from typing import Any
+
+from accelerate_recipes.arguments.declaring import MAX_INT, Merge, Range
+from accelerate_recipes.arguments.help import NAMES, Argument, recipe_parser, shown_arguments
+from accelerate_recipes.errors import ConfigError
+
+
+def schema(args_class: type, title: str) -> dict[str, Any]:
+    """Describe the presets of a recipe as JSON Schema (draft 2020-12); `x-group` is the group in --help.
+
+    Source: https://json-schema.org/draft/2020-12
+    """
+    _, *known = shown_arguments(args_class, recipe_parser(args_class))  # the first is --config
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": title,
+        "type": "object",
+        "properties": {argument.name: as_schema(argument) for argument in known},
+        "additionalProperties": False,
+    }
+
+
+def as_schema(argument: Argument) -> dict[str, Any]:
+    """Describe an argument in JSON Schema. An empty value is as good as none, and one value as good as a list of one."""
+    action, default = argument.action, argument.action.default
+    found = {"description": action.help, "x-group": argument.group, "default": default}
+    if isinstance(action, Merge):
+        return found | {"type": ["object", "null"]}
+    value: dict[str, Any] = {"type": NAMES[argument.type][1]}
+    if isinstance(action.choices, Range):
+        bounds = {"minimum": action.choices.min, "maximum": action.choices.max}
+        bounds |= {"exclusiveMinimum": action.choices.above, "exclusiveMaximum": action.choices.below}
+        if argument.type is int:
+            bounds["maximum"] = min(bounds["maximum"], MAX_INT)
+        value |= {name: bound for name, bound in bounds.items() if math.isfinite(bound)}
+    elif action.choices:
+        value = {"enum": [*action.choices, *((True, False) if argument.is_switch else ())]}
+    many = [{"type": "array", "items": value}] if action.nargs == "+" else []
+    return found | {"anyOf": [value, *many, {"type": "null"}]}
+
+
+def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """Write a script with which a shell completes the commands of `accelerate-recipes`, their flags, and names of files.
+
+    Raises:
+        ConfigError: if shtab is not installed.
+    """
+    try:
+        import shtab
+    except ModuleNotFoundError as error:
+        raise ConfigError("shtab is not installed; run: pip install shtab") from error
+    parsers = [parser]
+    for known in parsers:
+        for action in known._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+            elif not action.option_strings and not action.choices:
+                action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
+                action.help = ""  # shtab leaves out what --help does not show
+    parser.prog = "accelerate-recipes"
+    return shtab.complete(parser, shell)
