@@ -168,7 +168,7 @@ EVERYWHERE = [
 
 @pytest.mark.parametrize("optim, config", EVERYWHERE)
 def test_an_optimizer_does_not_depend_on_the_strategy(whole_runs, optim, config):
-    num_processes = {"fsdp_hybrid": 4, "fsdp_grad_op": 3}.get(config, 2)
+    num_processes = 4 if config == "fsdp_hybrid" else 2
     wanted, found = losses(whole_runs(optim, "single", 1)), losses(whole_runs(optim, config, num_processes))
     assert len(wanted) == 10 and found == pytest.approx(wanted, rel=tolerance(optim))
 
