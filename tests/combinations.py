@@ -62,6 +62,7 @@ def environment(strategy: str, num_devices: int, flags: tuple[str, ...]) -> dict
     """Return the environment of a launch on one machine, or what the launcher says instead."""
     config = REPOSITORY / f"accelerate_configs/{strategy}.yaml"
     num_processes = 1 if strategy.startswith("single") else num_devices or 2
+    num_processes = max(4, num_processes) if strategy == "fsdp_hybrid" else num_processes  # 2 x 2 at least
     launch = ["--config_file", str(config), "--num_processes", str(num_processes)]
     if strategy == "fsdp_hybrid":
         launch += ["--parallelism_config_dp_replicate_size", "2"]
