@@ -53,7 +53,9 @@ def trained_by_muon(model: nn.Module, args: TrainArgs) -> dict[str, nn.Parameter
             if parameter.requires_grad and (is_linear or is_stack):
                 found[f"{name}.{key}"] = parameter
     if not found:
-        raise ConfigError("--optim muon trains the matrices of hidden layers, and this run trains none; choose another")
+        raise ConfigError(
+            "--optim muon trains the matrices of hidden layers, and this run trains none; choose another --optim"
+        )
     return found
 
 

@@ -199,8 +199,8 @@ def hidden_head(model: PreTrainedModel) -> Iterator[None]:
     """Hide an output layer whose bias another module holds too, as in BERT's masked language model.
 
     Accelerate 1.15 (fsdp2_prepare_model) makes a unit of output layer and tied embedding, and torch refuses a parameter
-    that lies in two units. Without it, both stay in the root's unit. tests/test_distributed.py fails once upstream no
-    longer needs this.
+    that lies in two units. Hidden, both stay in the root's unit. tests/test_distributed.py fails once upstream no longer
+    needs this.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     bias = getattr(head, "bias", None)

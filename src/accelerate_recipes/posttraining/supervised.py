@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import align_special_tokens
-from trl import SFTConfig, clone_chat_template, pack_dataset
+from trl import SFTConfig, clone_chat_template
 from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes.checkpoint.check_export import as_exported, stops_of
@@ -27,13 +27,12 @@ from accelerate_recipes.data.conversations import (
     count_targets_of,
     cut_at,
     has_unweighted,
-    have_targets,
     missing_answers,
     select,
 )
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.files import check_texts_or_messages
-from accelerate_recipes.data.passes import chosen_rows, made_of, rows_in
+from accelerate_recipes.data.passes import made_of, rows_in
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.data.rendering import NUM_SHOWN, SETTINGS, Rendering, render_read, shown_ends, texts_read
 from accelerate_recipes.data.rows import RowLoader, Rows, make_eval_loader
@@ -50,6 +49,7 @@ from accelerate_recipes.posttraining.trained_rows import (
     check_rows_are_left,
     compare_with_rendering,
     content_of_sides,
+    cut_or_packed,
     naming_rows,
     without_targets,
 )
@@ -433,12 +433,8 @@ def rendered(
     numbers = np.repeat(np.arange(len(rows)), [*map(len, found)])
     renderings = [one for made in found for one in made]
     offsets = np.cumsum([0, *(len(one.ids) for one in renderings)], dtype=np.int32)
-    ids, targets = (
-        np.fromiter(itertools.chain.from_iterable(values), kind, int(offsets[-1]))
-        for values, kind in zip(
-            ((one.ids for one in renderings), (one.targets for one in renderings)), (np.int32, bool), strict=True
-        )
-    )
+    ids = np.fromiter(itertools.chain.from_iterable(one.ids for one in renderings), np.int32)
+    targets = np.fromiter(itertools.chain.from_iterable(one.targets for one in renderings), bool)
     columns = dict(zip(table.column_names, table.take(numbers).columns, strict=True))
     if not has_chats(features):
         texts = texts_read(rows, tokenizer, settings["text_field"])
@@ -450,38 +446,3 @@ def rendered(
         "opened": [one.opened for one in renderings],
     }
     return pa.table(columns, schema=datasets.Features(dict(features) | RENDERED).arrow_schema)
-
-
-def cut_or_packed(config: SFTConfig, whole: datasets.Dataset, is_packed: bool) -> datasets.Dataset:
-    """Pack rows, or cut them and leave out those that have no target then, as trl does."""
-    if is_packed:
-        rows = whole.select_columns(["input_ids", "labels"])
-        rows = rows.shuffle(seed=config.seed) if config.shuffle_dataset else rows
-        rows = pack_dataset(rows, config.max_length, config.packing_strategy, {"desc": "Packing rows"})
-    elif longest := config.max_length:
-        rows = whole
-        if (lengths_of(whole) > longest).any():
-            at_end = config.truncation_mode == "keep_end"
-            rows = made_of(
-                whole, partial(cut_tokens, longest=longest, at_end=at_end), whole.features, desc="Cutting rows"
-            )
-        rows = chosen_rows(rows, have_targets(rows))
-    else:
-        rows = whole
-    return rows.shuffle(seed=config.seed) if config.shuffle_dataset else rows
-
-
-def cut_tokens(table: pa.Table, first: int, longest: int, at_end: bool) -> pa.Table:
-    """Cut the tokens of rows to the first `longest`, or to the last."""
-    for name in ("input_ids", "labels"):
-        column = table.column(name).combine_chunks()
-        lengths, tokens = np.asarray(column.value_lengths()), np.asarray(column.flatten())
-        kept = np.minimum(lengths, longest)
-        begins, offsets = (
-            np.cumsum(lengths) - kept * at_end - lengths * (not at_end),
-            np.cumsum([0, *kept], dtype=np.int32),
-        )
-        places = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], kept)
-        cut_column = pa.ListArray.from_arrays(offsets, tokens[places])
-        table = table.set_column(table.column_names.index(name), name, cut_column)
-    return table

@@ -7,8 +7,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import datasets
+import numpy as np
+import pyarrow as pa
 import torch
 from transformers import PreTrainedTokenizerBase
+from trl import SFTConfig, pack_dataset
 
 from accelerate_recipes.checkpoint.check_export import (
     Exported,
@@ -19,8 +22,9 @@ from accelerate_recipes.checkpoint.check_export import (
 )
 from accelerate_recipes.checkpoint.files import saved_arguments
 from accelerate_recipes.data import NUM_ROWS
-from accelerate_recipes.data.conversations import TEXT, without_begin
-from accelerate_recipes.data.prepared import check_content, content_of
+from accelerate_recipes.data.conversations import TEXT, have_targets, without_begin
+from accelerate_recipes.data.passes import chosen_rows, made_of
+from accelerate_recipes.data.prepared import check_content, content_of, lengths_of
 from accelerate_recipes.data.rendering import Rendering, added_begin, first_refused
 from accelerate_recipes.data.rows import Rows, StepLoader, make_train_loader
 from accelerate_recipes.data.shown import HasRows
@@ -201,3 +205,38 @@ def compare_finished(run: Run[Any]) -> None:
     """
     if run.is_first:
         run.print(compare_rows(run.output_dir / "export", run.output_dir))
+
+
+def cut_or_packed(config: SFTConfig, whole: datasets.Dataset, is_packed: bool) -> datasets.Dataset:
+    """Pack rows, or cut them and leave out those that have no target then, as trl does."""
+    if is_packed:
+        rows = whole.select_columns(["input_ids", "labels"])
+        rows = rows.shuffle(seed=config.seed) if config.shuffle_dataset else rows
+        rows = pack_dataset(rows, config.max_length, config.packing_strategy, {"desc": "Packing rows"})
+    elif longest := config.max_length:
+        rows = whole
+        if (lengths_of(whole) > longest).any():
+            at_end = config.truncation_mode == "keep_end"
+            rows = made_of(
+                whole, partial(cut_tokens, longest=longest, at_end=at_end), whole.features, desc="Cutting rows"
+            )
+        rows = chosen_rows(rows, have_targets(rows))
+    else:
+        rows = whole
+    return rows.shuffle(seed=config.seed) if config.shuffle_dataset else rows
+
+
+def cut_tokens(table: pa.Table, first: int, longest: int, at_end: bool) -> pa.Table:
+    """Cut the tokens of rows to the first `longest`, or to the last."""
+    for name in ("input_ids", "labels"):
+        column = table.column(name).combine_chunks()
+        lengths, tokens = np.asarray(column.value_lengths()), np.asarray(column.flatten())
+        kept = np.minimum(lengths, longest)
+        begins, offsets = (
+            np.cumsum(lengths) - kept * at_end - lengths * (not at_end),
+            np.cumsum([0, *kept], dtype=np.int32),
+        )
+        places = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], kept)
+        cut_column = pa.ListArray.from_arrays(offsets, tokens[places])
+        table = table.set_column(table.column_names.index(name), name, cut_column)
+    return table
