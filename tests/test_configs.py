@@ -405,7 +405,7 @@ def test_everything_wrong_at_once(monkeypatch, tmp_path):
             ]
         )  # fmt: skip
     for expected in (
-        "torch==2.13.0 is not installed; run: pip install -r ",
+        "torch==2.14.1 is not installed; run: pip install -r ",
         "is not a multiple of --per_device_train_batch_size 1 x 3 ",
         "unknown argument 'lerning_rate' on the command line; did you mean 'learning_rate'?",
         "--output_dir /proc/nowhere cannot be written to: ",

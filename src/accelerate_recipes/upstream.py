@@ -1,4 +1,4 @@
-"""Corrections of errors in Accelerate 1.15, torch 2.13 and transformers 5.23, each with the reason.
+"""Corrections of errors in Accelerate 1.15, torch 2.14 and transformers 5.24, each with the reason.
 
 For each correction, a test fails once upstream no longer needs it: then it can be removed. A correction that needs no
 function of its own stands where the error happens, with the version.
