@@ -534,6 +534,28 @@ def test_what_may_not_be_read_is_one_message(tmp_path, monkeypatch, started):
     assert started == ["[Errno 13] Permission denied: '/shared/games.parquet'"]
 
 
+def test_recipes_that_prepare_rows_have_a_fork_server(tmp_path, monkeypatch, started):
+    """Also without workers of loaders; recipes that prepare nothing start none."""
+    servers = []
+
+    def main(args):
+        raise PermissionError(errno.EACCES, "Permission denied", "/shared/rows")
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text("{}\n")
+    monkeypatch.setattr(recipe.workers, "start_fork_server", lambda **how: servers.append(how))
+    paths = [f"--{name}={tmp_path / name}" for name in ("output_dir", "data_cache_dir")]
+    for script, *more in (
+        (CHILDREN / "toy.py", paths[0]),
+        *((ROOT / f"recipes/{name}.py", *paths, f"--train_files={file}", "--from_scratch") for name in ("chess", "t5")),
+    ):
+        monkeypatch.setattr("sys.argv", [script.name, "--dataloader_num_workers=0", *more])
+        with pytest.raises(SystemExit, match="2"):
+            recipe.run_recipe(main, shipped.load(script).Args, lambda args: requirements.Requirements())
+    assert started == ["[Errno 13] Permission denied: '/shared/rows'"] * 3
+    assert servers == [{"of_loaders": False}] * 2
+
+
 def test_no_test_sees_what_runs_have_left(tmp_path):
     for name in ("outputs/chess/checkpoint-7", ".cache/data", "recipes"):
         (tmp_path / name).mkdir(parents=True)

@@ -15,11 +15,15 @@ from conversations import save_base, template_of
 from datasets import Features, Value
 from helpers import ROOT, SMALL_CHESS
 
+from accelerate_recipes.chess.games import GamesArgs, prepare_games
+from accelerate_recipes.chess.rules import all_uci_moves
 from accelerate_recipes.data import passes
 from accelerate_recipes.data.files import read_files
 from accelerate_recipes.data.passes import made_of, num_processes
+from accelerate_recipes.data.text_pairs import PairArgs, prepare_pairs
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import workers
+from accelerate_recipes.models.tokenizers import new_bpe_tokenizer, new_word_tokenizer
 
 # What `python -m accelerate_recipes` does, in a process that is no rank.
 PREPARE = """import os
@@ -121,6 +125,36 @@ def test_a_pass_in_several_processes(worker_server, tmp_path, monkeypatch):
     log.unlink()
     alone = made_of(rows, partial(numbered, **given | {"log": str(tmp_path / "other")}), features, num_proc=2)
     assert alone["number"][:] == [*range(2000)] and {*(tmp_path / "other").read_text().split()} == {str(os.getpid())}
+
+
+@pytest.mark.parametrize("kind", ["pairs", "games"])
+def test_pairs_and_games_are_equal_from_any_number_of_processes(kind, worker_server, tmp_path, games_file, monkeypatch):
+    """They come from the fork server, as those of conversations do. Nothing that is kept depends on their number."""
+    start, asked, made = passes.in_processes, [], []
+
+    def in_processes(number: int, make: passes.Make):
+        asked.append(number)
+        return start(number, make)
+
+    def prepare(folder: Path) -> Path:
+        if kind == "games":
+            games = GamesArgs(
+                train_files=[str(games_file)], heldout_share=0.2, num_positions=3, data_cache_dir=str(folder)
+            )
+            return prepare_games(new_word_tokenizer(all_uci_moves()), games, max_length=64, seed=0)
+        texts = ROOT / "data/en_fr/libreoffice.jsonl"
+        tokenizer = new_bpe_tokenizer(texts.read_text().splitlines()[:100], 400, "$A </s>")
+        pairs = PairArgs(train_files=[str(texts)], dataset_config="", max_source_length=9, data_cache_dir=str(folder))
+        return prepare_pairs(tokenizer, pairs)
+
+    monkeypatch.setattr(passes, "in_processes", in_processes)
+    for number in (1, 3):
+        monkeypatch.setattr(passes, "num_processes", lambda _, number=number: number)
+        folder = prepare(tmp_path / str(number))
+        names = ("facts.json", "key.json", "*/*.arrow")
+        made.append({file.relative_to(folder): file.read_bytes() for name in names for file in folder.glob(name)})
+    assert made[0] == made[1] and len(made[0]) == 4
+    assert [*dict.fromkeys(asked)] == [1, 3]
 
 
 def test_processes_of_a_pass(monkeypatch):

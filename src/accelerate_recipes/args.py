@@ -219,7 +219,7 @@ class TrainArgs(AdapterArgs):
     whole_logits = None  # the recipe has no choice
     new_tokens = train_files = eval_files = ()
     num_iterations = num_generations = 1
-    dataset_num_proc = None
+    data_cache_dir = dataset_num_proc = None
     template_date = ""
 
     # Folders that only the machine of the run can see. Files in them cannot be checked here.

@@ -87,7 +87,8 @@ def run_recipe(
             if is_first():
                 arguments = {"arguments that differ from the defaults": args.changed()}
                 print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
-            if args.dataloader_num_workers or (args.tokenizes_first and is_first_of_machine()):
+            prepares = args.tokenizes_first or args.data_cache_dir
+            if args.dataloader_num_workers or (prepares and is_first_of_machine()):
                 with contextlib.suppress(ImportError):
                     import datasets  # noqa: F401  # workers share what is imported before they are forked
                 workers.start_fork_server(of_loaders=args.dataloader_num_workers > 0)  # before the first thread

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -12,13 +13,15 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.chess import rules
 from accelerate_recipes.data.files import falls_under, read_files
 from accelerate_recipes.data.packing import pack_documents
-from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, num_proc, tokens_key
+from accelerate_recipes.data.passes import made_of
+from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, tokens_key
 from accelerate_recipes.data.reading import reading
 from accelerate_recipes.errors import ConfigError, suggestion
 from accelerate_recipes.hub import cache
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow as pa
 
 SUFFIXES = (".parquet", ".jsonl", ".pgn")
 VERSION = 5  # of the prepared data; raise it when their form changes, so that cached data of the old form are not used
@@ -232,21 +235,19 @@ def load_games(file: str, cache_dir: Path, letters: str = rules.LETTERS) -> "dat
             f"{file} has the columns {rows.column_names}; chess needs `Moves`, a list of UCI moves"
             + suggestion("Moves", rows.column_names)
         )
+    rows = rows.select_columns("Moves")
+    return made_of(rows, partial(normal_games, features=rows.features), columns, desc="Reading games")
 
-    def check(batch: list) -> dict[str, list]:
-        batch = [moves.split() if isinstance(moves, str) else moves for moves in batch]
-        defects = [rules.defect_of_moves(moves) for moves in batch]
-        games = [[] if defect else rules.canonical(moves) for moves, defect in zip(batch, defects, strict=True)]
-        return {"Moves": games, "defect": defects}
 
-    return rows.select_columns("Moves").map(
-        check,
-        input_columns="Moves",
-        batched=True,
-        features=columns,
-        num_proc=num_proc(len(rows), 5000),
-        desc="Reading games",
-    )
+def normal_games(table: "pa.Table", first: int, features: "datasets.Features") -> "pa.Table":
+    """Make `Moves` and `defect` of rows that were read, see `load_games`."""
+    import pyarrow as pa
+
+    read = features.decode_batch(table.to_pydict())["Moves"]
+    read = [moves.split() if isinstance(moves, str) else moves for moves in read]
+    defects = [rules.defect_of_moves(moves) for moves in read]
+    games = [[] if defect else rules.canonical(moves) for moves, defect in zip(read, defects, strict=True)]
+    return pa.table({"Moves": games, "defect": defects})
 
 
 def good_games(parts: "Sequence[datasets.Dataset]", args: GamesArgs) -> np.ndarray:
@@ -268,24 +269,27 @@ def good_games(parts: "Sequence[datasets.Dataset]", args: GamesArgs) -> np.ndarr
 
 
 def tokenize_games(
-    games: "datasets.Dataset", tokenizer: PreTrainedTokenizerBase, heldout_share: float, source: str, cache_file: Path
+    games: "datasets.Dataset", tokenizer: PreTrainedTokenizerBase, heldout_share: float, source: str, file: Path
 ) -> "datasets.Dataset":
     """Add `input_ids` and `heldout` (bool); write the reason into `defect` if a game has an illegal move."""
+    import datasets
 
-    def tokenize(batch: list[list[str]], defects: list[str]) -> dict[str, list]:
-        texts = [" ".join(moves) for moves in batch]
-        tokens = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return {
-            "input_ids": [[begin_token(tokenizer), *ids, tokenizer.eos_token_id] for ids in tokens],
-            "defect": [defect or rules.defect_of_game(moves) for moves, defect in zip(batch, defects, strict=True)],
-            "heldout": [falls_under(text, heldout_share) for text in texts],
-        }
+    added = {"input_ids": datasets.List(datasets.Value("int32")), "heldout": datasets.Value("bool")}
+    make = partial(tokenized, tokenizer=tokenizer, heldout_share=heldout_share)
+    said = f"Checking and tokenising {Path(source).name}"
+    return made_of(games, make, datasets.Features(dict(games.features) | added), desc=said, file=file)
 
-    return games.map(
-        tokenize,
-        input_columns=["Moves", "defect"],
-        batched=True,
-        num_proc=num_proc(len(games), 5000),
-        cache_file_name=str(cache_file),
-        desc=f"Checking and tokenising {Path(source).name}",
-    )
+
+def tokenized(table: "pa.Table", first: int, tokenizer: PreTrainedTokenizerBase, heldout_share: float) -> "pa.Table":
+    """Make the columns of `tokenize_games`."""
+    import pyarrow as pa
+
+    games, defects = table["Moves"].to_pylist(), table["defect"].to_pylist()
+    texts = [" ".join(moves) for moves in games]
+    tokens: Any = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return pa.table({
+        "Moves": table["Moves"],
+        "defect": [defect or rules.defect_of_game(moves) for moves, defect in zip(games, defects, strict=True)],
+        "input_ids": [[begin_token(tokenizer), *ids, tokenizer.eos_token_id] for ids in tokens],
+        "heldout": [falls_under(text, heldout_share) for text in texts],
+    })  # fmt: skip

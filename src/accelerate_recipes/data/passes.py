@@ -42,16 +42,20 @@ def made_of(
     code: Iterable[ModuleType] = (),
     num_proc: int | None = None,
     desc: str = "",
+    file: Path | None = None,
 ) -> "datasets.Dataset":
-    """Return rows with these features that `make` makes of others: from the file beside these, or made now.
+    """Return rows with these features that `make` makes of others: from a file beside these, or made now.
 
     `make` is a function of a module, with its settings. They decide the name of the file, as does the `code` of modules.
-    The result does not depend on the number of processes, `num_proc` (default: see `num_processes`).
+    The result does not depend on the number of processes, `num_proc` (default: see `num_processes`). With `file`, which
+    must not exist, the rows are kept there instead, for as long as the caller needs them.
     """
     import datasets
     import pyarrow as pa
     from datasets.fingerprint import Hasher
     from datasets.table import InMemoryTable
+
+    schema = features.arrow_schema
 
     def tables() -> Iterator[pa.Table]:
         # Of rows that were selected, each is a chunk, with which the whole table would be sent to a process.
@@ -62,15 +66,15 @@ def made_of(
             with bar, in_processes(num_proc or num_processes(len(rows)), make) as make_all:
                 for table in make_all(zip(given, itertools.count(0, BATCH), strict=False)):
                     bar.update(BATCH)
-                    yield table
+                    yield table.cast(schema)
         finally:
             gc.unfreeze()
 
-    schema = features.arrow_schema
-    if not rows.cache_files:  # in memory
-        return datasets.Dataset(InMemoryTable(pa.concat_tables(tables()).cast(schema)))
-    key = Hasher.hash([rows._fingerprint, make, schema.to_string(), *map(inspect.getsource, code)])
-    file = Path(rows.cache_files[0]["filename"]).with_name(f"cache-{key}.arrow")
+    if file is None:
+        if not rows.cache_files:  # in memory
+            return datasets.Dataset(InMemoryTable(pa.concat_tables(tables())))
+        key = Hasher.hash([rows._fingerprint, make, schema.to_string(), *map(inspect.getsource, code)])
+        file = Path(rows.cache_files[0]["filename"]).with_name(f"cache-{key}.arrow")
     if not file.exists():
         partial_file = file.with_name(file.name + own_suffix())
         try:
@@ -115,8 +119,8 @@ def in_processes(number: int, make: Make) -> Iterator[Callable[[Iterable[tuple]]
         yield partial(in_order, pool, 2 * number)
     except BrokenProcessPool as error:
         raise ConfigError(
-            f"one of {number} processes that prepare rows was ended, as the kernel does where memory is short; give a "
-            "smaller --dataset_num_proc"
+            f"one of {number} processes that prepare rows was ended, as the kernel does where memory is short; free "
+            "memory, or give a smaller --dataset_num_proc where the recipe has it"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections import defaultdict
@@ -184,12 +183,6 @@ def prepared_rows(folder: Path) -> "Dataset":
     from datasets import Dataset
 
     return Dataset.load_from_disk(folder)
-
-
-def num_proc(num_rows: int, rows_per_process: int) -> int | None:
-    """Return the number of processes that is worth starting for so many rows; None: only this process."""
-    wanted = min(len(os.sched_getaffinity(0)), 1 + num_rows // rows_per_process)
-    return wanted if wanted > 1 else None
 
 
 def tokenizing_warnings(args: TrainArgs, needed: Sequence[cache.HubDataset]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,16 @@ from transformers import PreTrainedTokenizerBase
 from accelerate_recipes.args import arg
 from accelerate_recipes.data import PAD_MULTIPLE
 from accelerate_recipes.data.files import falls_under, file_kind, read_split, text_hash
-from accelerate_recipes.data.heldout import RowsArgs, check_apart, in_folders, repeated
-from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, lengths_of, num_proc, tokens_key
+from accelerate_recipes.data.heldout import RowsArgs, check_apart, in_folders
+from accelerate_recipes.data.passes import made_of
+from accelerate_recipes.data.prepared import (
+    cached,
+    check_no_bad,
+    checksum_of_rows,
+    lengths_of,
+    prepared_rows,
+    tokens_key,
+)
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.errors import ConfigError, other_recipe, suggestion
 from accelerate_recipes.hub import cache
@@ -22,6 +31,7 @@ from accelerate_recipes.ranks import is_first
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow as pa
 
 VERSION = 4  # of the data in the cache
 
@@ -152,26 +162,38 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
     def build(folder: Path, tmp: Path) -> dict:
         import datasets
 
-        parts, bad, asked = {}, [], []
+        check_ends(tokenizer)
+        text, ids, flag = datasets.Value("string"), datasets.List(datasets.Value("int64")), datasets.Value("bool")
+        features = datasets.Features(
+            row=datasets.Value("int64"), source=text, references=datasets.List(text), defect=text, heldout=flag,
+            hash=datasets.Value("uint64"), source_ids=ids, source_is_cut=flag, target_ids=ids, target_is_cut=flag,
+        )  # fmt: skip
+        parts, bad = [], []
         rows = args.read_rows()
-        for name, part in reversed(rows.items()):  # with the sources to evaluate on, those to train on are compared
-            share = args.heldout_share if len(rows) == 1 else float(name == "test")
+        for name, part in rows.items():
             part = text_columns(part, args.columns[name], args.sources[name])
-            known, file = frozenset(map(text_hash, asked)), tmp / f"{name}-all.arrow"
-            parts[name] = tokenize_pairs(part, args.columns[name], tokenizer, args, share, known, file)
-            if name == "test":
-                asked = [source for source in parts[name]["source"] if source]
-        for name in rows:
-            defects = zip(parts[name]["row"][:], parts[name]["defect"][:], strict=True)
+            make = partial(
+                pairs_of,
+                features=part.features,
+                columns=args.columns[name],
+                tokenizer=tokenizer,
+                task_prefix=args.task_prefix,
+                lengths=lengths,
+                heldout_share=args.heldout_share if len(rows) == 1 else float(name == "test"),
+            )
+            made = made_of(part, make, features, desc="Tokenising", file=tmp / f"{name}.arrow")
+            parts.append(made)
+            defects = zip(made["row"][:], made["defect"][:], strict=True)
             bad += [f"{args.sources[name]}, row {row + 1}: {defect}" for row, defect in defects if defect]
         if not args.skip_bad_pairs:
             check_no_bad("These pairs cannot be used; --skip_bad_pairs leaves them out", bad)
-        whole = datasets.concatenate_datasets([*parts.values()])
+        whole = datasets.concatenate_datasets(parts)
         is_heldout, is_good = np.array(whole["heldout"][:]), np.array([not defect for defect in whole["defect"][:]])
-        known = whole.select(np.flatnonzero(whole["is_known"][:]))["source"]
-        both = repeated(map(text_hash, known), [*map(text_hash, asked)])
-        if args.eval_files and both:
-            check_apart(both, len(asked), f"begin as rows of {args.source} do", f"{asked[both[0]][:60]!r}")
+        hashes, asked = whole.data.column("hash").to_numpy(), np.flatnonzero(is_good & is_heldout)
+        both = asked[np.isin(hashes[asked], hashes[is_good & ~is_heldout])]
+        if args.eval_files and len(both):
+            first = repr(whole[int(both[0])]["source"][:60])
+            check_apart(both, len(asked), f"begin as rows of {args.source} do", first)
         facts: dict = {"skipped": len(bad), "repeated": len(both)}
         for name, chosen in {"train": is_good & ~is_heldout, "heldout": is_good & is_heldout}.items():
             if not chosen.any():
@@ -181,10 +203,9 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
             cut_at = {f"truncated_{side}s": sum(pairs[f"{side}_is_cut"][:]) for side in ("source", "target")}
             facts[name] = {"pairs": len(pairs)} | cut_at
             kept = ["source_ids", "target_ids", *(("source", "references") if name == "heldout" else ())]
-            pairs = pairs.select_columns(kept).flatten_indices(cache_file_name=str(tmp / f"{name}.arrow"))
-            pairs.save_to_disk(folder / name)
+            pairs.select_columns(kept).save_to_disk(folder / name)
             if name == "train":
-                facts["content"] = checksum_of_rows(pairs, kept)
+                facts["content"] = checksum_of_rows(prepared_rows(folder / name), kept)
         return facts
 
     folder = cached(Path(args.data_cache_dir), settings, build)
@@ -244,63 +265,47 @@ def defect_of_pair(source: str | None, references: list[str | None]) -> str:
     return ""
 
 
-def tokenize_pairs(
-    rows: "datasets.Dataset",
-    columns: tuple[str, str],
-    tokenizer: PreTrainedTokenizerBase,
-    args: PairArgs,
-    heldout_share: float,
-    known: frozenset[int],
-    cache_file: Path,
-) -> "datasets.Dataset":
-    """Make `source_ids` and `target_ids`, cut at the longest lengths; `source_is_cut` and `target_is_cut` say whether.
-
-    For training, each reference makes a pair; a pair that is `heldout` has the first one. `row` is the number in `rows`,
-    `source` and `references` are the texts, `is_known` tells whether the hash of the source is in `known`, and `defect` says
-    why a pair cannot be used.
-    """
-    import datasets
-
-    text, ids, flag = datasets.Value("string"), datasets.List(datasets.Value("int64")), datasets.Value("bool")
-    features = datasets.Features(
-        row=datasets.Value("int64"), source=text, references=datasets.List(text), defect=text, heldout=flag, is_known=flag,
-        source_ids=ids, source_is_cut=flag, target_ids=ids, target_is_cut=flag,
-    )  # fmt: skip
-
-    def tokenize(batch: dict[str, list], numbers: list[int]) -> dict[str, Any]:
-        made = []
-        for number, (source, references, defect) in zip(numbers, pairs_in(batch, columns), strict=True):
-            is_heldout = not defect and falls_under(source, heldout_share)
-            is_known = bool(known) and not defect and text_hash(source) in known
-            for target in references[: 1 if is_heldout else None] or [""]:
-                made.append((number, source, references, defect, is_heldout, is_known, target))
-        names = ("row", "source", "references", "defect", "heldout", "is_known", "target")
-        result = {name: [*values] for name, values in zip(names, zip(*made, strict=True), strict=True)}
-        prefixed = [args.task_prefix + text for text in result["source"]]
-        for side, max_length, tokens in (
-            ("source", args.max_source_length, tokenizer(prefixed, verbose=False)),
-            ("target", args.max_target_length, tokenizer(text_target=result.pop("target"), verbose=False)),
-        ):
-            result[f"{side}_ids"] = [cut(ids, max_length) for ids in tokens["input_ids"]]
-            result[f"{side}_is_cut"] = [len(ids) > max_length for ids in tokens["input_ids"]]
-        return result
-
-    ends = {ids[-1] for ids in tokenizer(["a", "b"])["input_ids"]}
-    if any(end != tokenizer.eos_token_id for end in ends):
+def check_ends(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError unless the tokenizer puts its end token behind a text."""
+    if any(ids[-1] != tokenizer.eos_token_id for ids in tokenizer(["a", "b"])["input_ids"]):
         raise ConfigError(
             "the tokenizer does not put its end token behind a text, so a model trained with it would never stop; "
             "use the tokenizer of an encoder-decoder"
         )
-    return rows.map(
-        tokenize,
-        with_indices=True,
-        batched=True,
-        remove_columns=rows.column_names,
-        features=features,
-        num_proc=num_proc(len(rows), 20_000),
-        cache_file_name=str(cache_file),
-        desc="Tokenising",
-    )
+
+
+def pairs_of(
+    table: "pa.Table",
+    first: int,
+    features: "datasets.Features",
+    columns: tuple[str, str],
+    tokenizer: PreTrainedTokenizerBase,
+    task_prefix: str,
+    lengths: tuple[int, int],
+    heldout_share: float,
+) -> "pa.Table":
+    """Make `source_ids` and `target_ids`, cut at the longest `lengths`; `source_is_cut` and `target_is_cut` say whether.
+
+    For training, each reference makes a pair; a pair that is `heldout` has the first one. `row` is the number of the row,
+    `source` and `references` are the texts, `hash` is that of the source, and `defect` says why a pair cannot be used.
+    """
+    import pyarrow as pa
+
+    pairs = []
+    batch = features.decode_batch(table.to_pydict())
+    for row, (source, references, defect) in enumerate(pairs_in(batch, columns), first):
+        is_heldout = not defect and falls_under(source, heldout_share)
+        for target in references[: 1 if is_heldout else None] or [""]:
+            pairs.append((row, source, references, defect, is_heldout, text_hash(source), target))
+    names = ("row", "source", "references", "defect", "heldout", "hash", "target")
+    result: dict[str, Any] = {name: [*values] for name, values in zip(names, zip(*pairs, strict=True), strict=True)}
+    result["hash"] = np.array(result["hash"], np.uint64)
+    texts = {"text": [task_prefix + text for text in result["source"]]}, {"text_target": result.pop("target")}
+    for side, own, longest in zip(("source", "target"), texts, lengths, strict=True):
+        tokens: Any = tokenizer(**own, return_attention_mask=False, verbose=False)["input_ids"]
+        result[f"{side}_ids"] = [cut(ids, longest) for ids in tokens]
+        result[f"{side}_is_cut"] = [len(ids) > longest for ids in tokens]
+    return pa.table(result)
 
 
 def cut(ids: list[int], max_length: int) -> list[int]:

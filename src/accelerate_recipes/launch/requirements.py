@@ -75,7 +75,7 @@ def write_problems(args: TrainArgs) -> list[str]:
         elif directory == "" and name != "pretokenize":  # an empty --pretokenize means off
             found.append(f"--{name} is empty; name a folder")
     if args.fills_caches:
-        for name in list(CACHES)[: 1 if hasattr(args, "data_cache_dir") else 2]:
+        for name in list(CACHES)[: 1 if args.data_cache_dir else 2]:
             directory = cache_of_library(name)
             if why := refusal(directory):
                 found.append(
