@@ -5,12 +5,15 @@ import itertools
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from accelerate_recipes.data import streams
 from accelerate_recipes.data.documents import Retry
 from accelerate_recipes.data.streams import StreamLoader
+from accelerate_recipes.data.token_shards import TokenShards, pretokenize
 
 OF_ROWS = ("input_ids", "position_ids", "labels", "row")  # of a batch, without the document boundaries
 
@@ -20,6 +23,15 @@ QUICK = Retry(tries=4, wait=0.01, longest_wait=0.02, timeout=0.5)
 
 def no_retry() -> None:
     raise AssertionError("nothing failed")
+
+
+def tokens_of(folder, tokenizer, find, settings, *, rank=0, world_size=1, heldout_share=0.0) -> TokenShards:
+    """Tokenise the shards that `find()` lists, of a dataset whose arguments are `settings`."""
+    args: Any = SimpleNamespace(
+        pretokenize=folder, train_shards=find, is_here=False, text_column="text", share_heldout=heldout_share,
+        dataset_name="", dataset_files=settings, dataset_revision="", train_files=[],
+    )  # fmt: skip
+    return pretokenize(args, tokenizer, rank, world_size)
 
 
 class Ranks:

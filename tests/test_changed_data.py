@@ -11,6 +11,7 @@ import pytest
 from datasets import load_from_disk
 from helpers import ROOT
 from huggingface_hub import constants
+from streaming import tokens_of
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.arguments import shipped
@@ -22,7 +23,6 @@ from accelerate_recipes.data.shards import shards_version
 from accelerate_recipes.data.streams import StreamLoader
 from accelerate_recipes.data.text import TextShards
 from accelerate_recipes.data.text_pairs import PairArgs, prepare_pairs
-from accelerate_recipes.data.token_shards import pretokenize
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.watch import SECONDS_TO_MISS, Watch
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer, new_word_tokenizer
@@ -173,14 +173,14 @@ def test_shards_of_a_checkpoint(tmp_path, monkeypatch):
         StreamLoader(source, args, 0, 1, max_length=4).start_at(0, [state])
 
     text = state_of(TextShards([str(file)], tokenizer))
-    tokens = state_of(pretokenize(tmp_path / "tokens", tokenizer, lambda: [str(file)], {}))
+    tokens = state_of(tokens_of(tmp_path / "tokens", tokenizer, lambda: [str(file)], {}))
     resume(TextShards([str(file)], tokenizer), text)
     resume(TextShards([str(file)], tokenizer), tokens)  # the same rows, from tokens
     file.write_text('{"text": "a b a"}\n')
     with pytest.raises(ConfigError, match=r"the data changed .*: sizes .* now, .* then; put them back"):
         resume(TextShards([str(file)], tokenizer), text)
     with pytest.raises(ConfigError, match="the data changed since the checkpoint: tokens"):
-        resume(pretokenize(tmp_path / "others", tokenizer, lambda: [str(file)], {}), tokens)
+        resume(tokens_of(tmp_path / "others", tokenizer, lambda: [str(file)], {}), tokens)
 
     hub_url = "https://hub.example.org"
     monkeypatch.setattr(constants, "ENDPOINT", hub_url)

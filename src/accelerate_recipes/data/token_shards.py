@@ -112,58 +112,37 @@ def open_text(
     if not args.pretokenize:
         shards = on_first_rank(args.train_shards)
         return TextShards(shards, tokenizer, args.text_column, heldout_share=args.share_heldout)
-    dataset = {"dataset": [args.dataset_name, args.dataset_files], "revision": args.dataset_revision}
-    return pretokenize(
-        args.pretokenize,
-        tokenizer,
-        args.train_shards,
-        dataset | {"files": args.train_files},
-        is_here=args.is_here,
-        text_column=args.text_column,
-        heldout_share=args.share_heldout,
-        rank=rank,
-        world_size=world_size,
-    )
+    return pretokenize(args, tokenizer, rank, world_size)
 
 
-def pretokenize(
-    folder: str | Path,
-    tokenizer: PreTrainedTokenizerBase,
-    find: Callable[[], Sequence[str]],
-    settings: dict,
-    *,
-    is_here: bool = False,
-    text_column: str = "text",
-    heldout_share: float = 0.0,
-    rank: int = 0,
-    world_size: int = 1,
-) -> TokenShards:
-    """Tokenise the shards that `find()` lists into `folder`, unless this has been done.
+def pretokenize(args: TextArgs, tokenizer: PreTrainedTokenizerBase, rank: int, world_size: int) -> TokenShards:
+    """Tokenise the shards to train on into the folder --pretokenize, unless this has been done.
 
-    If it has, neither the Hub nor the text is needed. Text in files (`is_here`) is compared by content with the text
-    that was tokenised, wherever it lies now. For other text, only the `settings` are compared, which determine what
-    `find` lists and have JSON's types. The ranks divide the shards. They wait for each other without a collective, which
-    could time out; `folder` must lie on a filesystem that all ranks share. A finished shard is not done again, neither
-    after a kill nor on more ranks.
+    If it has, neither the Hub nor the text is needed. Text on a disk is compared by content with the text that was
+    tokenised, wherever it lies now. For other text, only the arguments that name it are compared. The ranks divide the
+    shards. They wait for each other without a collective, which could time out; the folder must lie on a filesystem that
+    all ranks share. A finished shard is not done again, neither after a kill nor on more ranks.
 
     Raises:
         ConfigError: if the folder was made from other text or with another tokenizer.
         DataError: for a shard that cannot be read.
     """
-    folder = Path(folder)
-    asked, here = {"settings": settings}, []
-    if is_here:
+    folder, here = Path(args.pretokenize), []
+    dataset = {"dataset": [args.dataset_name, args.dataset_files], "revision": args.dataset_revision}
+    asked = {"settings": dataset | {"files": args.train_files}}
+    if args.is_here:
         with contextlib.suppress(ConfigError):  # the text of a finished folder may be gone
-            here = find()
+            here = args.train_shards()
     key = {
-        "text_column": text_column,
+        "text_column": args.text_column,
         "tokenizer": backend_checksum(tokenizer),
         "special_tokens": [tokenizer.bos_token_id, tokenizer.eos_token_id],
-        "heldout_share": heldout_share,
+        "heldout_share": args.share_heldout,
         "dtype": "<u2" if max(tokenizer.get_vocab().values()) < 2**16 else "<u4",
     }
     if not is_pretokenized(folder):
-        source = TextShards(here or find(), tokenizer, text_column, heldout_share=heldout_share)
+        shards = here or args.train_shards()
+        source = TextShards(shards, tokenizer, args.text_column, heldout_share=args.share_heldout)
         made_from = asked | key | {"shards": [Path(shard).name for shard in source.shards]}
         if rank == 0 and not (folder / MANIFEST).exists():
             folder.mkdir(parents=True, exist_ok=True)
