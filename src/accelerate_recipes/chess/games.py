@@ -275,13 +275,15 @@ def tokenize_games(
     import datasets
 
     added = {"input_ids": datasets.List(datasets.Value("int32")), "heldout": datasets.Value("bool")}
-    make = partial(tokenized, tokenizer=tokenizer, heldout_share=heldout_share)
+    make = partial(checked_games, tokenizer=tokenizer, heldout_share=heldout_share)
     said = f"Checking and tokenising {Path(source).name}"
     return made_of(games, make, datasets.Features(dict(games.features) | added), desc=said, file=file)
 
 
-def tokenized(table: "pa.Table", first: int, tokenizer: PreTrainedTokenizerBase, heldout_share: float) -> "pa.Table":
-    """Make the columns of `tokenize_games`."""
+def checked_games(
+    table: "pa.Table", first: int, tokenizer: PreTrainedTokenizerBase, heldout_share: float
+) -> "pa.Table":
+    """Make what `tokenize_games` returns."""
     import pyarrow as pa
 
     games, defects = table["Moves"].to_pylist(), table["defect"].to_pylist()
