@@ -1,4 +1,4 @@
-"""Measure the CPU time of preparing rows of SFT, beside rendering and encoding alone.
+"""Measure the CPU time of preparing rows: those of SFT beside rendering and encoding alone, pairs and games beside before.
 
     python benchmarks/prepare_rows.py --out benchmarks/results/prepare_rows.json
     python benchmarks/prepare_rows.py --before ../another_checkout
@@ -7,7 +7,8 @@
 `prepare recipes/sft.py` without its imports, in one process: from the file to the first rows that it shows. With --before,
 another checkout does the same. Conversations are made of the texts of shards (--text), of one to three questions and
 answers; each way runs in a process of its own, and they take turns. Templates: `qwen2_5` of trl, of which answers are found
-by the rule, and `chatml`, which marks them.
+by the rule, and `chatml`, which marks them. `t5` prepares five times the shipped pairs of texts, and `chess` the shipped
+games; they are compared with --before.
 """
 
 import argparse
@@ -25,6 +26,8 @@ from statistics import median
 from harness import ROOT, machine, make_parser, turns, write_json
 
 TEMPLATES = ("qwen2_5", "chatml")
+RECIPES = ("t5", "chess")
+PAIRS, GAMES = ROOT / "data/en_fr/libreoffice.jsonl", ROOT / "data/chess/games_20k.parquet"
 
 
 def cpu_seconds() -> float:
@@ -34,7 +37,7 @@ def cpu_seconds() -> float:
 def make_base(folder: Path, shards: list[str], number: int) -> None:
     """Write conversations, a tokenizer that was trained on the same texts, and a tiny model for each template."""
     import trl
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
     from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
 
@@ -64,6 +67,13 @@ def make_base(folder: Path, shards: list[str], number: int) -> None:
         tokenizer.chat_template = file.read_text(encoding="utf-8")
         tokenizer.save_pretrained(folder / name)
         model.save_pretrained(folder / name)
+    pairs = PAIRS.read_text(encoding="utf-8")
+    (folder / "pairs.jsonl").write_text(5 * pairs, encoding="utf-8")
+    ending = new_bpe_tokenizer(pairs.splitlines(), 8000, "$A </s>")
+    config = T5Config(vocab_size=len(ending), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    config.decoder_start_token_id = 0  # pyright: ignore[reportAttributeAccessIssue]
+    T5ForConditionalGeneration(config).save_pretrained(folder / "t5")
+    ending.save_pretrained(folder / "t5")
 
 
 def measure_alone(folder: Path, name: str) -> dict[str, float]:
@@ -81,19 +91,28 @@ def measure_alone(folder: Path, name: str) -> dict[str, float]:
 
 
 def measure_prepare(folder: Path, name: str) -> dict[str, float]:
+    import pyarrow.parquet as pq
+
     from accelerate_recipes import recipe
     from accelerate_recipes.arguments import shipped
 
-    root = Path(recipe.__file__).parents[2]
-    script = str(root / "recipes/sft.py")
+    root, home = Path(recipe.__file__).parents[2], Path(os.environ["HF_HOME"])
+    script = str(root / f"recipes/{name if name in RECIPES else 'sft'}.py")
     shipped.load(script)
-    chats, few, out = folder / "chats.jsonl", Path(os.environ["HF_HOME"], "few.jsonl"), os.environ["HF_HOME"] + "/out"
-    few.write_text("".join(chats.open(encoding="utf-8").readlines()[:200]), encoding="utf-8")
+    args = ["--output_dir", str(home / "out")]
+    if name == "chess":
+        few, rows = home / "few.parquet", GAMES
+        pq.write_table(pq.read_table(GAMES).slice(0, 200), few)
+        args += ["--from_scratch", "--heldout_share", "0.05", "--data_cache_dir", str(home / "rows")]
+    else:
+        few, rows = home / "few.jsonl", folder / ("pairs.jsonl" if name == "t5" else "chats.jsonl")
+        few.write_text("".join(rows.open(encoding="utf-8").readlines()[:200]), encoding="utf-8")
+        args += ["--model_name_or_path", str(folder / name)]
+        args += ["--heldout_share", "0.05", "--data_cache_dir", str(home / "rows")] if name == "t5" else []
     start = 0.0
-    for file in (few, chats):  # a few rows first, for what is imported late
+    for file in (few, rows):  # a few rows first, for what is imported late
         start = cpu_seconds()
-        base = ["--model_name_or_path", str(folder / name), "--train_files", str(file), "--output_dir", out]
-        recipe.prepare_data([script, *base])
+        recipe.prepare_data([script, "--train_files", str(file), *args])
     return {"prepare": cpu_seconds() - start}
 
 
@@ -122,6 +141,7 @@ def main() -> None:
     parser = make_parser(__doc__, rows=(20_000, "Conversations."), rounds=(3, "Repetitions of each way."))
     shards = sorted(map(str, (ROOT / "data/c4_pydoc/en").glob("c4-train.*.json.gz")))
     parser.add_argument("--text", nargs="+", default=shards, help="Shards, .json.gz, as those of C4.")
+    parser.add_argument("--cases", nargs="+", default=[*TEMPLATES, *RECIPES], help="What is prepared.")
     parser.add_argument("--before", type=Path, help="Another checkout, to compare with.")
     for name in ("way", "folder", "template"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
@@ -131,25 +151,27 @@ def main() -> None:
         write_json(flags.out, measure(Path(flags.folder), flags.template))
         return
     ways = {"alone": ROOT, "prepare": ROOT} | ({"before": flags.before.resolve()} if flags.before else {})
+    ways_of = {name: [*ways] if name in TEMPLATES else [*ways][1:] for name in flags.cases}
     found = {
         "machine": machine(),
         "rows": flags.rows,
-        "seconds": {name: {way: [] for way in ways} for name in TEMPLATES},
+        "seconds": {name: {way: [] for way in of_name} for name, of_name in ways_of.items()},
     }
     with tempfile.TemporaryDirectory() as folder:
         make_base(Path(folder), flags.text, flags.rows)
         for number in range(flags.rounds):
-            for name in TEMPLATES:
-                for way in turns([*ways], number):
+            for name, of_name in ways_of.items():
+                for way in turns(of_name, number):
                     values = run(way, Path(folder), name, ways[way])
                     found["tokens"] = values.pop("tokens", found.get("tokens"))
                     found["seconds"][name][way].append(values)
                     print(name, way, {key: round(value, 2) for key, value in values.items()}, flush=True)
     for name, seconds in found["seconds"].items():
         totals = {way: [sum(values.values()) for values in of_rounds] for way, of_rounds in seconds.items()}
-        for way in ways:
-            ratio = median(one / alone for one, alone in zip(totals[way], totals["alone"], strict=True))
-            print(f"{name}, {way}: {median(totals[way]):.1f} s, {ratio:.2f} times rendering and encoding alone")
+        base = "alone" if name in TEMPLATES else [*totals][-1]
+        for way in totals:
+            ratio = median(one / other for one, other in zip(totals[way], totals[base], strict=True))
+            print(f"{name}, {way}: {median(totals[way]):.1f} s, {ratio:.2f} times {base}")
             found.setdefault("ratios", {}).setdefault(name, {})[way] = round(ratio, 3)
     write_json(flags.out, found)
 

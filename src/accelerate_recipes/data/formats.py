@@ -108,6 +108,7 @@ class FormatArgs(ChatArgs):
         return found
 
     def read_rows_for(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, datasets.Dataset]:
+        """Read the rows in the form that will be rendered with a tokenizer."""
         has_template = bool(tokenizer.chat_template or getattr(self, "chat_template_path", None))
         return {
             name: in_usual_form(side, self.forms, self.mapping, self.sources[name], has_template=has_template)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.files import SUFFIXES, falls_under, file_kind, read_files, read_split, text_hash
@@ -100,10 +99,6 @@ class RowsArgs:
     def read_files(self, files: list[str]) -> "datasets.Dataset":
         """Read the rows of local files, all of one kind."""
         return read_files(in_folders(files))
-
-    def read_rows_for(self, tokenizer: PreTrainedTokenizerBase) -> "dict[str, datasets.Dataset]":
-        """Read the rows in the form that will be rendered with a tokenizer."""
-        return self.read_rows()
 
     def is_heldout(self, row: dict, asked: str) -> bool:
         """Tell whether a row belongs to --heldout_share. `asked` is the column with the question to the model."""
