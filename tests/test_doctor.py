@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import HIDE, ROOT, environment
 
-from accelerate_recipes.doctor import command, links, proofs
+from accelerate_recipes.doctor import command, proofs
 from accelerate_recipes.doctor.card import write_card
 from accelerate_recipes.doctor.proofs import Figure, Runs, prove
 from accelerate_recipes.errors import ConfigError
@@ -243,30 +243,6 @@ def test_settings_that_are_slow(monkeypatch):
     warnings = machine.setting_findings().warnings
     expected = ("NCCL_P2P_DISABLE=1 is set", "add expandable_segments:True", "the time of 0.5")
     assert all(text in said for text, said in zip(expected, warnings, strict=True))
-
-
-NCCL = """\
-h:1:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read
-h:1:9 [0] NCCL INFO Channel 01/0 : 1[1] -> 0[0] via SHM/direct/direct
-h:1:9 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0/GDRDMA
-h:1:9 [0] NCCL INFO NVLS comm 0x55 headRank 0 nHeads 8
-"""
-
-
-def test_paths_and_speed_of_the_links():
-    assert links.paths(NCCL) == {"P2P": 1, "SHM": 1, "NET/IB": 1, "NVLS": 1}
-    described, found = links.judge("NVIDIA H100 80GB HBM3", 350e9, Counter(P2P=48, NVLS=1))
-    assert described == {"interconnect": "NVLS 1 times, P2P 48 times; a sum over all moves 350.0 GB/s"}
-    assert found == ([], [])
-    _, (_, warnings) = links.judge("NVIDIA H100 80GB HBM3", 20e9, Counter(SHM=48))
-    assert "by SHM, through the memory of the host" in warnings[0] and "moves 20 GB/s, of 450 " in warnings[1]
-
-
-@pytest.mark.slow
-def test_links_are_measured():
-    """Processes of a CPU exchange by gloo; a failure is a problem with its reason."""
-    described, found = links.measure_links(2)
-    assert found == ([], []) and "a sum over all moves " in described["interconnect"]
 
 
 def test_the_command_says_what_it_finds(monkeypatch, tmp_path, capsys):

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate_recipes.doctor.card import write_card
-from accelerate_recipes.doctor.links import Links, measure_links
 from accelerate_recipes.doctor.proofs import PROOFS, Runs, prove
 from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.launch import machine
 from accelerate_recipes.launch.machine import Found
-from accelerate_recipes.launch_checks import num_accelerators
 
 
 def doctor(output_dir: Path, only: Sequence[str], *, proves: bool) -> bool:
@@ -29,12 +27,11 @@ def doctor(output_dir: Path, only: Sequence[str], *, proves: bool) -> bool:
     if unknown := [name for name in only if name not in PROOFS]:
         raise ConfigError(f"--only {' '.join(unknown)}: no such proof; there are {', '.join(PROOFS)}")
     of_disks, disk_findings = machine.disks(output_dir)
-    links = measure_links(num_accelerators()) if num_accelerators() > 1 else Links({}, Found([], []))
-    described = machine.describe_machine() | links.described
+    described = machine.describe_machine()
     for name, value in [*described.items(), *((f"disk, {name}", value) for name, value in of_disks.items())]:
         print(f"{name}: {value}")
-    parts = [Found(*machine.versions()), machine.gpu_findings(machine.installed_gpus()), disk_findings]
-    parts += [machine.setting_findings(), links.found]
+    of_gpus = machine.gpu_findings(machine.installed_gpus())
+    parts = [Found(*machine.versions()), of_gpus, disk_findings, machine.setting_findings()]
     problems, warnings = ([*itertools.chain(*said)] for said in zip(*parts, strict=True))
     print(error_list("Would fail", problems or ["nothing"]))
     print(error_list("Would be slow, or is not as tested", warnings or ["nothing"]), flush=True)
