@@ -3,7 +3,6 @@
 import contextlib
 import json
 import re
-import subprocess
 import sys
 from dataclasses import dataclass, fields
 
@@ -248,34 +247,3 @@ def test_only_changed_arguments_are_named():
     args_class = shipped.load(ROOT / "recipes/c4.py").Args
     args, _ = resolve(args_class, ["--model_name_or_path", "a/b", "--config_overrides", "hidden_size=8"], world_size=1)
     assert args.changed() == {"model_name_or_path": "a/b"}, "sizes of a model that is not made"
-
-
-TABS = {  # what is typed, and what the shell proposes
-    "exp": ["export"],
-    "export --dt": ["--dtype"],
-    "export --dtype b": ["bf16"],
-    "checkpoint ver": ["verify"],
-    "plan accelerate_configs/fsdp_full.yaml recipes/sf": ["recipes/sft.py"],
-}
-
-
-def test_completion_in_bash(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["accelerate_recipes", "completion", "bash"])
-    __main__.main()
-    (tmp_path / "script").write_text(capsys.readouterr().out)
-    typed = f"""
-        . {tmp_path}/script
-        complete -p accelerate-recipes >&2
-        while read -r -a COMP_WORDS; do
-            COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)) COMPREPLY=()
-            _shtab_accelerate_recipes
-            echo "${{COMPREPLY[@]}}"
-        done
-    """
-    lines = "".join(f"accelerate-recipes {line}\n" for line in TABS)
-    done = subprocess.run(["bash", "-c", typed], input=lines, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert [line.split() for line in done.stdout.splitlines()] == [*TABS.values()], done.stderr
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    with pytest.raises(SystemExit):
-        __main__.main()
-    assert "error: shtab is not installed; run: pip install shtab" in capsys.readouterr().err

@@ -164,7 +164,7 @@ def test_an_interrupted_command_leaves_no_stack(monkeypatch, capfd):
     "typed, meant",
     [
         (["prefligth"], "preflight"), (["checkpoint", "lisst", "x"], "list"), (["k8s", "pytorchjb"], "pytorchjob"),
-        (["completion", "bsh"], "bash"), (["check-export", "--promt", "x", "y"], "--prompt"),
+        (["check-export", "--promt", "x", "y"], "--prompt"),
     ],
 )  # fmt: skip
 def test_a_misspelt_command(typed, meant, monkeypatch, capfd):

@@ -75,8 +75,6 @@ def command_parser() -> argparse.ArgumentParser:
     told = add("schema", describe_arguments, "describe the arguments of a recipe, for editors and tools")
     told.add_argument("--json", action="store_true", required=True, help="as JSON Schema of its presets")
     told.add_argument("recipe", metavar="RECIPE")
-    shell = add("completion", complete, "print a script that completes commands, flags and files in a shell")
-    shell.add_argument("shell", choices=["bash", "zsh"])
     check = add("preflight", check_launch, "check a launch before it is queued", f"[--shell] [FLAGS] {RUN}")
     check.add_argument("--shell", action="store_true", help="print assignments for a job script; messages go to stderr")
     flags = "[--nodes N --gpus-per-node G --gpu NAME --json FILE --no_search]"
@@ -196,12 +194,6 @@ def describe_arguments(args: argparse.Namespace) -> None:
     from accelerate_recipes.arguments.schema import schema
 
     print(json.dumps(schema(shipped.load(args.recipe).Args, args.recipe), indent=1))
-
-
-def complete(args: argparse.Namespace) -> None:
-    from accelerate_recipes.arguments.schema import completion_script
-
-    print(completion_script(command_parser(), args.shell))
 
 
 def check_launch(args: argparse.Namespace) -> None:

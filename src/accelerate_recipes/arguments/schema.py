@@ -1,12 +1,10 @@
-"""Descriptions of arguments for other programs: JSON Schema for editors, completion for shells."""
+"""Description of arguments for editors: JSON Schema."""
 
-import argparse
 import math
 from typing import Any
 
 from accelerate_recipes.arguments.declaring import MAX_INT, Merge, Range
 from accelerate_recipes.arguments.help import NAMES, Argument, recipe_parser, shown_arguments
-from accelerate_recipes.errors import ConfigError
 
 
 def schema(args_class: type, title: str) -> dict[str, Any]:
@@ -41,25 +39,3 @@ def as_schema(argument: Argument) -> dict[str, Any]:
         value = {"enum": [*action.choices, *((True, False) if argument.is_switch else ())]}
     many = [{"type": "array", "items": value}] if action.nargs == "+" else []
     return found | {"anyOf": [value, *many, {"type": "null"}]}
-
-
-def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Write a script with which a shell completes the commands of `accelerate-recipes`, their flags, and names of files.
-
-    Raises:
-        ConfigError: if shtab is not installed.
-    """
-    try:
-        import shtab
-    except ModuleNotFoundError as error:
-        raise ConfigError("shtab is not installed; run: pip install shtab") from error
-    parsers = [parser]
-    for known in parsers:
-        for action in known._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                parsers += action.choices.values()
-            elif not action.option_strings and not action.choices:
-                action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
-                action.help = ""  # shtab leaves out what --help does not show
-    parser.prog = "accelerate-recipes"
-    return shtab.complete(parser, shell)
