@@ -37,12 +37,8 @@ def flops_per_token(model: PreTrainedModel, document_length: float, row_length: 
 
     `document_length` is the mean, over all tokens, of the length of a token's document.
     """
-    return Flops(
-        *(
-            decoder_flops(model.config, model.num_parameters(), length, trained_share(model))
-            for length in (document_length, row_length)
-        )
-    )
+    size, share = model.num_parameters(), trained_share(model)
+    return Flops(*(decoder_flops(model.config, size, length, share) for length in (document_length, row_length)))
 
 
 def decoder_flops(

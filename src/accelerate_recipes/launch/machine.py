@@ -24,13 +24,7 @@ from accelerate_recipes.distributed import ALLOCATOR_SETTINGS
 
 PINS = Path(__file__).parents[3] / "requirements.txt"  # an installed copy has no such file
 # Variables that make a run slow, or hide a fault, and are often left over from a search for one.
-LEFT_OVER = (
-    "CUDA_LAUNCH_BLOCKING",
-    "NCCL_P2P_DISABLE",
-    "NCCL_SHM_DISABLE",
-    "NCCL_IB_DISABLE",
-    "TORCH_DISTRIBUTED_DEBUG",
-)
+LEFT_OVER = re.compile(r"CUDA_LAUNCH_BLOCKING|TORCH_DISTRIBUTED_DEBUG|NCCL_(P2P|SHM|IB)_DISABLE")
 LOCAL_FILESYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 ROOM = 20 * GIB  # a checkpoint of a model of a billion parameters, written beside the one before it
 PROBE = 64 * 2**20  # bytes that are written to measure a disk
@@ -207,8 +201,8 @@ def setting_findings() -> Found:
     """List variables and limits that make runs fail or slow."""
     warnings = [
         f"{name}={value} is set, which makes runs slow; unset it"
-        for name in LEFT_OVER
-        if (value := os.environ.get(name, "0")).lower() not in ("0", "", "off", "false")
+        for name, value in sorted(os.environ.items())
+        if LEFT_OVER.fullmatch(name) and value.lower() not in ("0", "", "off", "false")
     ]
     if "expandable_segments:true" not in allocator().lower():
         said = f"the allocator is set to {allocator()}: memory falls into pieces when lengths vary"

@@ -82,7 +82,9 @@ def read_request(argv: Sequence[str], name: str = "preflight") -> Request:
     here = 0 if asked.cpus_per_node else num_accelerators()
     num_devices = here if asked.gpus_per_node is None else asked.gpus_per_node
     is_elsewhere = parsed.cpu or asked.nodes or asked.cpus_per_node or asked.gpus_per_node is not None
-    gpu, flags = asked.gpu or ("" if is_elsewhere else gpu_here()), launch[: len(launch) - len(command)]
+    gpu, flags = asked.gpu, launch[: len(launch) - len(command)]
+    if not gpu and not is_elsewhere and torch.cuda.is_available():
+        gpu = known_as(torch.cuda.get_device_name(0))
     return Request(config, problems, flags, command, num_devices, not asked.no_checksums, gpu, not asked.no_plan)
 
 
@@ -97,11 +99,6 @@ def job_size_problems(given: argparse.Namespace, wanted: argparse.Namespace, ask
         and processes not in (None, wanted.num_processes),
     }
     return that_apply(problems)
-
-
-def gpu_here() -> str:
-    """Return the name in GPUS of this machine's first GPU; empty without a GPU, and for an unknown one."""
-    return known_as(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else ""
 
 
 def completed(parsed: argparse.Namespace) -> argparse.Namespace:

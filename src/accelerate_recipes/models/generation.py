@@ -18,7 +18,7 @@ from accelerate_recipes.models.attention import with_padding
 from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.models.shared_rows import whole_rows
 from accelerate_recipes.models.weights import seed_of
-from accelerate_recipes.ranks import on_all_ranks
+from accelerate_recipes.ranks import is_compiled, on_all_ranks
 
 
 class Sampling(NamedTuple):
@@ -79,11 +79,12 @@ def generate_texts(
         how = {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0}
     model.eval()
     # `generate` calls an encoder directly. Accelerate's autocast is in the forward of the whole model, so it is set here.
-    # Even where a number decides, `generate` draws, which must not change what training draws.
+    # Even where a number decides, `generate` draws, which must not change what training draws. Compiled layers would be
+    # compiled again for every length.
     with (
         whole_rows(),
         with_padding(generator),
-        uncompiled(generator),
+        torch.compiler.set_stance("force_eager") if is_compiled() else contextlib.nullcontext(),
         whole_root(model),
         accelerator.autocast(),
         own_draws(accelerator.device, sampling and sampling.seed),
@@ -186,22 +187,6 @@ def own_draws(device: torch.device, seed: int | None) -> Iterator[None]:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
-
-
-@contextlib.contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Call modules uncompiled that `nn.Module.compile` has compiled in place, as Accelerate does by layer under FSDP2.
-
-    Otherwise they would be compiled again for every length.
-    """
-    compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
-    for module in compiled:
-        module._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for module, call in compiled.items():
-            module._compiled_call_impl = call
 
 
 def whole_root(model: nn.Module) -> contextlib.AbstractContextManager:

@@ -10,13 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from accelerate_recipes.errors import ConfigError
 
-ALL_KERNELS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-    SDPBackend.OVERRIDEABLE,  # kernel of one kind of device, such as Intel's GPUs
-]
+ALL_KERNELS = [kernel for kernel in SDPBackend.__members__.values() if kernel != SDPBackend.ERROR]
 FLASH_3 = "flash_attn_interface"  # package of FlashAttention 3
 
 

@@ -7,7 +7,7 @@ https://docs.pytorch.org/memory_viz).
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerAction, profile
+from torch.profiler import profile, schedule
 
 from accelerate_recipes.agenda import Observer
 from accelerate_recipes.args import TrainArgs
@@ -19,23 +19,18 @@ MOST_ALLOCATIONS = 100_000  # in a snapshot of CUDA's memory
 class StepProfiler(Observer):
     """Profiler of this rank. It does nothing on a rank, and in steps, that are not chosen."""
 
-    begun_at = 0
     recorder: profile | None = None
 
     def __init__(self, args: TrainArgs):
         self.steps, self.ranks, self.folder = args.profiled_steps, args.profile_ranks, Path(args.output_dir) / "profile"
 
-    def action(self, number: int) -> ProfilerAction:
-        """Say what to do in the step after `begun_at + number`. The step before the first one warms up the profiler."""
-        step = self.begun_at + number + 1
-        if step in self.steps:
-            return ProfilerAction.RECORD_AND_SAVE if step == self.steps[-1] else ProfilerAction.RECORD
-        return ProfilerAction.WARMUP if step == self.steps[0] - 1 else ProfilerAction.NONE
-
     def began(self, step: int) -> None:
-        if self.steps and rank() in self.ranks and step < self.steps[-1]:
-            self.begun_at = step  # which `profile` asks for at once
-            self.recorder = profile(schedule=self.action, on_trace_ready=self.write)
+        """Begin to profile the steps after `step`. The step before the first one warms up the profiler."""
+        self.steps = self.steps[max(0, step + 1 - self.steps[0]) :] if self.steps else self.steps
+        if self.steps and rank() in self.ranks:
+            before = self.steps[0] - step - 1
+            when = {"skip_first": max(0, before - 1), "wait": 0, "warmup": min(1, before), "active": len(self.steps)}
+            self.recorder = profile(schedule=schedule(**when, repeat=1), on_trace_ready=self.write)
             self.recorder.start()
             self.watch_memory(step + 1)
 
@@ -52,7 +47,7 @@ class StepProfiler(Observer):
 
     def watch_memory(self, step: int) -> None:
         """Let CUDA's allocator remember its calls from the first of the steps on."""
-        if torch.cuda.is_initialized() and step == max(self.steps[0], self.begun_at + 1):
+        if torch.cuda.is_initialized() and step == self.steps[0]:
             torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
 
     def write(self, done: profile) -> None:

@@ -27,7 +27,7 @@ from accelerate_recipes.models.configurations import Architecture, new_config
 from accelerate_recipes.models.deepvit import DeepViTConfig, DeepViTForImageClassification
 from accelerate_recipes.models.loading import classifier_on_meta, load_classifier, with_classes
 from accelerate_recipes.models.pretrained import Kind, load_config
-from accelerate_recipes.trial import NotSimulatedError, Trial, config_of
+from accelerate_recipes.trial import Trial, config_of
 
 # No code in a folder is run: transformers prefers a registered class to the copy in an export.
 AutoConfig.register(DeepViTConfig.model_type, DeepViTConfig)
@@ -149,8 +149,7 @@ def image_loss(model: nn.Module, batch: dict[str, torch.Tensor], label_smoothing
 def images_trial(args: Any, loss_fn: Callable) -> Trial:
     """Make the trial of a classifier with NUM_CLASSES classes; its images have the size in its configuration."""
     config = new_vision_config(args) if args.from_scratch else config_of(args)
-    if config.model_type not in LAYERS:
-        raise NotSimulatedError(f"{args.base_model}: it is a {config.model_type}, not one of {', '.join(LAYERS)}")
+    check_classifier(config, args.base_model)
     rows, size = args.per_device_train_batch_size, config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     batch = {
