@@ -26,7 +26,7 @@ class StepProfiler(Observer):
 
     def began(self, step: int) -> None:
         """Begin to profile the steps after `step`. The step before the first one warms up the profiler."""
-        self.steps = self.steps[max(0, step + 1 - self.steps[0]) :] if self.steps else self.steps
+        self.steps = range(max(self.steps.start, step + 1), self.steps.stop)
         if self.steps and rank() in self.ranks:
             before = self.steps[0] - step - 1
             when = {"skip_first": max(0, before - 1), "wait": 0, "warmup": min(1, before), "active": len(self.steps)}
