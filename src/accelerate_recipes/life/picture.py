@@ -53,13 +53,18 @@ def draw_run(path: Path, records: list[dict], bars: Bars | None = None, panels: 
 
 def plot(axes: Any, records: Sequence[dict], name: str, label: str | None = None, **style: Any) -> None:
     """Draw a value over the steps into axes of matplotlib, if there is one: held-out values as dots on a dashed line."""
-    points = [(record["step"], record[name]) for record in records if is_finite(record.get(name))]
+    points = points_of(records, name)
     is_heldout = name.startswith("eval_")
     label = label or ("held out" if is_heldout else "training")
     style |= {"marker": "o"} if is_heldout or len(points) == 1 else {}
     if points:
         axes.plot(*zip(*points, strict=True), "--" if is_heldout else "-", label=label, linewidth=1.2, **style)
         axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def points_of(records: Sequence[dict], name: str) -> list[tuple[int, float]]:
+    """List the steps that have a value, with the value."""
+    return [(record["step"], record[name]) for record in records if is_finite(record.get(name))]
 
 
 def spoken(name: str) -> str:

@@ -21,7 +21,7 @@ from accelerate_recipes.errors import ConfigError, one_line
 from accelerate_recipes.life import lock
 from accelerate_recipes.life.attempts import of_this_run, read_attempts
 from accelerate_recipes.life.page import Html, element, folded, html_table, picture, write_page
-from accelerate_recipes.life.picture import plot, spoken
+from accelerate_recipes.life.picture import plot, points_of, spoken
 from accelerate_recipes.life.status import read_status
 from accelerate_recipes.ranks import is_first
 
@@ -266,7 +266,9 @@ def panels(runs: Sequence[Seen]) -> Html:
 
 def draw_curves(runs: Sequence[Seen], values: Sequence[str]) -> Html:
     """Draw the curves of some values as SVG inside a page, whose colour of text it takes; "" without two points in one."""
-    import matplotlib  # imported here, since only one process needs it
+    if all(len(points_of(run.records, name)) < 2 for run in runs for name in values):
+        return Html()
+    import matplotlib  # here, since only one process needs it, and none before the first step
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
@@ -280,8 +282,6 @@ def draw_curves(runs: Sequence[Seen], values: Sequence[str]) -> Html:
             for j, name in enumerate(values):
                 color = COLORS[(i if len(runs) > 1 else j) % len(COLORS)]
                 plot(axes, run.records, name, LABELS.get(name), color=color, markersize=3)
-        if all(len(line.get_xdata()) < 2 for line in axes.lines):
-            return Html()
         if len(runs) == 1 and len(axes.lines) > 1:
             axes.legend(framealpha=0)
         axes.grid(alpha=0.25)
