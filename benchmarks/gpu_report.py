@@ -2,6 +2,8 @@
 
     python benchmarks/gpu_report.py
 
+The page ends with what `first_step.py` measured.
+
 Of a case that was measured twice on a kind of GPU the last run counts. Rehearsals and runs without a GPU are no results.
 """
 
@@ -9,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import first_step
 from gpu_cases import CASES, Anchor, flops_of
 from harness import ROOT, table
 
@@ -126,6 +129,7 @@ def page(found: dict[str, dict[tuple[str, str], Record]]) -> str:
         for title, records in (("Attention, kernels of a step, tests", others), ("Failed, or left out", lost)):
             if records:
                 lines += [f"{title}:", "", *(f"    {line_of(record)}" for record in records), ""]
+    lines += first_step.section(json.loads(first_step.RESULT.read_text(encoding="utf-8")))
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import first_step
 import gpu
 import gpu_cases
 import gpu_measure
@@ -29,12 +30,13 @@ LAUNCH = "-m accelerate.commands.launch --main_process_port 0 --config_file acce
 COMMANDS = {
     "against_trl": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
     "engine_overhead": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
+    "first_step": "--rounds 1 --rows 40 --max_length 128",
     "loading": "--rounds 1 --hidden_size 64",
     "prepare_rows": "--rounds 1 --rows 40",
 }
 LAUNCHED = ("against_trl", "engine_overhead")
 ELSEWHERE = {"ablation", "ablation_trial", "init_memory", "memory_limits", "plan_shapes", "plans"}  # test_ablation, ...
-HELPERS = {"harness", "published", "real_steps"}
+HELPERS = {"first_step_marks", "harness", "published", "real_steps"}
 GPU = {"gpu", "gpu_cases", "gpu_measure", "gpu_report"}
 # As on a machine where these are not installed; read by each Python process at its start.
 HIDE = """
@@ -79,6 +81,70 @@ def test_harness(tmp_path):
     harness.write_json(tmp_path / "new/out.json", harness.machine() | {"flags": {"out": tmp_path}})
     written = json.loads((tmp_path / "new/out.json").read_text())
     assert re.fullmatch(r"20\d\d-\d\d-\d\d", written["date"]) and written["flags"]["out"] == str(tmp_path)
+
+
+MODULES_WITH_PARTS = {
+    "datasets/load.py": "def load_dataset(): pass",
+    "transformers/modeling_utils.py": """
+class PreTrainedModel:
+    @classmethod
+    def from_pretrained(cls): return burn(0.2) or cls()
+    def named_parameters(self): return []
+""",
+    "accelerate/accelerator.py": "class Accelerator:\n    def prepare(self, *args): burn(0.1)",
+    "torch/optim/optimizer.py": """
+hooks = []
+register_optimizer_step_post_hook = hooks.append
+def step(): [hook() for hook in hooks]
+""",
+}
+BURN = """
+import time
+def burn(seconds, start=time.process_time):
+    since = start()
+    while start() - since < seconds: pass
+"""
+STARTED = """
+import subprocess, sys, time
+from datasets.load import load_dataset
+from transformers.modeling_utils import PreTrainedModel
+from accelerate.accelerator import Accelerator
+from torch.optim.optimizer import step
+load_dataset()
+work = "import time, transformers.modeling_utils as m; m.PreTrainedModel.from_pretrained(); m.burn(0.1); print(flush=True)"
+child = [sys.executable, "-c", work + "; time.sleep(60)"]
+with subprocess.Popen(child, stdout=subprocess.PIPE) as ended:
+    ended.stdout.readline()
+    ended.kill()
+alive = subprocess.Popen(child, stdout=subprocess.PIPE)
+alive.stdout.readline()
+model = PreTrainedModel.from_pretrained()
+Accelerator().prepare([])
+Accelerator().prepare(model)
+print("last words", flush=True)
+if "fails" not in sys.argv: step()
+alive.kill()
+sys.exit(3)
+"""
+
+
+def test_first_step_parts(tmp_path):
+    """A part has the CPU time of children, alive or not, and not what they begin; after the first step nothing is alive."""
+    for name, text in MODULES_WITH_PARTS.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(BURN + text)
+        for folder in (tmp_path / name).relative_to(tmp_path).parents[:-1]:
+            (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "program.py").write_text(STARTED)
+    command = [sys.executable, str(tmp_path / "program.py")]
+    before = set(psutil.Process().children(recursive=True))
+    found = first_step.start(command, tmp_path)
+    assert set(psutil.Process().children(recursive=True)) <= before
+    cpu = {part: used["cpu"] for part, used in found.items()}
+    assert cpu["rows"] > 0.65 and 0.5 > cpu["model"] > 0.25 > cpu["first step"], cpu
+    assert all(found[part]["wall"] > 0 for part in first_step.PARTS)
+    with pytest.raises(SystemExit, match=r"(?s)ended with 3.*last words"):
+        first_step.start([*command, "fails"], tmp_path)
 
 
 def test_results_say_when_they_were_measured():
