@@ -61,6 +61,7 @@ def made_of(
         # Of rows that were selected, each is a chunk, with which the whole table would be sent to a process.
         given: Any = (table.combine_chunks() for table in rows.with_format("arrow").iter(batch_size=BATCH))  # pyright: ignore
         bar = datasets.utils.tqdm(total=len(rows), desc=desc, unit=" rows")
+        of_run = gc.get_freeze_count()
         gc.freeze()  # a collection would look at all modules, again and again
         try:
             with bar, in_processes(num_proc or num_processes(len(rows)), make) as make_all:
@@ -68,7 +69,8 @@ def made_of(
                     bar.update(BATCH)
                     yield table.cast(schema)
         finally:
-            gc.unfreeze()
+            if not of_run:
+                gc.unfreeze()
 
     if file is None:
         if not rows.cache_files:  # in memory
