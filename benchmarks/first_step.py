@@ -6,7 +6,7 @@
 
 Each program trains the same tiny model on the same conversations: the answers, packed to --max_length, one step of one row.
 A first start finds empty caches, a second start what the first one has cached. Programs take turns. Each is ended after its
-first step. Ours evaluates before that, on two conversations; the others do not.
+first step. Ours evaluates before that, on one conversation; the others do not.
 
 Parts follow each other on the clock of the process that trains. `imports` ends when the first tokenizer or data set is
 read: it has the launcher and the arguments too. `model` is `from_pretrained` of the model, and `Accelerator.prepare` with
@@ -50,12 +50,12 @@ print(json.dumps({{name: m.version(name) for name in {PACKAGES} if [*m.Distribut
 
 
 def make_rows(base: Path, number: int) -> None:
-    """Make tiny model, tokenizer and conversations, two more to evaluate on, and LlamaFactory's description of them."""
+    """Make tiny model, tokenizer and conversations, one more to evaluate on, and LlamaFactory's description of them."""
     (base / "chats").mkdir(parents=True)
-    make_base(base, sorted(map(str, (ROOT / "data/c4_pydoc/en").glob("c4-train.*.json.gz"))), number + 2)
+    make_base(base, sorted(map(str, (ROOT / "data/c4_pydoc/en").glob("c4-train.*.json.gz"))), number + 1)
     lines = (base / "chats.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    (base / "chats/train.jsonl").write_text("".join(lines[:-2]), encoding="utf-8")
-    (base / "eval.jsonl").write_text("".join(lines[-2:]), encoding="utf-8")
+    (base / "chats/train.jsonl").write_text("".join(lines[:-1]), encoding="utf-8")
+    (base / "eval.jsonl").write_text("".join(lines[-1:]), encoding="utf-8")
     tags = {f"{role}_tag": role for role in ("role", "content", "user", "assistant", "system")}
     chats = {"file_name": "chats/train.jsonl", "formatting": "sharegpt", "columns": {"messages": "messages"}}
     (base / "dataset_info.json").write_text(json.dumps({"chats": chats | {"tags": tags}}), encoding="utf-8")
