@@ -103,7 +103,8 @@ def start(command: list[str], home: Path) -> dict[str, dict[str, float]]:
     read: list[dict[str, Any]] = []
     while not read or read[-1]["part"] != "end":
         if process.poll() is not None:
-            raise SystemExit(f"{' '.join(command)}\nended with {process.returncode}:\n{log.read_text()[-3000:]}")
+            said = log.read_text(encoding="utf-8")[-3000:]
+            raise SystemExit(f"{' '.join(command)}\nended with {process.returncode}:\n{said}")
         time.sleep(0.1)
         read = [json.loads(line) for line in marks.read_text(encoding="utf-8").splitlines()]
     ended = psutil.Process().children(recursive=True)
