@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig
 
 from accelerate_recipes.args import arg
+from accelerate_recipes.checkpoint.check_export import stops_of
 from accelerate_recipes.data.formats import PAIR, PairFormatArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.engine import train
@@ -54,8 +55,10 @@ def requirements(args: Args) -> Requirements:
     return Requirements(models=[args.model_name_or_path], datasets=args.row_datasets)
 
 
-def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, datasets.Dataset], int, int]:
-    """Load the pairs to train on and to evaluate on, as `train` and `test`.
+def load_pairs(
+    args: Args, tokenizer: PreTrainedTokenizerBase, stops: set[int]
+) -> tuple[dict[str, datasets.Dataset], int, int]:
+    """Load the pairs to train on and to evaluate on, as `train` and `test`. Generation stops at `stops`.
 
     Returns:
         The pairs, the number of rows read, and the number of rows to train on that are left out.
@@ -64,7 +67,7 @@ def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str
         DataError: for rows that cannot be read, or that hold no texts, messages or scores.
         ConfigError: for rows of another form, and if a side is empty.
     """
-    rows = args.without_controls(args.read_rows_for(tokenizer), ("prompt", "completion", *PAIR), tokenizer)
+    rows = args.without_controls(args.read_rows_for(tokenizer), ("prompt", "completion", *PAIR), tokenizer, stops)
     pairs = {name: to_pairs(side, args.sources[name], args.min_score_margin) for name, side in rows.items()}
     args.check_written(pairs, ("prompt", *PAIR), tokenizer, "pair")
     is_judged = "completion" in rows["train"].column_names  # then several rows make a pair
@@ -84,15 +87,14 @@ def trial(args: Args) -> Trial:
 def main(args: Args) -> None:
     run = start(args)
 
-    # Tokenizer and data
+    # Tokenizer and model, before the pairs: these are made and compared with the settings of both
     tokenizer = load_tokenizer(args.model_name_or_path)
-    args.settle_date(tokenizer)
-    pairs, num_rows, left_out = on_first_of_machine_before_others(lambda: load_pairs(args, tokenizer))
-    tell_of_prompts(run, pairs, tokenizer)
-
-    # Model, before the pairs as it reads them: they are made and compared with its settings
     model = make_model(args)
     run.adapter = add_adapters(model, args)
+    args.settle_date(tokenizer)
+    stops = stops_of(model.generation_config) | stops_of(tokenizer)
+    pairs, num_rows, left_out = on_first_of_machine_before_others(lambda: load_pairs(args, tokenizer, stops))
+    tell_of_prompts(run, pairs, tokenizer)
     config = trl_config(run, DPOConfig, max_length=min(args.max_length or sys.maxsize, max_positions(model.config)))
     trainer = give_model_to_trl(PairTrainer, run, config, model, tokenizer, train_dataset=pairs["train"])
 

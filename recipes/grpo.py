@@ -19,9 +19,9 @@ import datasets
 from trl import GRPOConfig
 
 from accelerate_recipes.args import arg
+from accelerate_recipes.checkpoint.check_export import stops_of
 from accelerate_recipes.data.chats import ChatArgs
-from accelerate_recipes.data.conversations import select
-from accelerate_recipes.data.json_texts import read_prompts
+from accelerate_recipes.data.messages import read_prompts, select
 from accelerate_recipes.engine import train
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.picture import Bars, Curves
@@ -78,8 +78,12 @@ def requirements(args: Args) -> Requirements:
     return Requirements(models=[args.model_name_or_path], datasets=args.row_datasets)
 
 
-def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets.Dataset], dict[str, int]]:
+def load_rows(
+    args: Args, tokenizer: Any, stops: set[int], room: int
+) -> tuple[dict[str, datasets.Dataset], dict[str, int]]:
     """Load the rows to train on and to evaluate on, as `train` and `test`, without prompts of more than `room` tokens.
+
+    `stops` are the tokens at which generation stops.
 
     Returns:
         The rows, and counts: how many are left out, and the length of the longest prompt.
@@ -91,7 +95,7 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets
     rows, lengths = args.read_rows(), []
     for name, side in rows.items():
         side = read_prompts(side, args.sources[name])
-        side = args.without_controls({name: side}, {"prompt"}, tokenizer)[name]
+        side = args.without_controls({name: side}, {"prompt"}, tokenizer, stops)[name]
         side = select(side, side.column_names, args.sources[name]).select_columns(side.column_names)
         check_column_names(side, args.sources[name])
         args.check_written({name: side}, ["prompt"], tokenizer)
@@ -116,7 +120,8 @@ def main(args: Args) -> None:
     args.settle_date(tokenizer)
     model = make_model(args)
     room = room_for_prompts(args, model.config, args.max_completion_length)
-    rows, counts = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer, room))
+    stops = stops_of(model.generation_config) | stops_of(tokenizer)
+    rows, counts = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer, stops, room))
     columns = [name for name in rows["train"].column_names if name in rows["test"].column_names]
     begin = end_of_prompt(tokenizer, rows["test"][0]["prompt"], args.template_settings)
     rewards = load_rewards(args.rewards, columns, begin)

@@ -28,18 +28,9 @@ from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.settings import NewModelArgs, make_or_load_model
-from accelerate_recipes.posttraining.supervised import (
-    check_same_template,
-    count_and_compare,
-    load_sides,
-    make_config,
-    prepare_sides,
-    set_up_by_trl,
-    usual_value,
-)
+from accelerate_recipes.posttraining.supervised import make_config, prepare_supervised, set_up_by_trl, usual_value
 from accelerate_recipes.posttraining.supervised_loss import SupervisedLoss, flops_of_rows, nll_sum, supervised_trial
-from accelerate_recipes.posttraining.trained_rows import compare_finished, tell_of_prompts
-from accelerate_recipes.ranks import on_first_of_machine_before_others
+from accelerate_recipes.posttraining.trained_rows import compare_finished
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
 from accelerate_recipes.trial import Trial
@@ -130,15 +121,9 @@ def trial(args: Args) -> Trial:
 def main(args: Args) -> None:
     run = start(args)
 
-    # Tokenizer and data
+    # Tokenizer and model, before the rows: these are made, and compared with the export, by the tokens and settings of both
     tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path)
     tokenizer.add_tokens(args.new_tokens, special_tokens=True)
-    args.settle_date(tokenizer)
-    check_same_template(run, tokenizer)
-    sides, written = on_first_of_machine_before_others(lambda: load_sides(args, tokenizer))
-    tell_of_prompts(run, sides, tokenizer)
-
-    # Model, before the rows as it reads them: they are made and compared with its settings and its tokens
     config = make_config(run)
     model, new_tokens = make_or_load_model(args, tokenizer, args.new_tokens)
     run.adapter = add_adapters(model, args, new_tokens)
@@ -146,17 +131,20 @@ def main(args: Args) -> None:
     loss = SupervisedLoss(args, model.config)
 
     # Rows as the model reads them
-    rows = prepare_sides(run, config, sides, tokenizer, base_stops)
-    num_targets, counts = count_and_compare(config, rows, model, tokenizer, written)
-    run.show_rows(tokenizer, rows.first, num_targets, counts)
+    args.settle_date(tokenizer)
+    rows = prepare_supervised(run, config, model, tokenizer, base_stops)
+    run.show_rows(tokenizer, rows.first, rows.num_targets, rows.counts)
+    num_train, num_heldout = rows.num_read["train"], rows.num_read["test"]
     run.print(
-        f"Data: {len(sides['train']):,} rows to train on, {len(sides['test']):,} held out; "
-        f"{len(rows.train):,} sequences of at most {args.max_length} tokens"
+        f"Data: {num_train:,} rows to train on, {num_heldout:,} held out; {len(rows.train):,} sequences of at most "
+        f"{args.max_length} tokens"
     )
     train_loader, heldout_loader = rows.make_loader(lengths=rows.lengths), rows.make_heldout_loader()
 
     # Training and evaluation
-    run.prepare(model, tokenizer, num_steps(args, len(rows.train)), flops_of_rows(args, rows.train, num_targets.sum()))
+    run.prepare(
+        model, tokenizer, num_steps(args, len(rows.train)), flops_of_rows(args, rows.train, rows.num_targets.sum())
+    )
 
     def evaluate_fn(step: int) -> dict[str, float]:
         return {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, nll_sum, count_next_tokens)}
@@ -167,7 +155,7 @@ def main(args: Args) -> None:
     )
 
     # Result
-    description = f"{args.base_model or 'A new model'}, fine-tuned on {len(sides['train']):,} rows of {args.source}."
+    description = f"{args.base_model or 'A new model'}, fine-tuned on {num_train:,} rows of {args.source}."
     finish(run, records, description)
     compare_finished(run)
 

@@ -51,8 +51,8 @@ from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint import check_export as check_export_module
 from accelerate_recipes.checkpoint.check_export import ROWS, TrainedRows, check_export, read_exported
 from accelerate_recipes.checkpoint.export import export
-from accelerate_recipes.data.conversations import count_targets_of, select
 from accelerate_recipes.data.heldout import beginning
+from accelerate_recipes.data.messages import select
 from accelerate_recipes.data.passes import made_of
 from accelerate_recipes.data.rendering import Rendering, differences, render, without_nulls
 from accelerate_recipes.errors import ConfigError, DataError
@@ -61,6 +61,7 @@ from accelerate_recipes.models.loading import load_model
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
 from accelerate_recipes.posttraining import supervised, trained_pairs
 from accelerate_recipes.posttraining.settings import make_or_load_model
+from accelerate_recipes.posttraining.trained_rows import count_targets_of
 
 SCRIPT = ROOT / "recipes/sft.py"
 # Templates of well-known models, as trl ships them, and the token that ends an answer.

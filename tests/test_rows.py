@@ -21,6 +21,7 @@ from accelerate_recipes.data.files import read_files
 from accelerate_recipes.data.text_pairs import pairs_in, text_columns
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.models.tokenizers import new_word_tokenizer
+from accelerate_recipes.posttraining.supervised import load_sides
 
 GAME = b'{"Moves": ["e2e4", "e7e5"]}\n'
 MATE = ["f2f3", "e7e5", "g2g4", "d8h4"]
@@ -331,13 +332,12 @@ def test_rows_to_fine_tune_on(content, message, tmp_path, monkeypatch):
     argv = ["--model_name_or_path", "none", "--train_files", str(file), "--heldout_share", "0.5"]
     args = parse(sft.Args, argv, world_size=1)
     tokenizer = new_word_tokenizer(["a"])
-    monkeypatch.setattr(sft.Args, "stop_tokens", lambda *_: set())  # there is no model
     with pytest.raises(DataError) as error:
-        sft.load_sides(args, tokenizer)
+        load_sides(args, tokenizer, set())
     assert str(error.value).startswith(f"{file}{message}")
     file.write_bytes(b'{"text": "a"}\n')
     with pytest.raises(ConfigError, match="none of 1 rows is left to"):
-        sft.load_sides(args, tokenizer)
+        load_sides(args, tokenizer, set())
 
 
 def test_what_a_rank_cannot_read_ends_all(monkeypatch):

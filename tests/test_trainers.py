@@ -406,7 +406,7 @@ def loss_of(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, out: Pat
     module = shipped.load(SFT)
     args = parse(module.Args, ["--config", str(out / "args.yaml")], world_size=2)
     loss_sum, num_targets = 0.0, 0
-    for row in load_sides(args, tokenizer)[0][side]:
+    for row in load_sides(args, tokenizer, set())[0][side]:
         ids = torch.tensor([tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"][:64]])
         with torch.no_grad():
             loss_sum += model.eval()(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
@@ -643,7 +643,7 @@ def test_held_out_by_hash(chats, tmp_path):
         file = tmp_path / f"{name}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         argv = ("--model_name_or_path", str(chats / "base"), "--train_files", str(file), "--heldout_share", "0.3")
-        split, _ = load_sides(parse(module.Args, argv, world_size=1), tokenizer)
+        split, _ = load_sides(parse(module.Args, argv, world_size=1), tokenizer, set())
         (asked,) = {"text", "prompt", "messages"} & set(rows[0])
         return tuple([beginning(row, asked) for row in split[side]] for side in ("train", "test"))
 

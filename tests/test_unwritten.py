@@ -9,8 +9,8 @@ from conversations import PAIRS, ROWS_WITH_TOOLS, TOOL, conversation, prepare, s
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from accelerate_recipes.data.unwritten import same_answers
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.posttraining.trained_pairs import same_answers
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

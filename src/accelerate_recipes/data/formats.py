@@ -12,7 +12,6 @@ from functools import reduce
 from typing import NamedTuple
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
@@ -20,16 +19,23 @@ from trl.data_utils import extract_prompt
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.chats import ChatArgs
-from accelerate_recipes.data.conversations import TEXT, check_no_images
-from accelerate_recipes.data.json_texts import ANY, LISTS, TEXTS, from_json, is_json, with_texts
 from accelerate_recipes.data.messages import (
+    ANY,
     ASKING,
     FOREIGN,
     HH,
+    LISTS,
+    TEXT,
+    TEXTS,
+    check_no_images,
     end_of_question,
+    from_json,
+    is_json,
     messages_of,
+    roles_at,
     text_in,
     turns,
+    with_texts,
     without_answer,
 )
 from accelerate_recipes.data.rendering import SETTINGS, parsed
@@ -109,7 +115,7 @@ class FormatArgs(ChatArgs):
 
     def read_rows_for(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, datasets.Dataset]:
         """Read the rows in the form that will be rendered with a tokenizer."""
-        has_template = bool(tokenizer.chat_template or getattr(self, "chat_template_path", None))
+        has_template = bool(tokenizer.chat_template)
         return {
             name: in_usual_form(side, self.forms, self.mapping, self.sources[name], has_template=has_template)
             for name, side in self.read_rows().items()
@@ -318,16 +324,6 @@ def is_usual(rows: datasets.Dataset, form: Form) -> bool:
         return True
     begins = set().union(*(roles_at(rows, name, 0) for name in answers))
     return "assistant" not in roles_at(rows, asked, -1) and not ASKING & begins
-
-
-def roles_at(rows: datasets.Dataset, name: str, place: int | None = None) -> set[str | None]:
-    """Return the roles of the first messages of a column (`place` 0), of the last ones (-1), or of all."""
-    found = set()
-    for chunk in filter(len, rows.data.column(name).chunks):
-        starts, ends = (chunk.offsets.to_numpy()[part] for part in (slice(None, -1), slice(1, None)))
-        places = np.arange(starts[0], ends[-1]) if place is None else (ends - 1 if place else starts)[ends > starts]
-        found |= {*pc.unique(chunk.values.field("role").take(pa.array(places))).to_pylist()}
-    return found
 
 
 def usual_row(

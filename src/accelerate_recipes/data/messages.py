@@ -1,10 +1,28 @@
-"""Messages of a row: read from the forms in which they are written, and checked one by one."""
+"""Messages and texts of rows: read from the forms in which they are written, checked, and without nulls that Arrow adds."""
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from accelerate_recipes.data.answer_spans import WEIGHTS, is_answer, is_trained, weights_of
+from accelerate_recipes.data.files import check_texts_or_messages
+from accelerate_recipes.data.rendering import SETTINGS, parsed, with_objects
+from accelerate_recipes.errors import ConfigError, DataError
+
+IMAGES = {"image", "images", "pixel_values"}
+NUM_COMPARED = 16  # number of rows whose rendering is compared
+TEXT = datasets.Value("string")
+CALLS = {"tool_calls", "function_call"}
+PARTS = (
+    "{} has a message whose `content` is not a text but parts, of which many chat templates write nothing, or Python code; "
+    "join the texts of each message into one"
+)
 CALL = "function_call"
 # Roles in messages with the key `from`, and their usual names.
 ROLES = {
@@ -15,6 +33,143 @@ ROLES = {
 FOREIGN = {"human", "gpt", "chatgpt", "bot", "observation", CALL}  # unknown to templates, which may have other names
 ASKING = {"user", "system"}  # roles of the messages with which a whole conversation begins
 HH = re.compile(r"\n\n(Human|Assistant):")  # stands before each turn in Anthropic's pairs
+LISTS = ("messages", "conversations")  # columns that never hold a text
+TEXTS = (TEXT, datasets.Value("large_string"))
+ANY = datasets.List(datasets.Json())
+EITHER = ("prompt", "completion", "chosen", "rejected")  # columns that hold texts or messages
+# How a text begins that holds messages, written by JSON or by Python: other JSON, such as an answer of a task, stays a text.
+WRITTEN = re.compile(
+    rf"""\s*\[?\s*\{{\s*(?=.*["'](role|from)["']\s*:\s*["']({"|".join(ROLES)}|developer)["'])"""
+    r"""(?=.*["'](content|value|tool_calls)["']\s*:)["']""",
+    re.DOTALL,
+)
+
+
+def select(rows: datasets.Dataset, columns: Collection[str], source: str) -> datasets.Dataset:
+    """Keep only `columns`, with rows as they were written: without the nulls that Arrow adds to rows with different fields.
+
+    Raises:
+        ConfigError: for images, on which these recipes do not train.
+        DataError: for tools that are not JSON.
+    """
+    check_no_images(rows, source)
+    kept = sorted({*columns, *(name for name in SETTINGS if name in rows.column_names)})
+    rows = rows.select_columns(kept)
+    for name in kept:
+        message = getattr(rows.features[name], "feature", None)
+        if isinstance(message, dict) and not isinstance(message.get("content", TEXT), datasets.Value):
+            raise ConfigError(PARTS.format(f"{source}: {name!r}"))
+    return without_added_nulls(rows, kept, source)
+
+
+def check_no_images(rows: datasets.Dataset, source: str) -> None:
+    """Raise ConfigError for a column of images, on which these recipes do not train."""
+    if images := IMAGES & {*rows.column_names}:
+        raise ConfigError(f"{source} has the column {min(images)}: this recipe trains on text only; remove that column")
+
+
+def without_added_nulls(rows: datasets.Dataset, columns: Collection[str], source: str) -> datasets.Dataset:
+    """Rewrite columns, where needed, without the nulls that Arrow adds to rows with different fields.
+
+    Raises:
+        ConfigError: for messages that consist of parts.
+        DataError: for tools that are not JSON.
+    """
+    changes = {name: target(rows.features[name]) for name in columns if is_rewritten(rows, name)}
+    if changes:
+        rows = rows.map(
+            rewritten,
+            with_indices=True,
+            fn_kwargs={"names": sorted(changes), "source": source},
+            features=datasets.Features(dict(rows.features) | changes),
+            desc="Removing nulls",
+        )
+    return rows
+
+
+def is_rewritten(rows: datasets.Dataset, name: str) -> bool:
+    """Tell whether a column must be rewritten: settings such as tools; messages that are JSON, call tools or hold nulls."""
+    message = getattr(rows.features[name], "feature", None)
+    is_changed = isinstance(message, datasets.Json) or (isinstance(message, dict) and bool(CALLS & message.keys()))
+    return name in SETTINGS or is_changed or any(has_nulls_inside(chunk) for chunk in rows.data.column(name).chunks)
+
+
+def has_nulls_inside(array: pa.Array) -> bool:
+    """Tell whether a structure in an array, at any depth, has a field that is null."""
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        return has_nulls_inside(array.flatten())
+    if pa.types.is_struct(array.type):
+        return any(field.null_count or has_nulls_inside(field) for field in array.flatten())
+    return False
+
+
+def target(feature: Any) -> Any:
+    """Return the type in which a column keeps its rows exactly: JSON. Other types would give all rows all fields."""
+    return datasets.List(datasets.Json()) if isinstance(feature, datasets.List) else datasets.Json()
+
+
+def rewritten(row: dict, index: int, names: Sequence[str], source: str) -> dict:
+    """Return the columns `names` of a row without nulls. Settings may also be JSON texts; nulls in these stay."""
+    number = index + 1
+    found = {name: parsed(row[name], name, number, source) for name in names}
+    for name in found.keys() - {*SETTINGS}:
+        where = f"{source}, row {number}: {name!r}"
+        for message in found[name] if isinstance(found[name], list) else []:
+            if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+                raise DataError(f"{where} has a message without a role that is a text: {message!r:.60}")
+            if isinstance(message.get("content"), list):
+                raise ConfigError(PARTS.format(where))
+            if message.get("function_call"):
+                raise DataError(
+                    f"{where} has a message with function_call, which templates do not write; give tool_calls"
+                )
+            if message.get("content") is None and not message.get("tool_calls"):
+                raise DataError(
+                    f"{where} has a message without content and tool_calls: {message!r:.60}; remove the row"
+                )
+        try:
+            found[name] = with_objects(found[name])
+        except ValueError as error:
+            raise DataError(f"{where}: {error}") from None
+    return found
+
+
+def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str) -> bool:
+    """Tell whether a message is not a target by its `weight`, `train` or `loss`, which is 0 or false.
+
+    Raises:
+        DataError: for a weight that is neither 0 nor 1.
+    """
+    found = False
+    for name in columns:
+        message = getattr(rows.features[name], "feature", None)
+        if isinstance(message, datasets.Json) or (isinstance(message, dict) and {*WEIGHTS} & {*message}):
+            for number, messages in enumerate(rows[name], 1):
+                weights = [weight for message in messages for weight in weights_of(message)]
+                if wrong := [weight for weight in weights if weight not in (0, 1)]:
+                    raise DataError(
+                        f"{source}, row {number}: {name!r} has a message of weight {wrong[0]!r}; {', '.join(WEIGHTS)} "
+                        "say whether a message is a target: give 0 or 1, or rename a field that means something else"
+                    )
+                found |= 0 in weights
+    return found
+
+
+def missing_answers(rows: datasets.Dataset, column: str, source: str) -> str:
+    """Describe the rows whose last message is no answer, or an empty one; return "" if there are none."""
+    first, num_found, num_untrained = None, 0, 0
+    for number, messages in enumerate(rows[column], 1):
+        if not is_answer(messages[-1] if messages else {}):
+            first = first or (number, messages[-1:])
+            num_found += 1
+            num_untrained += not any(map(is_trained, messages))
+    if not first:
+        return ""
+    return (
+        f"{source}: {num_found:,} of {len(rows):,} rows do not end with an answer, the first is row {first[0]}, whose end "
+        f"is {first[1]!r:.80}; they are trained with the answers that they have. {num_untrained:,} of them have none, and "
+        "are left out"
+    )
 
 
 def text_in(row: dict, name: str) -> str:
@@ -125,3 +280,64 @@ def called(message: dict) -> dict:
         raise ValueError(f"from {CALL!r} that is no JSON: {error}") from None
     calls = calls if isinstance(calls, list) else [calls]
     return message | {"tool_calls": [{"type": "function", "function": call} for call in calls]}
+
+
+def read_prompts(rows: datasets.Dataset, source: str) -> datasets.Dataset:
+    """Return rows whose `prompt` is a text or messages; messages may be written as JSON texts.
+
+    Raises:
+        DataError: for rows without such a column, and for the first row without a prompt.
+    """
+    if "prompt" in rows.column_names and is_json(rows := with_texts(rows, ["prompt"]), "prompt"):
+        features = datasets.Features(rows.features | {"prompt": ANY})
+        rows = rows.map(read_prompt, with_indices=True, fn_kwargs={"source": source}, features=features)
+    check_texts_or_messages(rows, {"prompt"}, source)
+    return rows
+
+
+def read_prompt(row: dict, index: int, source: str) -> dict[str, list[dict]]:
+    try:
+        return {"prompt": messages_of({"prompt": from_json(row, "prompt")}, "prompt", "user")}
+    except ValueError as error:
+        raise DataError(f"{source}, row {index + 1}: {error}") from None
+
+
+def with_texts(rows: datasets.Dataset, names: Sequence[str]) -> datasets.Dataset:
+    """Turn those of some columns that are of Arrow's type JSON, and hold nothing but texts, into columns of texts."""
+    of_json = [name for name in names if rows.features[name] == datasets.Json()]
+    stored = [name for name in of_json if all(isinstance(value, str) for value in rows[name])]
+    if not stored:
+        return rows
+    features = datasets.Features(rows.features | dict.fromkeys(stored, TEXT))
+    return rows.map(lambda row: {name: row[name] for name in stored}, features=features)
+
+
+def is_json(rows: datasets.Dataset, name: str) -> bool:
+    """Tell whether a column of texts holds messages as JSON, as its first text shows; for lists of messages it must."""
+    if rows.features[name] not in TEXTS:
+        return False
+    return name in LISTS or (name in EITHER and bool(WRITTEN.match(next((text for text in rows[name] if text), ""))))
+
+
+def from_json(row: dict, name: str) -> Any:
+    """Read the messages of a column that holds them as JSON texts, as a cell of a CSV file must."""
+    if row[name] is None:
+        return None
+    try:
+        found = json.loads(text_in(row, name))
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, list | dict):
+        by_python = "; Python's str() wrote it, write it by json.dumps()" if re.match(r"\W*'", row[name]) else ""
+        raise ValueError(f"{name!r} is {row[name]!r:.60}, not messages as JSON{by_python}")
+    return found
+
+
+def roles_at(rows: datasets.Dataset, name: str, place: int | None = None) -> set[str | None]:
+    """Return the roles of the first messages of a column (`place` 0), of the last ones (-1), or of all."""
+    found = set()
+    for chunk in filter(len, rows.data.column(name).chunks):
+        starts, ends = (chunk.offsets.to_numpy()[part] for part in (slice(None, -1), slice(1, None)))
+        places = np.arange(starts[0], ends[-1]) if place is None else (ends - 1 if place else starts)[ends > starts]
+        found |= {*pc.unique(chunk.values.field("role").take(pa.array(places))).to_pylist()}
+    return found

@@ -145,7 +145,7 @@ def render(row: dict, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> li
 
 
 def render_read(rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase, **how: Any) -> list[list[Rendering]]:
-    """Render rows, as `conversations.select` returns them: with the nulls that the user wrote, and no others.
+    """Render rows, as `messages.select` returns them: with the nulls that the user wrote, and no others.
 
     A conversation of which the answers alone are targets may become several rows, see `answer_spans.parts_of`, or none if
     no answer is trained. `how` is that of `render_alike`.

@@ -23,8 +23,8 @@ from trl.trainer.utils import split_tensor_dict
 from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.checkpoint.check_export import as_exported
-from accelerate_recipes.data.conversations import NUM_COMPARED
 from accelerate_recipes.data.dates import frozen_date
+from accelerate_recipes.data.messages import NUM_COMPARED
 from accelerate_recipes.data.passes import BATCH
 from accelerate_recipes.data.rendering import (
     IS_RESERVED,

@@ -19,9 +19,9 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range
-from accelerate_recipes.data.conversations import select, without_added_nulls
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.formats import JUDGED, PAIR, SCORES
+from accelerate_recipes.data.messages import select, without_added_nulls
 from accelerate_recipes.data.rendering import SETTINGS
 from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.errors import ConfigError, DataError

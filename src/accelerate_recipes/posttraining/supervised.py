@@ -1,4 +1,4 @@
-"""Rows of supervised fine-tuning: conversations are rendered here, texts by trl, which also cuts and packs all rows."""
+"""Rows of supervised fine-tuning, from their files to what the model reads: read, rendered, cut or packed, compared."""
 
 import copy
 import itertools
@@ -14,25 +14,16 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import align_special_tokens
-from trl import SFTConfig, clone_chat_template
+from trl import SFTConfig, clone_chat_template, pack_dataset
 from trl.trainer.utils import add_fused_lm_head
 
-from accelerate_recipes.checkpoint.check_export import as_exported, stops_of
+from accelerate_recipes.checkpoint.check_export import Exported, as_exported, stops_of
 from accelerate_recipes.checkpoint.files import saved_arguments
 from accelerate_recipes.data import answer_spans, rendering
-from accelerate_recipes.data.conversations import (
-    EVERYTHING,
-    NUM_COMPARED,
-    TEXT,
-    count_targets_of,
-    cut_at,
-    has_unweighted,
-    missing_answers,
-    select,
-)
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.files import check_texts_or_messages
-from accelerate_recipes.data.passes import made_of, rows_in
+from accelerate_recipes.data.messages import NUM_COMPARED, TEXT, has_unweighted, missing_answers, select
+from accelerate_recipes.data.passes import chosen_rows, made_of, rows_in
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.data.rendering import NUM_SHOWN, SETTINGS, Rendering, render_read, shown_ends, texts_read
 from accelerate_recipes.data.rows import RowLoader, Rows, make_eval_loader
@@ -40,17 +31,20 @@ from accelerate_recipes.errors import ConfigError, DataError, printable
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.composites import placeholders, stands_for_image
-from accelerate_recipes.models.pretrained import load_config
-from accelerate_recipes.models.tokenizers import load_tokenizer
+from accelerate_recipes.models.pretrained import load_config, read_tokenizer
 from accelerate_recipes.posttraining.settings import pad_multiple, refused_by_trl, trl_config
 from accelerate_recipes.posttraining.supervised_loss import OUTPUTS, make_collator
 from accelerate_recipes.posttraining.trained_rows import (
+    EVERYTHING,
     ReadRows,
     check_rows_are_left,
     compare_with_rendering,
     content_of_sides,
-    cut_or_packed,
+    count_targets_of,
+    cut_at,
+    have_targets,
     naming_rows,
+    tell_of_prompts,
     without_targets,
 )
 from accelerate_recipes.ranks import is_first, on_first_of_machine_before_others, on_first_rank, ranks_a_row
@@ -66,13 +60,91 @@ RENDERED = {
 }
 
 
-def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, datasets.Dataset], list[dict]]:
+@dataclass(kw_only=True)
+class SupervisedRows(ReadRows):
+    """Rows as the model reads them, and what their preparation counts.
+
+    `num_read` has the number of rows of each side before they were rendered, `num_targets` the number of targets of each
+    row to train on; `counts` are to be printed, see `shown.count_line`.
+    """
+
+    num_read: dict[str, int]
+    num_targets: np.ndarray
+    counts: dict[str, int]
+
+    @property
+    def lengths(self) -> np.ndarray | None:
+        """Lengths of the rows, if a micro-batch is padded: then it gets rows of similar length."""
+        args = self.run.args
+        return None if args.packing or args.padding_free else lengths_of(self.train)
+
+    def make_heldout_loader(self) -> RowLoader:
+        run = self.run
+        place = run.args, run.data_rank, run.data_world_size
+        return make_eval_loader(Rows(self.heldout, without_targets), *place, collate_fn=self.collate)
+
+
+def prepare_supervised(
+    run: Run[Any], config: SFTConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base_stops: set[int]
+) -> SupervisedRows:
+    """Read, render and tokenise rows; cut or pack them as trl does; count them, and compare the first with the export's.
+
+    It also tells of rows that a template makes otherwise than one expects. The base stops at `base_stops`.
+
+    Raises:
+        ConfigError: for rows that cannot be rendered, if no row is left, if a resumed run has another template or other
+            targets, if the model would not learn to stop, and if the export would render the first rows otherwise.
+        DataError: for rows that cannot be read, or hold no text or messages, or a token that stands for an image.
+    """
+    args, stops = run.args, base_stops | stops_of(tokenizer)
+    sides, written = on_first_of_machine_before_others(lambda: load_sides(args, tokenizer, stops))
+    tell_of_prompts(run, sides, tokenizer)
+    if run.resumed_from:
+        check_same_template(tokenizer, run.resumed_from)
+        check_same_targets(args, sides["train"].features, run.resumed_from)
+    completion_only = config.completion_only_loss
+    if completion_only is None:
+        completion_only = {"prompt", "completion"} <= {*sides["train"].column_names}
+    how = {"text_field": config.dataset_text_field, "completion_only": completion_only, "stops": sorted(stops)}
+    settings = {side: how | {"assistant_only": of_answers(args, rows.features)} for side, rows in sides.items()}
+    whole, prepared, first, added = {}, {}, [], 0
+    for side, rows in sides.items():
+        found = render_side(run, config, side, rows, tokenizer, settings[side])
+        if side == "train":
+            sources = found.data.column("source").to_numpy()
+            added = tell_of_parts(run, found, sources)
+            first = [as_rendered(row) for row in found.select(range(int((sources < NUM_COMPARED).sum())))]
+        whole[side] = found.remove_columns(["source", "opened"])
+        is_packed = config.packing if side == "train" or config.eval_packing is None else config.eval_packing
+        prepared[side] = on_first_of_machine_before_others(partial(cut_or_packed, config, whole[side], is_packed))
+    check_rows_are_left(sides, prepared, config.max_length)
+    train, heldout = prepared["train"], prepared["test"]
+    content = content_of_sides(run, train, heldout)
+    exported = as_exported(model, tokenizer)
+    num_targets, *_ = count_targets_of(train, exported.stops)
+    num_ended, ends = ends_of(config, whole["train"], first, exported) if num_targets.any() else (0, set())
+    place = run, exported, base_stops
+    on_first_rank(lambda: compare_with_rendering(*place, written, first, ends, **settings["train"]))
+    # trl drops rows in which no target is left, but no packed row. The numbers of rows do not show rows that are added.
+    left_out = {"left out": len(sides["train"]) - len(train) + added}
+    counts = {"with an end": num_ended} | ({"packed from": len(whole["train"])} if config.packing else left_out)
+    counts |= cut_at(lengths_of(whole["train"]), config.max_length if kept_part(config) != EVERYTHING else None)
+    num_read = {side: len(rows) for side, rows in sides.items()}
+    collate = make_collator(args, tokenizer.pad_token_id, config.pad_to_multiple_of)
+    counted = {"num_read": num_read, "num_targets": num_targets, "counts": counts}
+    return SupervisedRows(run, train, heldout, collate, content, **counted)
+
+
+def load_sides(
+    args: Any, tokenizer: PreTrainedTokenizerBase, stops: set[int]
+) -> tuple[dict[str, datasets.Dataset], list[dict]]:
     """Load the rows to train on and to evaluate on, as `train` and `test`; also return the first training rows as written.
+
+    `stops` are the tokens at which generation stops.
 
     Raises:
         DataError: for files that cannot be read, and for rows that hold no text or messages.
-        ConfigError: for columns that trl cannot use, for conversations without a chat template, for an end that is no token,
-            and if a side is empty.
+        ConfigError: for columns that trl cannot use, for conversations without a chat template, and if a side is empty.
     """
     rows = args.read_rows_for(tokenizer)
     features = rows["train"].features
@@ -83,7 +155,7 @@ def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
             "of messages, the answers alone are trained (--assistant_only_loss)"
         )
     are_chats = any(isinstance(features[name], datasets.List) for name in columns)
-    if are_chats and not (tokenizer.chat_template or args.chat_template_path):
+    if are_chats and not tokenizer.chat_template:
         raise ConfigError(
             f"{args.base_model or args.tokenizer_name} has no chat template; give --chat_template_path, such as "
             "recipes/chat_templates/chatml.jinja (docs/sft.md has the whole command)"
@@ -91,11 +163,6 @@ def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
     if args.assistant_only_loss == "true" and not are_chats:
         raise ConfigError(
             f"--assistant_only_loss true is for conversations, and the column {columns[-1]} holds texts; remove it"
-        )
-    if args.eos_token and not args.template_model and args.eos_token not in tokenizer.get_vocab():
-        raise ConfigError(
-            f"--eos_token {args.eos_token!r} is no token of the tokenizer; add it, with the other marks of the template: "
-            f"--new_tokens {args.eos_token!r}"
         )
     if "prompt" not in columns and are_chats != (columns == FORMATS[0]):
         raise ConfigError(
@@ -109,7 +176,7 @@ def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
                 f"evaluate on in the form of those to train on, {' and '.join(columns)}"
             )
         check_texts_or_messages(side, columns, args.sources[name])
-    rows = args.without_controls(rows, columns, tokenizer)
+    rows = args.without_controls(rows, columns, tokenizer, stops)
     read = {name: select(side, columns, args.sources[name]) for name, side in rows.items()}
     args.check_written(read, columns, tokenizer)
     asked, trained = columns[0], columns if args.completion_only_loss is False else columns[-1:]
@@ -140,15 +207,14 @@ def of_answers(args: Any, features: datasets.Features) -> bool:
     return args.assistant_only_loss == "true"
 
 
-def check_same_template(run: Run[Any], tokenizer: PreTrainedTokenizerBase) -> None:
+def check_same_template(tokenizer: PreTrainedTokenizerBase, checkpoint: Path) -> None:
     """Check that a resumed run has the chat template of its checkpoint.
 
     Raises:
         ConfigError: if it does not.
     """
-    checkpoint = run.resumed_from
-    known = load_tokenizer(str(checkpoint)).chat_template if checkpoint else None
-    if known and str(known) != run.args.template_of(tokenizer):
+    known = read_tokenizer(str(checkpoint)).chat_template
+    if known and known != tokenizer.chat_template:
         raise ConfigError(
             f"{checkpoint} was trained with another chat template, its chat_template.jinja; put that back, or start anew in "
             "another --output_dir"
@@ -177,242 +243,43 @@ def usual_value(value: Any) -> str:
     return str(value).lower()
 
 
-def make_config(run: Run[Any]) -> Any:
-    """Make the settings by which trl prepares rows."""
-    args = run.args
-    # Give trl the folder of the template's model at its pinned commit; by its name, trl would ask the Hub.
-    template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
-    padding = {"pad_to_multiple_of": math.lcm(pad_multiple(args) or 1, ranks_a_row())} if ranks_a_row() > 1 else {}
-    # `prepare_sides` finds the answers itself; trl would use another template.
-    return trl_config(run, SFTConfig, chat_template_path=template, assistant_only_loss=False, **padding)
-
-
-def set_up_by_trl(args: Any, config: SFTConfig, model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Give a model trl's forward pass of the loss; set chat template, end and padding of the arguments, as trl would.
-
-    A template may be that of another model, whose tokens are then added to the tokenizer and to the model, by trl. The
-    special tokens of the tokenizer are written into the configurations of the model.
-
-    Returns:
-        The tokens at which the model stopped before.
-
-    Raises:
-        ConfigError: for an end or a padding that is no token, and if adapters would have to train tokens of a template.
-    """
-    base_stops = stops_of(model.generation_config)
-    text, generation = model.config.get_text_config(), model.generation_config
-    if config.eos_token is not None:
-        check_is_token("eos_token", config.eos_token, tokenizer)
-        tokenizer.eos_token = config.eos_token
-        text.eos_token_id = end = tokenizer.eos_token_id
-        ends = generation.eos_token_id
-        ends = ends if isinstance(ends, list) else sorted(stops_of(generation))
-        if end not in ends:  # generation may have several
-            generation.eos_token_id = [end, *ends]
-    if args.template_model:
-        num_tokens, num_embeddings = len(tokenizer), model.get_input_embeddings().num_embeddings
-        set_seed(args.seed)  # for rows of new tokens
-        clone_chat_template(model, tokenizer, config.chat_template_path)
-        # Even if the embedding has spare rows for new tokens, these rows mean nothing while they are not trained.
-        if args.use_peft and (num_tokens, num_embeddings) != (
-            len(tokenizer), model.get_input_embeddings().num_embeddings,
-        ):  # fmt: skip
-            raise ConfigError(
-                f"--chat_template_path {args.chat_template_path} is a model, whose tokens trl adds: the tokenizer had "
-                f"{num_tokens:,}, and has {len(tokenizer):,}. --use_peft neither trains nor saves their rows of the "
-                "embedding; give the template as a .jinja file"
-            )
-    elif config.chat_template_path:
-        tokenizer.chat_template = Path(config.chat_template_path).read_text(encoding="utf-8")
-    padding = config.pad_token or tokenizer.pad_token or tokenizer.eos_token
-    check_is_token("pad_token", padding, tokenizer)
-    tokenizer.pad_token = padding
-    text.pad_token_id = generation.pad_token_id = tokenizer.pad_token_id
-    align_special_tokens(model, tokenizer)
-    add_fused_lm_head(model, outputs=OUTPUTS)
-    return base_stops
-
-
-def check_is_token(name: str, token: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if the value of an argument, or the default in its place, is no token of the tokenizer."""
-    if token not in tokenizer.get_vocab():
-        raise ConfigError(f"--{name} {token!r} is no token of the tokenizer; give one of its tokens")
-
-
-@dataclass(kw_only=True)
-class SupervisedRows(ReadRows):
-    """Rows as the model reads them, and what their preparation knows of the rows to train on.
-
-    `whole` holds these before they are cut or packed, `rendered` the first of them as they were rendered by `settings`;
-    `left_out` counts rows of which nothing is trained. The base stops at `base_stops`.
-    """
-
-    whole: datasets.Dataset
-    rendered: list[Rendering]
-    settings: dict[str, Any]
-    left_out: int
-    base_stops: set[int]
-
-    @property
-    def lengths(self) -> np.ndarray | None:
-        """Lengths of the rows, if a micro-batch is padded: then it gets rows of similar length."""
-        args = self.run.args
-        return None if args.packing or args.padding_free else lengths_of(self.train)
-
-    def make_heldout_loader(self) -> RowLoader:
-        run = self.run
-        place = run.args, run.data_rank, run.data_world_size
-        return make_eval_loader(Rows(self.heldout, without_targets), *place, collate_fn=self.collate)
-
-
-def prepare_sides(
+def render_side(
     run: Run[Any],
     config: SFTConfig,
-    sides: dict[str, datasets.Dataset],
+    side: str,
+    rows: datasets.Dataset,
     tokenizer: PreTrainedTokenizerBase,
-    base_stops: set[int],
-) -> SupervisedRows:
-    """Tokenise conversations ourselves, and texts by trl. Then cut or pack by trl; in between, keep the first rows.
-
-    It also tells of rows that a template makes otherwise than one expects. The base stops at `base_stops`.
+    settings: dict[str, Any],
+) -> datasets.Dataset:
+    """Render and tokenise the rows of a side by the `settings` of `rendering.render`; see RENDERED.
 
     Raises:
-        ConfigError: for rows that cannot be rendered, if no row is left, and if a resumed run has other targets.
+        ConfigError: for rows that cannot be rendered, and if none has a target.
         DataError: for a token that stands for an image.
     """
-    args, prepared, known, added = run.args, {}, {}, 0
-    if run.resumed_from:
-        check_same_targets(args, sides["train"].features, run.resumed_from)
-    completion_only = config.completion_only_loss
-    if completion_only is None:
-        completion_only = {"prompt", "completion"} <= {*sides["train"].column_names}
-    for side, rows in sides.items():
-        settings = {
-            "text_field": config.dataset_text_field,
-            "completion_only": completion_only,
-            "assistant_only": of_answers(args, rows.features),
-            "stops": sorted(base_stops | stops_of(tokenizer)),
-        }
-        make = partial(
-            rendered, features=rows.features, tokenizer=tokenizer, settings=settings, date=args.template_date
-        )
-        render_all = partial(
-            made_of,
-            rows,
-            make,
-            datasets.Features(dict(rows.features) | RENDERED),
-            code=(rendering, answer_spans),
-            num_proc=config.dataset_num_proc,
-            desc=f"Tokenizing rows to {'train' if side == 'train' else 'evaluate'} on",
-        )
-        with refused_by_trl(), naming_rows(args, tokenizer, **settings):
-            whole = on_first_of_machine_before_others(render_all)
-        # The number of the row that each is made of, and the prompt that its answer lacks a part of.
-        sources, opened = whole.data.column("source").to_numpy(), whole["opened"][:]
-        whole = whole.remove_columns(["source", "opened"])
-        if not len(whole):
-            raise ConfigError(
-                f"none of {len(rows):,} rows to {'train' if side == 'train' else 'evaluate'} on has an answer that is a "
-                "target, which is a message of the role 'assistant' with a text; give rows with answers, see roles and "
-                "weights of the messages, or train everything by --assistant_only_loss false"
-            )
-        check_no_placeholders(whole, tokenizer, args.base_model)
-        if side == "train":
-            added = tell_of_parts(run, whole, sources, [prompt for prompt in opened if prompt])
-            first: Any = whole.select(range(int((sources < NUM_COMPARED).sum())))
-            renderings = [
-                Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]) for row in first
-            ]
-            known = {"whole": whole, "rendered": renderings, "settings": settings}
-        is_packed = config.packing if side == "train" or config.eval_packing is None else config.eval_packing
-        prepared[side] = on_first_of_machine_before_others(partial(cut_or_packed, config, whole, is_packed))
-    check_rows_are_left(sides, prepared, config.max_length)
-    left_out = len(sides["train"]) - len(prepared["train"]) + added  # the difference does not show rows that are added
-    train, heldout = prepared["train"], prepared["test"]
-    collate = make_collator(args, tokenizer.pad_token_id, config.pad_to_multiple_of)
-    read = (run, train, heldout, collate, content_of_sides(run, train, heldout))
-    return SupervisedRows(*read, **known, left_out=left_out, base_stops=base_stops)
-
-
-def tell_of_parts(run: Run[Any], whole: datasets.Dataset, sources: np.ndarray, opened: list[str]) -> int:
-    """Tell of rows that are cut after an earlier answer, and of answers that lack a part of their prompt, if any.
-
-    `sources` are the numbers of the rows that the rows to train on are made of, `opened` those prompts.
-
-    Returns:
-        The number of rows that are cut after an earlier answer.
-    """
-    added = np.flatnonzero(sources[:-1] == sources[1:])  # the last row of a conversation is the whole one
-    if len(added):
-        tokens = lengths_of(whole)[added].sum()
-        run.print(
-            f"The chat template renders some answers otherwise once the conversation goes on: {len(added):,} rows with "
-            f"{tokens:,} tokens are added, each cut after such an answer, from {len({*sources[added]}):,} conversations"
-        )
-    if opened:
-        run.print(
-            f"The chat template asks for an answer with {opened[0]!r}. In {len(opened):,} rows an answer does not begin "
-            "with all of that: the model learns from another prompt than it will get. Give rows with thoughts, or "
-            "another template (docs/rows.md)"
-        )
-    return len(added)
-
-
-def count_and_compare(
-    config: SFTConfig,
-    rows: SupervisedRows,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    written: list[dict],
-) -> tuple[np.ndarray, dict[str, int]]:
-    """Count what is trained, and compare the first rows, which were `written` so, with how the export will render them.
-
-    Returns:
-        The number of targets of each row, and other counts to print (see `shown.count_line`).
-
-    Raises:
-        ConfigError: if the model would not learn to stop, and if the export would render the rows otherwise.
-    """
-    exported, whole = as_exported(model, tokenizer), rows.whole
-    num_targets, *_ = count_targets_of(rows.train, exported.stops)
-    kept = EVERYTHING  # what `bfd_split` and `wrapped` cut off a row is trained as another row
-    if config.max_length and not (config.packing and config.packing_strategy != "bfd"):
-        at_end = config.truncation_mode == "keep_end" and not config.packing
-        kept = slice(-config.max_length, None) if at_end else slice(config.max_length)
-    _, num_ended, ends = count_targets_of(whole, exported.stops, kept)
-    if num_targets.any() and not num_ended:
-        stops = shown_ends(tokenizer, sorted(exported.stops))
-        last = next((ids[kept] for ids, targets, _ in rows.rendered if any(targets[kept])), whole[0]["input_ids"])[-2:]
+    use = "train" if side == "train" else "evaluate"
+    make = partial(
+        rendered, features=rows.features, tokenizer=tokenizer, settings=settings, date=run.args.template_date
+    )
+    render_all = partial(
+        made_of,
+        rows,
+        make,
+        datasets.Features(dict(rows.features) | RENDERED),
+        code=(rendering, answer_spans),
+        num_proc=config.dataset_num_proc,
+        desc=f"Tokenizing rows to {use} on",
+    )
+    with refused_by_trl(), naming_rows(run.args, tokenizer, **settings):
+        found = on_first_of_machine_before_others(render_all)
+    if not len(found):
         raise ConfigError(
-            f"no row ends with a target at which the model would stop: generation stops at {stops}, the first row ends "
-            f"with {tokenizer.decode(last)!r}; name the token that ends an answer by --eos_token (and by --new_tokens, if "
-            "the tokenizer does not have it), raise --max_length, or mend the chat template"
+            f"none of {len(rows):,} rows to {use} on has an answer that is a target, which is a message of the role "
+            "'assistant' with a text; give rows with answers, see roles and weights of the messages, or train everything by "
+            "--assistant_only_loss false"
         )
-    place = rows.run, exported, rows.base_stops
-    on_first_rank(lambda: compare_with_rendering(*place, written, rows.rendered, ends, **rows.settings))
-    # trl drops rows in which no target is left, but no packed row.
-    counts = {"packed from": len(whole)} if config.packing else {"left out": rows.left_out}
-    longest = config.max_length if kept != EVERYTHING else None
-    return num_targets, {"with an end": num_ended} | counts | cut_at(lengths_of(whole), longest)
-
-
-def check_no_placeholders(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, base_model: str) -> None:
-    """Check that no token of tokenised rows stands for an image in the model that a run begins with.
-
-    Raises:
-        DataError: names row and token.
-    """
-    known = placeholders(load_config(base_model)) if base_model else {}
-    start = 0
-    for lengths, ids in chunks_of(rows, "input_ids") if known else ():
-        found = np.isin(ids, [*known]).nonzero()[0]
-        if len(found):
-            ends = lengths.cumsum()
-            row, token = int(ends.searchsorted(found[0], "right")), int(ids[found[0]])
-            begin = int(ends[row] - lengths[row])
-            before: Any = tokenizer.decode(ids[max(begin, found[0] - NUM_SHOWN) : found[0]])
-            raise DataError(stands_for_image(start + row + 1, int(found[0]) - begin, token, known[token], before))
-        start += len(lengths)
+    check_no_placeholders(found, tokenizer, run.args.base_model)
+    return found
 
 
 def rendered(
@@ -446,3 +313,183 @@ def rendered(
         "opened": [one.opened for one in renderings],
     }
     return pa.table(columns, schema=datasets.Features(dict(features) | RENDERED).arrow_schema)
+
+
+def tell_of_parts(run: Run[Any], whole: datasets.Dataset, sources: np.ndarray) -> int:
+    """Tell of rows that are cut after an earlier answer, and of answers that lack a part of their prompt, if any.
+
+    `sources` are the numbers of the rows that the rows to train on are made of.
+
+    Returns:
+        The number of rows that are cut after an earlier answer.
+    """
+    added = np.flatnonzero(sources[:-1] == sources[1:])  # the last row of a conversation is the whole one
+    if len(added):
+        tokens = lengths_of(whole)[added].sum()
+        run.print(
+            f"The chat template renders some answers otherwise once the conversation goes on: {len(added):,} rows with "
+            f"{tokens:,} tokens are added, each cut after such an answer, from {len({*sources[added]}):,} conversations"
+        )
+    if opened := [prompt for prompt in whole["opened"][:] if prompt]:
+        run.print(
+            f"The chat template asks for an answer with {opened[0]!r}. In {len(opened):,} rows an answer does not begin "
+            "with all of that: the model learns from another prompt than it will get. Give rows with thoughts, or "
+            "another template (docs/rows.md)"
+        )
+    return len(added)
+
+
+def check_no_placeholders(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, base_model: str) -> None:
+    """Check that no token of tokenised rows stands for an image in the model that a run begins with.
+
+    Raises:
+        DataError: names row and token.
+    """
+    known = placeholders(load_config(base_model)) if base_model else {}
+    start = 0
+    for lengths, ids in chunks_of(rows, "input_ids") if known else ():
+        found = np.isin(ids, [*known]).nonzero()[0]
+        if len(found):
+            ends = lengths.cumsum()
+            row, token = int(ends.searchsorted(found[0], "right")), int(ids[found[0]])
+            begin = int(ends[row] - lengths[row])
+            before: Any = tokenizer.decode(ids[max(begin, found[0] - NUM_SHOWN) : found[0]])
+            raise DataError(stands_for_image(start + row + 1, int(found[0]) - begin, token, known[token], before))
+        start += len(lengths)
+
+
+def cut_or_packed(config: SFTConfig, whole: datasets.Dataset, is_packed: bool) -> datasets.Dataset:
+    """Pack rows, or cut them and leave out those that have no target then, as trl does."""
+    if is_packed:
+        rows = whole.select_columns(["input_ids", "labels"])
+        rows = rows.shuffle(seed=config.seed) if config.shuffle_dataset else rows
+        rows = pack_dataset(rows, config.max_length, config.packing_strategy, {"desc": "Packing rows"})
+    elif longest := config.max_length:
+        rows = whole
+        if (lengths_of(whole) > longest).any():
+            at_end = config.truncation_mode == "keep_end"
+            rows = made_of(
+                whole, partial(cut_tokens, longest=longest, at_end=at_end), whole.features, desc="Cutting rows"
+            )
+        rows = chosen_rows(rows, have_targets(rows))
+    else:
+        rows = whole
+    return rows.shuffle(seed=config.seed) if config.shuffle_dataset else rows
+
+
+def cut_tokens(table: pa.Table, first: int, longest: int, at_end: bool) -> pa.Table:
+    """Cut the tokens of rows to the first `longest`, or to the last."""
+    for name in ("input_ids", "labels"):
+        column = table.column(name).combine_chunks()
+        lengths, tokens = np.asarray(column.value_lengths()), np.asarray(column.flatten())
+        kept = np.minimum(lengths, longest)
+        begins, offsets = (
+            np.cumsum(lengths) - kept * at_end - lengths * (not at_end),
+            np.cumsum([0, *kept], dtype=np.int32),
+        )
+        places = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], kept)
+        cut_column = pa.ListArray.from_arrays(offsets, tokens[places])
+        table = table.set_column(table.column_names.index(name), name, cut_column)
+    return table
+
+
+def kept_part(config: SFTConfig) -> slice:
+    """Return the part of each row that is trained; what `bfd_split` and `wrapped` cut off is trained as another row."""
+    if not config.max_length or (config.packing and config.packing_strategy != "bfd"):
+        return EVERYTHING
+    at_end = config.truncation_mode == "keep_end" and not config.packing
+    return slice(-config.max_length, None) if at_end else slice(config.max_length)
+
+
+def as_rendered(row: dict) -> Rendering:
+    return Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]])
+
+
+def ends_of(
+    config: SFTConfig, whole: datasets.Dataset, first: list[Rendering], exported: Exported
+) -> tuple[int, set[int]]:
+    """Count the rows that end with a target at which the exported model stops; also return these tokens.
+
+    Raises:
+        ConfigError: if there are none: the model would not learn to stop.
+    """
+    kept = kept_part(config)
+    _, num_ended, ends = count_targets_of(whole, exported.stops, kept)
+    if not num_ended:
+        stops = shown_ends(exported.tokenizer, sorted(exported.stops))
+        last = next((ids[kept] for ids, targets, _ in first if any(targets[kept])), first[0].ids)[-2:]
+        raise ConfigError(
+            f"no row ends with a target at which the model would stop: generation stops at {stops}, the first row ends "
+            f"with {exported.tokenizer.decode(last)!r}; name the token that ends an answer by --eos_token (and by "
+            "--new_tokens, if the tokenizer does not have it), raise --max_length, or mend the chat template"
+        )
+    return num_ended, ends
+
+
+def make_config(run: Run[Any]) -> Any:
+    """Make the settings by which trl prepares rows."""
+    args = run.args
+    # Give trl the folder of the template's model at its pinned commit; by its name, trl would ask the Hub.
+    template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
+    padding = {"pad_to_multiple_of": math.lcm(pad_multiple(args) or 1, ranks_a_row())} if ranks_a_row() > 1 else {}
+    # `prepare_sides` finds the answers itself; trl would use another template.
+    return trl_config(run, SFTConfig, chat_template_path=template, assistant_only_loss=False, **padding)
+
+
+def set_up_by_trl(args: Any, config: SFTConfig, model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Give a model trl's forward pass of the loss; set chat template, end and padding of the arguments, as trl would.
+
+    A template may be that of another model, whose tokens are then added to the tokenizer and to the model, by trl. The
+    special tokens of the tokenizer are written into the configurations of the model.
+
+    Returns:
+        The tokens at which the model stopped before.
+
+    Raises:
+        ConfigError: for an end or a padding that is no token, for a model without a template, and if adapters would have to
+            train tokens of a template.
+    """
+    base_stops = stops_of(model.generation_config)
+    text, generation = model.config.get_text_config(), model.generation_config
+    if config.eos_token is not None:
+        check_is_token("eos_token", config.eos_token, tokenizer)
+        tokenizer.eos_token = config.eos_token
+        text.eos_token_id = end = tokenizer.eos_token_id
+        ends = generation.eos_token_id
+        ends = ends if isinstance(ends, list) else sorted(stops_of(generation))
+        if end not in ends:  # generation may have several
+            generation.eos_token_id = [end, *ends]
+    if args.template_model:
+        num_tokens, num_embeddings = len(tokenizer), model.get_input_embeddings().num_embeddings
+        set_seed(args.seed)  # for rows of new tokens
+        try:
+            clone_chat_template(model, tokenizer, config.chat_template_path)
+        except ValueError as error:  # it has no template
+            raise ConfigError(f"--chat_template_path {args.chat_template_path}: {error}") from None
+        # Even if the embedding has spare rows for new tokens, these rows mean nothing while they are not trained.
+        if args.use_peft and (num_tokens, num_embeddings) != (
+            len(tokenizer), model.get_input_embeddings().num_embeddings,
+        ):  # fmt: skip
+            raise ConfigError(
+                f"--chat_template_path {args.chat_template_path} is a model, whose tokens trl adds: the tokenizer had "
+                f"{num_tokens:,}, and has {len(tokenizer):,}. --use_peft neither trains nor saves their rows of the "
+                "embedding; give the template as a .jinja file"
+            )
+    elif config.chat_template_path:
+        tokenizer.chat_template = Path(config.chat_template_path).read_text(encoding="utf-8")
+    padding = config.pad_token or tokenizer.pad_token or tokenizer.eos_token
+    check_is_token("pad_token", padding, tokenizer)
+    tokenizer.pad_token = padding
+    text.pad_token_id = generation.pad_token_id = tokenizer.pad_token_id
+    align_special_tokens(model, tokenizer)
+    add_fused_lm_head(model, outputs=OUTPUTS)
+    return base_stops
+
+
+def check_is_token(name: str, token: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError if the value of an argument, or the default in its place, is no token of the tokenizer."""
+    if token not in tokenizer.get_vocab():
+        raise ConfigError(
+            f"--{name} {token!r} is no token of the tokenizer; give one of its tokens, or add it, with the other marks of "
+            f"the template: --new_tokens {token!r}"
+        )

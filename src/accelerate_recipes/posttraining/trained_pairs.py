@@ -14,11 +14,11 @@ from trl import DPOConfig
 
 from accelerate_recipes.checkpoint.check_export import Exported, as_exported
 from accelerate_recipes.data import rendering
-from accelerate_recipes.data.conversations import NUM_COMPARED, NUM_LAST, cut_at
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.formats import PAIR
+from accelerate_recipes.data.messages import NUM_COMPARED
 from accelerate_recipes.data.passes import chosen_rows, made_of, rows_in
-from accelerate_recipes.data.prepared import lengths_of
+from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.data.rendering import (
     SETTINGS,
     Rendering,
@@ -29,16 +29,17 @@ from accelerate_recipes.data.rendering import (
     texts_read,
     without_nulls,
 )
-from accelerate_recipes.data.unwritten import same_answers
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.posttraining.preferences import PairTrainer
 from accelerate_recipes.posttraining.settings import refused_by_trl
 from accelerate_recipes.posttraining.trained_rows import (
     AS_IT_STANDS,
+    NUM_LAST,
     ReadRows,
     check_rows_are_left,
     compare_with_rendering,
     content_of_sides,
+    cut_at,
     naming_rows,
 )
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
@@ -127,6 +128,21 @@ def without_same(run: Run[Any], pairs: datasets.Dataset, config: DPOConfig, name
         )
     run.print(f"{said}. They are left out")
     return pairs.select(np.setdiff1d(np.arange(len(pairs)), numbers))
+
+
+def same_answers(pairs: datasets.Dataset, max_length: int | None) -> np.ndarray:
+    """List the tokenised pairs whose answers are the same tokens, of a prompt and an answer the first `max_length`."""
+    found, start = [], 0
+    columns = (chunks_of(pairs, f"{name}_ids") for name in ("prompt", "chosen", "rejected"))
+    for (prompts, _), (better, chosen), (worse, rejected) in zip(*columns, strict=True):
+        rooms = np.maximum(max_length - prompts, 0) if max_length else np.maximum(better, worse)
+        begins = zip(better.cumsum() - better, worse.cumsum() - worse, strict=True)
+        kept = zip(np.minimum(better, rooms), np.minimum(worse, rooms), strict=True)
+        for number, ((a, b), (length, other)) in enumerate(zip(begins, kept, strict=True), start):
+            if length == other and np.array_equal(chosen[a : a + length], rejected[b : b + length]):
+                found.append(number)
+        start += len(prompts)
+    return np.array(found, dtype=int)
 
 
 def read_pairs(trainer: PairTrainer, train: datasets.Dataset, heldout: datasets.Dataset | None = None) -> ReadRows:

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
-import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from transformers import PreTrainedTokenizerBase
-from trl import SFTConfig, pack_dataset
 
 from accelerate_recipes.checkpoint.check_export import (
     Exported,
@@ -22,9 +21,8 @@ from accelerate_recipes.checkpoint.check_export import (
 )
 from accelerate_recipes.checkpoint.files import saved_arguments
 from accelerate_recipes.data import NUM_ROWS
-from accelerate_recipes.data.conversations import TEXT, have_targets, without_begin
-from accelerate_recipes.data.passes import chosen_rows, made_of
-from accelerate_recipes.data.prepared import check_content, content_of, lengths_of
+from accelerate_recipes.data.messages import TEXT
+from accelerate_recipes.data.prepared import check_content, chunks_of, content_of
 from accelerate_recipes.data.rendering import Rendering, added_begin, first_refused
 from accelerate_recipes.data.rows import Rows, StepLoader, make_train_loader
 from accelerate_recipes.data.shown import HasRows
@@ -33,6 +31,8 @@ from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.run import Run
 
+NUM_LAST = 4  # number of last targets of a row among which its end token is searched
+EVERYTHING = slice(None)
 # Settings of `rendering.render` that leave a row whole.
 AS_IT_STANDS = {"text_field": "", "completion_only": False, "assistant_only": False, "stops": []}
 
@@ -126,6 +126,17 @@ def clean_prompts(
     }
 
 
+def without_begin(rows: datasets.Dataset, column: str, begin: str) -> datasets.Dataset:
+    """Remove `begin`, which may be "", from the start of the texts of a column."""
+    if (
+        not begin
+        or rows.features[column] != TEXT
+        or not pc.any(pc.starts_with(rows.data.column(column), begin)).as_py()
+    ):
+        return rows
+    return rows.map(lambda row: {column: row[column].removeprefix(begin)}, desc=f"Removing a second {begin}")
+
+
 def tell_of_prompts(run: Run[Any], sides: dict[str, datasets.Dataset], tokenizer: PreTrainedTokenizerBase) -> None:
     """Tell if prompts are texts, for which the chat template is not used."""
     if sides["train"].features.get("prompt") == TEXT and tokenizer.chat_template:
@@ -207,36 +218,55 @@ def compare_finished(run: Run[Any]) -> None:
         run.print(compare_rows(run.output_dir / "export", run.output_dir))
 
 
-def cut_or_packed(config: SFTConfig, whole: datasets.Dataset, is_packed: bool) -> datasets.Dataset:
-    """Pack rows, or cut them and leave out those that have no target then, as trl does."""
-    if is_packed:
-        rows = whole.select_columns(["input_ids", "labels"])
-        rows = rows.shuffle(seed=config.seed) if config.shuffle_dataset else rows
-        rows = pack_dataset(rows, config.max_length, config.packing_strategy, {"desc": "Packing rows"})
-    elif longest := config.max_length:
-        rows = whole
-        if (lengths_of(whole) > longest).any():
-            at_end = config.truncation_mode == "keep_end"
-            rows = made_of(
-                whole, partial(cut_tokens, longest=longest, at_end=at_end), whole.features, desc="Cutting rows"
-            )
-        rows = chosen_rows(rows, have_targets(rows))
-    else:
-        rows = whole
-    return rows.shuffle(seed=config.seed) if config.shuffle_dataset else rows
+def cut_at(lengths: np.ndarray, max_length: int | None) -> dict[str, int]:
+    """Count the rows that are longer than `max_length` and the tokens beyond it; also return the longest length."""
+    over = np.maximum(lengths - max_length, 0) if max_length else np.zeros(1, int)
+    return {"cut": int((over > 0).sum()), "tokens cut off": int(over.sum()), "longest": int(lengths.max())}
 
 
-def cut_tokens(table: pa.Table, first: int, longest: int, at_end: bool) -> pa.Table:
-    """Cut the tokens of rows to the first `longest`, or to the last."""
-    for name in ("input_ids", "labels"):
-        column = table.column(name).combine_chunks()
-        lengths, tokens = np.asarray(column.value_lengths()), np.asarray(column.flatten())
-        kept = np.minimum(lengths, longest)
-        begins, offsets = (
-            np.cumsum(lengths) - kept * at_end - lengths * (not at_end),
-            np.cumsum([0, *kept], dtype=np.int32),
-        )
-        places = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], kept)
-        cut_column = pa.ListArray.from_arrays(offsets, tokens[places])
-        table = table.set_column(table.column_names.index(name), name, cut_column)
-    return table
+class TargetCounts(NamedTuple):
+    """Number of targets of each row, number of rows that end with a token that stops generation, and these tokens."""
+
+    targets: np.ndarray
+    num_ended: int
+    ends: set[int]
+
+
+def count_targets_of(rows: datasets.Dataset, ends: set[int], kept: slice = EVERYTHING) -> TargetCounts:
+    """Count the targets of each row, and the rows that end with one of `ends`, from their `labels`.
+
+    An end token counts if it is among the last NUM_LAST targets of a row: a template may write a line break after it, and
+    end tokens of the user's messages are further from the end. `kept` is the part of each row that is trained, its beginning
+    or its end. The first token of this part is not a target, because nothing comes before it.
+    """
+    counts, num_ended, seen = [np.empty(0, np.int64)], 0, set()
+    for lengths, labels in chunks_of(rows, "labels"):
+        starts = np.cumsum(lengths) - lengths
+        first, last = starts + np.array([kept.indices(length)[:2] for length in lengths]).reshape(-1, 2).T
+        of_targets = targets_up_to(labels)
+        begin, end = of_targets[np.minimum(first + 1, last)], of_targets[last]  # of the row's targets, among all
+        counts.append(end - begin)
+        targets = labels[labels != IGNORE_INDEX]
+        has_end = np.zeros(len(lengths), bool)
+        for place in range(1, NUM_LAST + 1):
+            numbers = np.flatnonzero(end - begin >= place)
+            found = targets[end[numbers] - place]
+            is_end = np.isin(found, list(ends))
+            has_end[numbers[is_end]] = True
+            seen |= {*found[is_end].tolist()}
+        num_ended += int(has_end.sum())
+    return TargetCounts(np.concatenate(counts), num_ended, seen)
+
+
+def have_targets(rows: datasets.Dataset) -> np.ndarray:
+    """Tell of each row whether a label is a target."""
+    found = [np.empty(0, bool)]
+    for lengths, labels in chunks_of(rows, "labels"):
+        ends, of_targets = np.cumsum(lengths), targets_up_to(labels)
+        found.append(of_targets[ends] > of_targets[ends - lengths])
+    return np.concatenate(found)
+
+
+def targets_up_to(labels: np.ndarray) -> np.ndarray:
+    """Count the targets before each of the labels, and all of them."""
+    return np.concatenate([[0], np.cumsum(labels != IGNORE_INDEX)])
