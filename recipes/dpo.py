@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.checkpoint.check_export import stops_of
+from accelerate_recipes.checkpoint.exported import stops_of
 from accelerate_recipes.data.formats import PAIR, PairFormatArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.engine import train

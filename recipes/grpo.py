@@ -19,7 +19,7 @@ import datasets
 from trl import GRPOConfig
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.checkpoint.check_export import stops_of
+from accelerate_recipes.checkpoint.exported import stops_of
 from accelerate_recipes.data.chats import ChatArgs
 from accelerate_recipes.data.messages import read_prompts, select
 from accelerate_recipes.engine import train
@@ -32,6 +32,7 @@ from accelerate_recipes.posttraining.answers import (
     GRPOArgs,
     RewardTrainer,
     check_settings,
+    clean_prompts,
     compare_prompts,
     end_of_prompt,
     room_for_prompts,
@@ -43,7 +44,7 @@ from accelerate_recipes.posttraining.evaluation import HeldoutAnswers
 from accelerate_recipes.posttraining.objective import give_model_to_trl
 from accelerate_recipes.posttraining.rewards import check_column_names, load_rewards, reward_problems
 from accelerate_recipes.posttraining.settings import make_model, trl_config
-from accelerate_recipes.posttraining.trained_rows import clean_prompts, compare_finished
+from accelerate_recipes.posttraining.trained_rows import compare_finished
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe

@@ -48,13 +48,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from accelerate_recipes import __main__ as cli
 from accelerate_recipes import recipe
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.checkpoint import check_export as check_export_module
-from accelerate_recipes.checkpoint.check_export import ROWS, TrainedRows, check_export, read_exported
+from accelerate_recipes.checkpoint import exported as exported_module
+from accelerate_recipes.checkpoint.check_export import check_export
 from accelerate_recipes.checkpoint.export import export
+from accelerate_recipes.checkpoint.exported import ROWS, TrainedRows, differences, read_exported
 from accelerate_recipes.data.heldout import beginning
 from accelerate_recipes.data.messages import select
 from accelerate_recipes.data.passes import made_of
-from accelerate_recipes.data.rendering import Rendering, differences, render, without_nulls
+from accelerate_recipes.data.rendering import Rendering, render, without_nulls
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models.loading import load_model
@@ -87,7 +88,7 @@ def noted(monkeypatch) -> list[tuple[dict, Rendering]]:
         compared[:] = [(row, parts[-1]) for row, parts in zip(rows, rendered, strict=True)]
         return differences(trained, rows, *args, **settings)
 
-    monkeypatch.setattr(check_export_module, "differences", compare)
+    monkeypatch.setattr(exported_module, "differences", compare)
     return compared
 
 
@@ -223,7 +224,7 @@ def test_settings_of_the_export_are_those_of_training(tmp_path, monkeypatch):
     prepare(folder, ROWS_WITH_TOOLS)
     first = TrainedRows([], [Rendering([7, 900], [True] * 2)], {}, ends, {})
     exported = read_exported(folder)
-    monkeypatch.setattr(check_export_module, "differences", lambda *_, **__: [])
+    monkeypatch.setattr(exported_module, "differences", lambda *_, **__: [])
     assert first.problems(exported) == [f"rows have the token 900, its config.json a vocab_size of {len(tokenizer)}"]
     lost_settings(monkeypatch)
     with pytest.raises(ConfigError, match=r"generation stops at '</s>', the first row ends with '<\|im_end\|>\\n'"):
@@ -455,7 +456,7 @@ def test_rows_of_answers_beside_trl(tmp_path):
         trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=completion_only)
         theirs = trl.SFTTrainer._prepare_dataset(trainer, whole, tokenizer, config, False, None, "train")
         settings = {"text_field": "text", "completion_only": completion_only, "assistant_only": answers, "stops": []}
-        make = partial(supervised.rendered, features=whole.features, tokenizer=tokenizer, settings=settings, date="")
+        make = partial(supervised.rendered, features=whole.features, tokenizer=tokenizer, date="", **settings)
         ours = made_of(whole, make, Features(dict(whole.features) | supervised.RENDERED))
         assert ours.remove_columns(["source", "opened"]).features == theirs.features, "and the checksum of a checkpoint"
         for name in theirs.column_names:

@@ -13,7 +13,7 @@ from helpers import CHILDREN, log_of
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
-from accelerate_recipes.checkpoint.check_export import ROWS
+from accelerate_recipes.checkpoint.exported import ROWS
 from accelerate_recipes.checkpoint.files import complete_checkpoints, saved_arguments
 from accelerate_recipes.data import dates
 from accelerate_recipes.data.dates import frozen_date

@@ -16,11 +16,12 @@ from helpers import ROOT
 
 from accelerate_recipes.args import parse
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.checkpoint import check_export
+from accelerate_recipes.checkpoint import exported
+from accelerate_recipes.checkpoint.exported import differences
 from accelerate_recipes.data import tables
 from accelerate_recipes.data.files import check_texts_or_messages, read_files, read_split
 from accelerate_recipes.data.formats import DPO, PAIR, SFT, Form, in_usual_form
-from accelerate_recipes.data.rendering import Rendering, differences, without_nulls
+from accelerate_recipes.data.rendering import Rendering, without_nulls
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.hub.cache import HubDataset
 from accelerate_recipes.posttraining.preferences import to_pairs
@@ -180,7 +181,7 @@ def trained_on(base: Path, rows: list[dict], monkeypatch, *flags: str, name: str
     """Return the first rows as they are trained, all targets included."""
     found = []
     monkeypatch.setattr(
-        check_export,
+        exported,
         "differences",
         lambda trained, *args, **more: found.append(trained) or differences(trained, *args, **more),
     )

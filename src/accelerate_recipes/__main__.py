@@ -288,8 +288,8 @@ def export_checkpoint(args: argparse.Namespace) -> None:
 
     import accelerate_recipes.vision.classifiers  # noqa: F401  # registers DeepViT
     from accelerate_recipes.checkpoint import files
-    from accelerate_recipes.checkpoint.check_export import ROWS, compare_rows
     from accelerate_recipes.checkpoint.export import check_shard_size, export
+    from accelerate_recipes.checkpoint.exported import ROWS, compare_rows
 
     check_shard_size(args.max_shard_size)
     source = args.checkpoint

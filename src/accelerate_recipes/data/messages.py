@@ -10,9 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from accelerate_recipes.data.answer_spans import WEIGHTS, is_answer, is_trained, weights_of
 from accelerate_recipes.data.files import check_texts_or_messages
-from accelerate_recipes.data.rendering import SETTINGS, parsed, with_objects
+from accelerate_recipes.data.rendering import SETTINGS, WEIGHTS, is_answer, is_trained, parsed, weights_of, with_objects
 from accelerate_recipes.errors import ConfigError, DataError
 
 IMAGES = {"image", "images", "pixel_values"}

@@ -1,17 +1,23 @@
-"""Rendering of a row by a tokenizer: tokens and targets, compared with what was trained. It needs no `datasets`."""
+"""Rendering of rows by a tokenizer: their tokens, and which of them are targets. It needs no `datasets`.
+
+An answer begins where the conversation before it ends, rendered with its generation prompt: there the model goes on when it
+is asked. It ends with the first text behind its content at which generation stops. Both are places in the conversation
+that is cut after the answer, because the model has never seen more when it answers.
+"""
 
 import inspect
 import json
 import re
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from accelerate_recipes.data.answer_spans import altered, is_trained, parts_of, tokens_in, unless_refused, weights_of
 from accelerate_recipes.data.reading import without_nulls
 from accelerate_recipes.errors import DataError
 
@@ -21,6 +27,27 @@ RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parame
 IS_RESERVED = "is no variable of a chat template, but an argument of apply_chat_template; remove it"
 HAS_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds the marks of answers in a template
 NUM_SHOWN = 8  # tokens on each side of a difference
+WEIGHTS = ("weight", "train", "loss")  # fields of a message, of several formats: with 0 or false, it is no target
+NUM_OPENED = 60  # characters that are shown of a generation prompt
+MARK = "\ue000"  # a character that no text has: it shows where a template writes a text
+Write = Callable[[list[dict]], str]  # renders messages
+
+
+def weights_of(message: dict) -> list[Any]:
+    """List the values of the fields that say whether a message is a target."""
+    return [message[name] for name in WEIGHTS if message.get(name) is not None]
+
+
+def is_answer(message: dict) -> bool:
+    """Tell whether a message is an answer that says or calls something."""
+    content = message.get("content")
+    said = content.strip() if isinstance(content, str) else content
+    return message.get("role") == "assistant" and bool(said or message.get("tool_calls"))
+
+
+def is_trained(message: dict) -> bool:
+    """Tell whether a message is an answer that is a target."""
+    return is_answer(message) and not any(weight == 0 for weight in weights_of(message))
 
 
 def parsed(value: Any, name: str, number: int, source: str) -> Any:
@@ -144,11 +171,19 @@ def render(row: dict, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> li
     return render_read([read], tokenizer, **settings)[0]
 
 
-def render_read(rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase, **how: Any) -> list[list[Rendering]]:
-    """Render rows, as `messages.select` returns them: with the nulls that the user wrote, and no others.
+def render_read(
+    rows: Sequence[dict],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    completion_only: bool = False,
+    assistant_only: bool = False,
+    text_field: str = "",
+    stops: Sequence[int] = (),
+) -> list[list[Rendering]]:
+    """Render rows of one form, as `messages.select` returns them: with the nulls that the user wrote, and no others.
 
-    A conversation of which the answers alone are targets may become several rows, see `answer_spans.parts_of`, or none if
-    no answer is trained. `how` is that of `render_alike`.
+    A conversation of which the answers alone are targets may become several rows, see `parts_of`, or none if no answer is
+    trained. `stops` are the tokens at which generation stops. The defaults leave each row whole.
 
     Raises:
         ValueError: if the template marks none of the answers.
@@ -156,10 +191,12 @@ def render_read(rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase, **how:
     alike: dict[str, tuple[dict, list[int]]] = {}
     for number, row in enumerate(rows):
         settings = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}
-        alike.setdefault(json.dumps(settings, default=repr), (settings, []))[1].append(number)
+        if not (assistant_only and is_conversation(row)) or answers_in(row, completion_only):
+            alike.setdefault(json.dumps(settings, default=repr), (settings, []))[1].append(number)
     found: list[list[Rendering]] = [[]] * len(rows)
     for settings, numbers in alike.values():
-        made = render_alike([rows[number] for number in numbers], tokenizer, settings, **how)
+        some = [rows[number] for number in numbers]
+        made = render_alike(some, tokenizer, settings, completion_only, assistant_only, text_field, stops)
         for number, renderings in zip(numbers, made, strict=True):
             found[number] = renderings
     return found
@@ -169,60 +206,68 @@ def render_alike(
     rows: Sequence[dict],
     tokenizer: PreTrainedTokenizerBase,
     settings: dict[str, Any],
-    *,
-    text_field: str,
     completion_only: bool,
     assistant_only: bool,
+    text_field: str,
     stops: Sequence[int],
 ) -> list[list[Rendering]]:
-    """Render rows of one form with the same `settings` of the template. `stops` are the tokens at which generation stops."""
+    """Render rows of one form with the same `settings` of the template; see `render_read`. Each has an answer to train."""
     prompts = [row.get("prompt") for row in rows]
     if rows[0].keys() <= {"prompt", *SETTINGS}:  # the answer is drawn in training
         return [[Rendering(ids, [False] * len(ids))] for ids in prompts_alone(tokenizer, prompts, settings)]
-    found: list[list[Rendering]] = [[] for _ in rows]
-    numbers = range(len(rows))
-    if not isinstance(rows[0].get("messages", prompts[0]), list):
+    if not is_conversation(rows[0]):
         texts = ["".join(read.values()) for read in texts_read(rows, tokenizer, text_field)]
         ids_of_rows: Any = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
-        masks: Any = [[True] * len(ids) for ids in ids_of_rows]
+        marks = []
     else:
-        whole = [
-            [*(row.get("prompt") or ()), *(row["messages"] if "messages" in row else row["completion"])] for row in rows
-        ]
-        begins = [len(prompt or ()) if completion_only else 0 for prompt in prompts]
-        answers = [
-            [number for number in range(begin, len(messages)) if is_trained(messages[number])]
-            for begin, messages in zip(begins, whole, strict=True)
-        ]
-        mask = {"return_assistant_tokens_mask": True} if assistant_only else {}
-        if assistant_only:
-            numbers = [number for number in numbers if answers[number]]
-            whole, answers = [whole[number] for number in numbers], [answers[number] for number in numbers]
-        if not whole:
-            return found
+        whole = [messages_in(row) for row in rows]
         if assistant_only and not HAS_MARKS.search(tokenizer.get_chat_template(None, settings["tools"])):
-            for number, renderings in zip(numbers, by_rule(tokenizer, whole, answers, settings, stops), strict=True):
-                found[number] = renderings
-            return found
-        rendered = by_template(tokenizer, whole, **settings, **mask)
-        ids_of_rows = rendered["input_ids"]
-        masks = rendered.get("assistant_masks") or [[True] * len(ids) for ids in ids_of_rows]
-        masks = [[*map(bool, mask)] for mask in masks]
-        for messages, targets in zip(whole, masks, strict=True) if assistant_only else ():
-            if not any(targets):
-                raise ValueError("the template marks none of its answers")
-            if not all(is_trained(message) for message in messages if message["role"] == "assistant"):
-                for token in tokens_without_weight(tokenizer, messages, **settings):
-                    targets[token] = False
-    if completion_only and (asked := [number for number in numbers if prompts[number]]):
-        alone = dict(zip(asked, prompts_alone(tokenizer, [prompts[number] for number in asked], settings), strict=True))
-        for number, ids, targets in zip(numbers, ids_of_rows, masks, strict=True):
-            if number in alone:
-                begin = first_difference(alone[number], ids)
-                targets[:begin] = [False] * len(targets[:begin])  # all, if the answer has no token
-    for number, ids, targets in zip(numbers, ids_of_rows, masks, strict=True):
-        found[number] = [Rendering(ids, targets)]
-    return found
+            answers = [answers_in(row, completion_only) for row in rows]
+            return by_rule(tokenizer, whole, answers, settings, stops)
+        rendered = by_template(tokenizer, whole, **settings, return_assistant_tokens_mask=assistant_only)
+        ids_of_rows, marks = rendered["input_ids"], rendered.get("assistant_masks") or []
+    targets_of_rows = [[True] * len(ids) for ids in ids_of_rows]
+    if marks:
+        pairs = zip(whole, marks, strict=True)
+        targets_of_rows = [marked_targets(tokenizer, messages, mask, settings) for messages, mask in pairs]
+    asked = [number for number, prompt in enumerate(prompts) if prompt] if completion_only else []
+    alone = prompts_alone(tokenizer, [prompts[number] for number in asked], settings) if asked else []
+    for number, ids in zip(asked, alone, strict=True):
+        begin, targets = first_difference(ids, ids_of_rows[number]), targets_of_rows[number]
+        targets[:begin] = [False] * len(targets[:begin])  # all, if the answer has no token
+    return [[Rendering(ids, targets)] for ids, targets in zip(ids_of_rows, targets_of_rows, strict=True)]
+
+
+def is_conversation(row: dict) -> bool:
+    return isinstance(row.get("messages", row.get("prompt")), list)
+
+
+def messages_in(row: dict) -> list[dict]:
+    """Return a row as one conversation: its messages, or its prompt with the answer to it."""
+    return row["messages"] if "messages" in row else [*(row.get("prompt") or ()), *row["completion"]]
+
+
+def answers_in(row: dict, completion_only: bool) -> list[int]:
+    """List the numbers of the messages of a conversation that are targets as answers."""
+    begin = len(row.get("prompt") or ()) if completion_only else 0
+    return [number for number, message in enumerate(messages_in(row)) if number >= begin and is_trained(message)]
+
+
+def marked_targets(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], mask: Sequence[int], settings: dict[str, Any]
+) -> list[bool]:
+    """Tell which tokens of a conversation are targets: those in the `mask` of the template, without messages of weight 0.
+
+    Raises:
+        ValueError: if there are none, and if it is not clear to which message a part belongs.
+    """
+    targets = [*map(bool, mask)]
+    if not any(targets):
+        raise ValueError("the template marks none of its answers")
+    if not all(is_trained(message) for message in messages if message["role"] == "assistant"):
+        for token in tokens_without_weight(tokenizer, messages, **settings):
+            targets[token] = False
+    return targets
 
 
 def texts_read(rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase, text_field: str) -> list[dict[str, str]]:
@@ -293,6 +338,110 @@ def by_rule(
     ]
 
 
+class Part(NamedTuple):
+    """A text to train on, and the answers in it that are targets, as pairs of places: begin and end.
+
+    `opened` is the generation prompt if an answer does not begin with all of it, as when it opens a thought; else "".
+    """
+
+    text: str
+    answers: list[tuple[int, int]]
+    opened: str = ""
+
+
+def parts_of(
+    messages: list[dict], written: dict[int, tuple[str, str | None]], write: Write, stops: Sequence[str]
+) -> list[Part]:
+    """Return a conversation as texts that hold its answers, each as it stands when it is the last message.
+
+    `written` has for the number of each answer the conversation cut after it, and the conversation before it with the
+    generation prompt, or None if the template refuses that.
+
+    Usually this is one text. But some templates render a message otherwise when others follow: they drop thoughts, or move
+    the system prompt. An answer that the later text does not hold in the same way gets a text of its own, cut after it.
+    `stops` are the texts at which generation stops.
+    """
+    parts: list[Part] = []
+    for number, (text, prompt) in reversed(written.items()):
+        begin, opened = begin_of(messages, number, text, prompt, write)
+        end = end_of(messages, number, text, begin, write, stops)
+        there = next((i for i, part in enumerate(parts) if part.text.startswith(text[:end])), len(parts))
+        part = parts.pop(there) if there < len(parts) else Part(text, [])
+        parts.insert(there, Part(part.text, [(begin, end), *part.answers], opened or part.opened))
+    return parts[::-1]
+
+
+def begin_of(messages: list[dict], number: int, text: str, prompt: str | None, write: Write) -> tuple[int, str]:
+    """Return where an answer begins in `text`, the conversation cut after it; also its prompt if it lacks a part of that."""
+    if prompt is not None and text.startswith(prompt):
+        return len(prompt), ""
+    # The answer lacks the end of its prompt, such as an opened thought: it begins where they part, but not within its
+    # content, which may begin as that end does. It does not begin earlier than the conversation before it ends.
+    before: list[dict] = messages[:number]
+    begin = shared_length(text, write([*before, {"role": "assistant", "content": MARK}]))
+    plain = unless_refused(write, before)
+    if prompt is not None and plain is not None and text.startswith(plain):
+        begin = max(len(plain), min(begin, shared_length(text, prompt)))
+    return begin, (prompt or "").removeprefix(plain or "")[-NUM_OPENED:]
+
+
+def unless_refused(write: Write, messages: list[dict]) -> str | None:
+    """Render messages; return None if the template refuses them, as some do without any, or with certain texts or roles."""
+    try:
+        return write(messages)
+    except (TemplateError, ValueError, TypeError):
+        return None
+
+
+def end_of(messages: list[dict], number: int, text: str, begin: int, write: Write, stops: Sequence[str]) -> int:
+    """Return where an answer ends in `text`, the conversation cut after it: after the first stop behind its content."""
+    end = first_stop(text, begin, stops)
+    if end is None or not text[end:].strip():
+        return end or len(text)
+    # The content may quote a stop; so look where the content ends.
+    longer = unless_refused(write, [*messages[:number], altered(messages[number])]) or ""
+    behind = longer.rpartition(MARK)[2]
+    if MARK in longer and text.endswith(behind):
+        end = first_stop(text, max(begin, len(text) - len(behind)), stops)
+    return end or len(text)
+
+
+def first_stop(text: str, begin: int, stops: Sequence[str]) -> int | None:
+    """Return the end of the first stop in `text` from `begin` on; None if there is none."""
+    found = [(place, place + len(stop)) for stop in stops if stop and (place := text.find(stop, begin)) >= 0]
+    return min(found)[1] if found else None
+
+
+def shared_length(a: str, b: str) -> int:
+    """Count the characters with which two texts begin alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def altered(value: Any) -> Any:
+    """Return a message with another text wherever it has one, in a form that templates still accept."""
+    if isinstance(value, dict):
+        kept = ("role", "type", "id", "weight")
+        return {name: entry if name in kept else altered(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [altered(entry) for entry in value]
+    return f"{value}{MARK}" if isinstance(value, str) else value
+
+
+def tokens_in(places: Sequence[tuple[int, int]], encoding: Any) -> list[bool]:
+    """Tell for each token of an encoded text, `tokenizers.Encoding`, whether it begins in one of `places`."""
+
+    def start(token: int) -> int:
+        # Some tokenizers leave the space before a word out of its place; the token begins where the one before ends.
+        return min(encoding.token_to_chars(token)[0], encoding.token_to_chars(token - 1)[1]) if token else 0
+
+    tokens = range(len(encoding))
+    found = [False] * len(tokens)
+    for place in places:
+        first, last = (bisect_left(tokens, border, key=start) for border in place)
+        found[first:last] = [True] * (last - first)
+    return found
+
+
 def prompts_alone(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any], settings: dict[str, Any]
 ) -> list[list[int]]:
@@ -302,13 +451,6 @@ def prompts_alone(
         texts = [prompt.removeprefix(begin) for prompt in prompts]
         return tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]  # pyright: ignore[reportReturnType]
     return by_template(tokenizer, prompts, **{"add_generation_prompt": True} | settings)["input_ids"]
-
-
-def end_of_answer(tokenizer: PreTrainedTokenizerBase, prompt: list[dict], settings: dict[str, Any]) -> list[int]:
-    """Tokenise the text that the chat template writes after an answer."""
-    messages = [*prompt, {"role": "assistant", "content": "Answer"}]
-    text: Any = tokenizer.apply_chat_template(messages, tokenize=False, **settings)
-    return tokenizer(text.rpartition("Answer")[2], add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
 
 
 def shown_ends(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> str:
@@ -327,57 +469,26 @@ def by_template(
 
 
 def first_refused(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, **settings: Any) -> tuple[int, str] | None:
-    """Find the first row with a conversation that cannot be rendered; return its number, from 1, and the reason.
-
-    `settings` are those of `render`, for rows that it takes.
-    """
-    for number, row in enumerate(rows, 1):
-        try:
-            if settings:
-                render(row, tokenizer, **settings)
-                continue
-            row = without_nulls(row) | {name: parsed(row.get(name), name, number, "") for name in SETTINGS}
-            given = {"tools": row["tools"]} | row["chat_template_kwargs"]
-            prompt = row.get("prompt", [])
-            for name in ("chosen", "rejected", "prompt"):
-                if isinstance(messages := row.get(name), list):
-                    is_answer = name != "prompt" and isinstance(prompt, list)
-                    by_template(tokenizer, [with_objects([*prompt, *messages] if is_answer else messages)], **given)
-        except Exception as error:
-            return number, f"cannot be rendered by the chat template: {error}"
-    return None
-
-
-def differences(
-    trained: Iterable[Rendering], rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, **settings: Any
-) -> list[str]:
-    """List where the rendering of an exported tokenizer differs from what was trained, one sentence for each row.
+    """Find the first row, or pair, with a conversation that cannot be rendered; return its number, from 1, and the reason.
 
     `settings` are those of `render`.
     """
-    found, ours = [], []
     for number, row in enumerate(rows, 1):
+        own = {name: row.get(name) for name in SETTINGS}
+        answers = [row[name] for name in ("chosen", "rejected") if name in row]
+        if not answers:
+            parts = [row]
+        elif isinstance(row.get("prompt"), list):
+            own["prompt"] = row["prompt"]
+            parts = [own, *(own | {"completion": answer} for answer in answers)]
+        else:  # whole conversations, or texts, which no template renders
+            parts = [own | {"messages": answer} for answer in answers if isinstance(answer, list)]
         try:
-            ours += [(number, rendered) for rendered in render(row, tokenizer, **settings)]
-        except (TemplateError, ValueError, TypeError) as error:
-            found.append(f"row {number} cannot be rendered: {error}")
-    trained = [*trained]
-    for (ids, targets, _), (number, other) in zip(trained, [] if found else ours, strict=False):
-        if (place := first_difference(ids, other.ids)) is not None:
-            window = slice(max(0, place - NUM_SHOWN), place + NUM_SHOWN)
-            texts = (tokenizer.decode(side[window]) for side in (ids, other.ids))
-            found.append(
-                f"row {number}, token {place + 1}: {next(texts)!r} was trained, the export renders {next(texts)!r}"
-            )
-        elif (place := first_difference(targets, other.targets)) is not None:
-            kind = "a target" if targets[place] else "no target"
-            found.append(
-                f"row {number}, token {place + 1}, {tokenizer.decode(ids[place : place + 1])!r}, was {kind} of the loss, "
-                f"unlike in the export's rendering"
-            )
-    if not found and len(ours) != len(trained):
-        found.append(f"{len(trained)} rows were trained, the export renders {len(ours)} instead")
-    return found
+            for part in parts:
+                render(part, tokenizer, **settings)
+        except Exception as error:
+            return number, f"cannot be rendered by the chat template: {error}"
+    return None
 
 
 def first_difference(a: Sequence, b: Sequence) -> int | None:

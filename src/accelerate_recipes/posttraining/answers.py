@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import datasets
+import pyarrow.compute as pc
 import torch
 from jinja2 import TemplateError
 from torch import nn
@@ -22,16 +23,16 @@ from trl.trainer.utils import split_tensor_dict
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range
-from accelerate_recipes.checkpoint.check_export import as_exported
+from accelerate_recipes.checkpoint.exported import as_exported
 from accelerate_recipes.data.dates import frozen_date
-from accelerate_recipes.data.messages import NUM_COMPARED
+from accelerate_recipes.data.messages import NUM_COMPARED, TEXT
 from accelerate_recipes.data.passes import BATCH
 from accelerate_recipes.data.rendering import (
     IS_RESERVED,
     RESERVED,
     SETTINGS,
     Rendering,
-    end_of_answer,
+    added_begin,
     first_refused,
     prompts_alone,
     render_read,
@@ -44,12 +45,12 @@ from accelerate_recipes.models.weights import seed_of
 from accelerate_recipes.posttraining.objective import Objective, Outputs
 from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs
 from accelerate_recipes.posttraining.trained_rows import (
-    AS_IT_STANDS,
     ReadRows,
     compare_with_rendering,
     content_of_sides,
+    tell_of_prompts,
 )
-from accelerate_recipes.ranks import on_first_rank
+from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.report.samples import Samples, expected
 from accelerate_recipes.run import Run
 
@@ -207,6 +208,29 @@ def check_settings(rows: datasets.Dataset, common: dict[str, Any], source: str) 
                 )
 
 
+def clean_prompts(
+    run: Run[Any], sides: dict[str, datasets.Dataset], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, datasets.Dataset]:
+    """Remove the begin token from prompts that are texts, because the tokenizer adds it, and tell of such prompts."""
+    tell_of_prompts(run, sides, tokenizer)
+    begin = added_begin(tokenizer)
+    return {
+        name: on_first_of_machine_before_others(partial(without_begin, rows, "prompt", begin))
+        for name, rows in sides.items()
+    }
+
+
+def without_begin(rows: datasets.Dataset, column: str, begin: str) -> datasets.Dataset:
+    """Remove `begin`, which may be "", from the start of the texts of a column."""
+    if (
+        not begin
+        or rows.features[column] != TEXT
+        or not pc.any(pc.starts_with(rows.data.column(column), begin)).as_py()
+    ):
+        return rows
+    return rows.map(lambda row: {column: row[column].removeprefix(begin)}, desc=f"Removing a second {begin}")
+
+
 def tokenize_prompts(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence, args: Any, source: str = "the data"
 ) -> list[list[int]]:
@@ -219,9 +243,9 @@ def tokenize_prompts(
     with frozen_date(args.template_date):
         try:
             parts = [rows[first : first + BATCH] for first in range(0, len(rows), BATCH)]
-            found = [made[0].ids for part in parts for made in render_read(part, tokenizer, **AS_IT_STANDS)]
+            found = [made[0].ids for part in parts for made in render_read(part, tokenizer)]
         except (TemplateError, ValueError, TypeError) as error:
-            number, said = first_refused(rows, tokenizer, **AS_IT_STANDS) or (0, str(error))
+            number, said = first_refused(rows, tokenizer) or (0, str(error))
             raise DataError(f"{source}, row {number}, {said}") from error
     if not all(found):
         raise DataError(
@@ -421,3 +445,10 @@ def tell_of_end(run: Run[Any], exported: PreTrainedTokenizerBase, prompt: list[d
             f"{shown_ends(exported, ends)}. If the model has learned the template, name that end in its "
             "generation_config.json (eos_token_id)"
         )
+
+
+def end_of_answer(tokenizer: PreTrainedTokenizerBase, prompt: list[dict], settings: dict[str, Any]) -> list[int]:
+    """Tokenise the text that the chat template writes after an answer."""
+    messages = [*prompt, {"role": "assistant", "content": "Answer"}]
+    text: Any = tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+    return tokenizer(text.rpartition("Answer")[2], add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]

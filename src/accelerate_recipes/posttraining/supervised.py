@@ -17,9 +17,8 @@ from transformers.trainer_utils import align_special_tokens
 from trl import SFTConfig, clone_chat_template, pack_dataset
 from trl.trainer.utils import add_fused_lm_head
 
-from accelerate_recipes.checkpoint.check_export import Exported, as_exported, stops_of
+from accelerate_recipes.checkpoint.exported import Exported, as_exported, stops_of
 from accelerate_recipes.checkpoint.files import saved_arguments
-from accelerate_recipes.data import answer_spans, rendering
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.messages import NUM_COMPARED, TEXT, has_unweighted, missing_answers, select
@@ -32,7 +31,7 @@ from accelerate_recipes.hub import cache
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.composites import placeholders, stands_for_image
 from accelerate_recipes.models.pretrained import load_config, read_tokenizer
-from accelerate_recipes.posttraining.settings import pad_multiple, refused_by_trl, trl_config
+from accelerate_recipes.posttraining.settings import pad_multiple, trl_config
 from accelerate_recipes.posttraining.supervised_loss import OUTPUTS, make_collator
 from accelerate_recipes.posttraining.trained_rows import (
     EVERYTHING,
@@ -43,8 +42,8 @@ from accelerate_recipes.posttraining.trained_rows import (
     count_targets_of,
     cut_at,
     have_targets,
-    naming_rows,
     tell_of_prompts,
+    tokenized_rows,
     without_targets,
 )
 from accelerate_recipes.ranks import is_first, on_first_of_machine_before_others, on_first_rank, ranks_a_row
@@ -109,7 +108,7 @@ def prepare_supervised(
     settings = {side: how | {"assistant_only": of_answers(args, rows.features)} for side, rows in sides.items()}
     whole, prepared, first, added = {}, {}, [], 0
     for side, rows in sides.items():
-        found = render_side(run, config, side, rows, tokenizer, settings[side])
+        found = render_side(run, side, rows, tokenizer, settings[side])
         if side == "train":
             sources = found.data.column("source").to_numpy()
             added = tell_of_parts(run, found, sources)
@@ -244,12 +243,7 @@ def usual_value(value: Any) -> str:
 
 
 def render_side(
-    run: Run[Any],
-    config: SFTConfig,
-    side: str,
-    rows: datasets.Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: dict[str, Any],
+    run: Run[Any], side: str, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]
 ) -> datasets.Dataset:
     """Render and tokenise the rows of a side by the `settings` of `rendering.render`; see RENDERED.
 
@@ -258,20 +252,7 @@ def render_side(
         DataError: for a token that stands for an image.
     """
     use = "train" if side == "train" else "evaluate"
-    make = partial(
-        rendered, features=rows.features, tokenizer=tokenizer, settings=settings, date=run.args.template_date
-    )
-    render_all = partial(
-        made_of,
-        rows,
-        make,
-        datasets.Features(dict(rows.features) | RENDERED),
-        code=(rendering, answer_spans),
-        num_proc=config.dataset_num_proc,
-        desc=f"Tokenizing rows to {use} on",
-    )
-    with refused_by_trl(), naming_rows(run.args, tokenizer, **settings):
-        found = on_first_of_machine_before_others(render_all)
+    found = tokenized_rows(run, rows, rendered, RENDERED, tokenizer, f"Tokenizing rows to {use} on", **settings)
     if not len(found):
         raise ConfigError(
             f"none of {len(rows):,} rows to {use} on has an answer that is a target, which is a message of the role "
@@ -287,8 +268,8 @@ def rendered(
     first: int,
     features: datasets.Features,
     tokenizer: PreTrainedTokenizerBase,
-    settings: dict[str, Any],
     date: str,
+    **settings: Any,
 ) -> pa.Table:
     """Render rows. Return their columns and those of RENDERED, once for each row to train on.
 

@@ -3,7 +3,6 @@
 import itertools
 import json
 import sys
-from functools import partial
 from typing import Any
 
 import datasets
@@ -12,12 +11,11 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig
 
-from accelerate_recipes.checkpoint.check_export import Exported, as_exported
-from accelerate_recipes.data import rendering
+from accelerate_recipes.checkpoint.exported import Exported, as_exported
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.formats import PAIR
 from accelerate_recipes.data.messages import NUM_COMPARED
-from accelerate_recipes.data.passes import chosen_rows, made_of, rows_in
+from accelerate_recipes.data.passes import chosen_rows, rows_in
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.data.rendering import (
     SETTINGS,
@@ -31,18 +29,16 @@ from accelerate_recipes.data.rendering import (
 )
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.posttraining.preferences import PairTrainer
-from accelerate_recipes.posttraining.settings import refused_by_trl
 from accelerate_recipes.posttraining.trained_rows import (
-    AS_IT_STANDS,
     NUM_LAST,
     ReadRows,
     check_rows_are_left,
     compare_with_rendering,
     content_of_sides,
     cut_at,
-    naming_rows,
+    tokenized_rows,
 )
-from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
+from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.run import Run
 
 # Columns that `tokenized` adds.
@@ -57,21 +53,10 @@ def prepare_preferences(
     Raises:
         ConfigError: for rows that cannot be rendered, and if no pair of a side is left.
     """
-    date, prepared = run.args.template_date, {}
+    prepared = {}
     for side, given in pairs.items():
         name = "train" if side == "train" else "evaluate"
-        make = partial(tokenized, features=given.features, tokenizer=tokenizer, date=date)
-        tokenize_all = partial(
-            made_of,
-            given,
-            make,
-            datasets.Features(dict(given.features) | TOKENS),
-            code=(rendering,),
-            num_proc=config.dataset_num_proc,
-            desc=f"Tokenizing pairs to {name} on",
-        )
-        with refused_by_trl(), naming_rows(run.args, tokenizer):
-            rows = on_first_of_machine_before_others(tokenize_all)
+        rows = tokenized_rows(run, given, tokenized, TOKENS, tokenizer, f"Tokenizing pairs to {name} on")
         if config.truncation_mode == "keep_start":
             rows = chosen_rows(rows, lengths_of(rows, "prompt_ids") < config.max_length)
         prepared[side] = without_same(run, rows, config, name)
@@ -91,8 +76,7 @@ def tokenized(
     answered = {side: [own | {"completion": row[side]} for own, row in zip(asked, rows, strict=True)] for side in PAIR}
     with frozen_date(date):
         alone, *whole = (
-            [made[0].ids for made in render_read(given, tokenizer, **AS_IT_STANDS)]
-            for given in (asked, *answered.values())
+            [made[0].ids for made in render_read(given, tokenizer)] for given in (asked, *answered.values())
         )
     columns = dict(zip(table.column_names, table.columns, strict=True))
     if not isinstance(features["prompt"], datasets.List):
@@ -207,7 +191,7 @@ def compare_first_pairs(trainer: PairTrainer, pairs: list[dict], exported: Expor
     run = trainer.run
     compare_with_rendering(run, exported, trainer.base_stops, rows, trained, ends)
     with frozen_date(run.args.template_date):
-        asked = [render(prompt, exported.tokenizer, **AS_IT_STANDS)[0].ids for prompt in prompts]
+        asked = [render(prompt, exported.tokenizer)[0].ids for prompt in prompts]
     lost = [ids[len(pair["prompt_ids"]) :] for pair, ids in zip(pairs, asked, strict=True)]
     lost = [ids for ids in lost if ids]
     if lost:

@@ -1,40 +1,33 @@
 """Rows of SFT, DPO and GRPO as they are trained: numbered, known again on a resume, compared with the export's rendering."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
-import pyarrow.compute as pc
+import pyarrow as pa
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.checkpoint.check_export import (
-    Exported,
-    TrainedRows,
-    compare_rows,
-    compare_with_export,
-    ends_of_adapters,
-)
+from accelerate_recipes.checkpoint.exported import Exported, TrainedRows, compare_rows, ends_of_adapters
 from accelerate_recipes.checkpoint.files import saved_arguments
-from accelerate_recipes.data import NUM_ROWS
+from accelerate_recipes.data import NUM_ROWS, rendering
 from accelerate_recipes.data.messages import TEXT
+from accelerate_recipes.data.passes import made_of
 from accelerate_recipes.data.prepared import check_content, chunks_of, content_of
-from accelerate_recipes.data.rendering import Rendering, added_begin, first_refused
+from accelerate_recipes.data.rendering import Rendering, first_refused
 from accelerate_recipes.data.rows import Rows, StepLoader, make_train_loader
 from accelerate_recipes.data.shown import HasRows
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.posttraining.settings import refused_by_trl
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.run import Run
 
 NUM_LAST = 4  # number of last targets of a row among which its end token is searched
 EVERYTHING = slice(None)
-# Settings of `rendering.render` that leave a row whole.
-AS_IT_STANDS = {"text_field": "", "completion_only": False, "assistant_only": False, "stops": []}
 
 
 class FirstRows(NamedTuple):
@@ -114,29 +107,6 @@ def without_targets(row: dict, number: int) -> dict:
     return row if number >= 0 else row | {"labels": [IGNORE_INDEX] * len(row["input_ids"])}
 
 
-def clean_prompts(
-    run: Run[Any], sides: dict[str, datasets.Dataset], tokenizer: PreTrainedTokenizerBase
-) -> dict[str, datasets.Dataset]:
-    """Remove the begin token from prompts that are texts, because the tokenizer adds it, and tell of such prompts."""
-    tell_of_prompts(run, sides, tokenizer)
-    begin = added_begin(tokenizer)
-    return {
-        name: on_first_of_machine_before_others(partial(without_begin, rows, "prompt", begin))
-        for name, rows in sides.items()
-    }
-
-
-def without_begin(rows: datasets.Dataset, column: str, begin: str) -> datasets.Dataset:
-    """Remove `begin`, which may be "", from the start of the texts of a column."""
-    if (
-        not begin
-        or rows.features[column] != TEXT
-        or not pc.any(pc.starts_with(rows.data.column(column), begin)).as_py()
-    ):
-        return rows
-    return rows.map(lambda row: {column: row[column].removeprefix(begin)}, desc=f"Removing a second {begin}")
-
-
 def tell_of_prompts(run: Run[Any], sides: dict[str, datasets.Dataset], tokenizer: PreTrainedTokenizerBase) -> None:
     """Tell if prompts are texts, for which the chat template is not used."""
     if sides["train"].features.get("prompt") == TEXT and tokenizer.chat_template:
@@ -146,24 +116,37 @@ def tell_of_prompts(run: Run[Any], sides: dict[str, datasets.Dataset], tokenizer
         )
 
 
-@contextlib.contextmanager
-def naming_rows(args: Any, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> Iterator[None]:
-    """If rows cannot be prepared because a conversation cannot be rendered, say in which row of which file it is.
+def tokenized_rows(
+    run: Run[Any],
+    rows: datasets.Dataset,
+    make: Callable[..., pa.Table],
+    added: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    desc: str,
+    **settings: Any,
+) -> datasets.Dataset:
+    """Tokenise rows by `make`, a function of a module, in several processes: they get the columns `added`, with their types.
 
-    `settings` are those of `rendering.first_refused`.
+    `settings` are those of `rendering.render`, which `make` takes too.
 
     Raises:
-        ConfigError: naming the row.
+        ConfigError: for a conversation that cannot be rendered; it names the file and the row.
     """
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        for name, rows in args.read_rows_for(tokenizer).items():
-            if found := first_refused(rows, tokenizer, **settings):
-                raise ConfigError(f"{args.sources[name]}, row {found[0]}, {found[1]}") from error
-        raise
+    args = run.args
+    given = {"features": rows.features, "tokenizer": tokenizer, "date": args.template_date}
+    features = datasets.Features(dict(rows.features) | added)
+    how = {"code": (rendering,), "num_proc": args.dataset_num_proc, "desc": desc}
+    make_all = partial(made_of, rows, partial(make, **given, **settings), features, **how)
+    with refused_by_trl():
+        try:
+            return on_first_of_machine_before_others(make_all)
+        except ConfigError:
+            raise
+        except Exception as error:
+            for name, side in args.read_rows_for(tokenizer).items():
+                if found := first_refused(side, tokenizer, **settings):
+                    raise ConfigError(f"{args.sources[name]}, row {found[0]}, {found[1]}") from error
+            raise
 
 
 def check_rows_are_left(
@@ -202,8 +185,10 @@ def compare_with_rendering(
     args = run.args
     names = args.fixed_on_resume()
     fixed = {name: value for name, value in args.values().items() if name in names}
-    first = TrainedRows(rows, trained, AS_IT_STANDS | settings, sorted(ends), fixed)
-    compare_with_export(exported, first, None if args.data_only else run.output_dir)
+    first = TrainedRows(rows, trained, settings, sorted(ends), fixed)
+    raise_problems("The export would not render what is trained", first.problems(exported))
+    if not args.data_only:
+        first.save(run.output_dir)
     if run.adapter and not args.merge_adapter and {*first.ends} - base_stops:
         run.print(ends_of_adapters(exported.tokenizer, first.ends, base_stops))
 
