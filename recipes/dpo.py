@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.checkpoint.exported import stops_of
+from accelerate_recipes.data.chats import check_written, without_controls
 from accelerate_recipes.data.formats import PAIR, PairFormatArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.engine import train
@@ -34,7 +34,7 @@ from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.objective import give_model_to_trl
 from accelerate_recipes.posttraining.preferences import DPOArgs, PairTrainer, evaluate_pairs, preference_trial, to_pairs
-from accelerate_recipes.posttraining.settings import make_model, trl_config
+from accelerate_recipes.posttraining.settings import make_model, stops_of_run, trl_config
 from accelerate_recipes.posttraining.trained_pairs import compare_pairs, count_pairs, prepare_preferences, read_pairs
 from accelerate_recipes.posttraining.trained_rows import compare_finished, tell_of_prompts
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
@@ -67,9 +67,12 @@ def load_pairs(
         DataError: for rows that cannot be read, or that hold no texts, messages or scores.
         ConfigError: for rows of another form, and if a side is empty.
     """
-    rows = args.without_controls(args.read_rows_for(tokenizer), ("prompt", "completion", *PAIR), tokenizer, stops)
-    pairs = {name: to_pairs(side, args.sources[name], args.min_score_margin) for name, side in rows.items()}
-    args.check_written(pairs, ("prompt", *PAIR), tokenizer, "pair")
+    rows, pairs = args.read_rows_for(tokenizer), {}
+    for name, side in rows.items():
+        source, said = args.sources[name], ("prompt", "completion", *PAIR)
+        rows[name] = without_controls(side, said, tokenizer, stops, source, args.control_tokens)
+        pairs[name] = to_pairs(rows[name], source, args.min_score_margin)
+        check_written(pairs[name], ("prompt", *PAIR), tokenizer, f"{source}, pair", args.template_date)
     is_judged = "completion" in rows["train"].column_names  # then several rows make a pair
     left_out = 0 if is_judged else len(rows["train"]) - len(pairs["train"])
     return args.sides(pairs, "prompt"), sum(map(len, rows.values())), left_out
@@ -92,7 +95,7 @@ def main(args: Args) -> None:
     model = make_model(args)
     run.adapter = add_adapters(model, args)
     args.settle_date(tokenizer)
-    stops = stops_of(model.generation_config) | stops_of(tokenizer)
+    stops = stops_of_run(model, tokenizer)
     pairs, num_rows, left_out = on_first_of_machine_before_others(lambda: load_pairs(args, tokenizer, stops))
     tell_of_prompts(run, pairs, tokenizer)
     config = trl_config(run, DPOConfig, max_length=min(args.max_length or sys.maxsize, max_positions(model.config)))

@@ -19,11 +19,9 @@ import datasets
 from trl import GRPOConfig
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.checkpoint.exported import stops_of
-from accelerate_recipes.data.chats import ChatArgs
+from accelerate_recipes.data.chats import ChatArgs, check_written, without_controls
 from accelerate_recipes.data.messages import read_prompts, select
 from accelerate_recipes.engine import train
-from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.picture import Bars, Curves
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.generation import Sampling
@@ -37,13 +35,13 @@ from accelerate_recipes.posttraining.answers import (
     end_of_prompt,
     room_for_prompts,
     rows_of_prompts,
-    tokenize_prompts,
+    rows_with_room,
 )
 from accelerate_recipes.posttraining.answers_trial import answers_trial
 from accelerate_recipes.posttraining.evaluation import HeldoutAnswers
 from accelerate_recipes.posttraining.objective import give_model_to_trl
 from accelerate_recipes.posttraining.rewards import check_column_names, load_rewards, reward_problems
-from accelerate_recipes.posttraining.settings import make_model, trl_config
+from accelerate_recipes.posttraining.settings import make_model, stops_of_run, trl_config
 from accelerate_recipes.posttraining.trained_rows import compare_finished
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.ranks import on_first_of_machine_before_others
@@ -79,12 +77,8 @@ def requirements(args: Args) -> Requirements:
     return Requirements(models=[args.model_name_or_path], datasets=args.row_datasets)
 
 
-def load_rows(
-    args: Args, tokenizer: Any, stops: set[int], room: int
-) -> tuple[dict[str, datasets.Dataset], dict[str, int]]:
-    """Load the rows to train on and to evaluate on, as `train` and `test`, without prompts of more than `room` tokens.
-
-    `stops` are the tokens at which generation stops.
+def load_rows(args: Args, tokenizer: Any, model: Any) -> tuple[dict[str, datasets.Dataset], dict[str, int]]:
+    """Load the rows to train on and to evaluate on, as `train` and `test`, without prompts that leave no room for an answer.
 
     Returns:
         The rows, and counts: how many are left out, and the length of the longest prompt.
@@ -93,19 +87,18 @@ def load_rows(
         DataError: for rows that cannot be read, or have no prompt.
         ConfigError: if nothing is left, or if a row has a rendering of its own.
     """
+    room, stops = room_for_prompts(args, model.config, args.max_completion_length), stops_of_run(model, tokenizer)
     rows, lengths = args.read_rows(), []
     for name, side in rows.items():
-        side = read_prompts(side, args.sources[name])
-        side = args.without_controls({name: side}, {"prompt"}, tokenizer, stops)[name]
-        side = select(side, side.column_names, args.sources[name]).select_columns(side.column_names)
-        check_column_names(side, args.sources[name])
-        args.check_written({name: side}, ["prompt"], tokenizer)
-        check_settings(side, args.template_settings, args.sources[name])
-        tokens = tokenize_prompts(tokenizer, side["prompt"][:], args, args.sources[name])
-        lengths += (found := [len(ids) for ids in tokens])
-        rows[name] = side.select([i for i, length in enumerate(found) if length <= room])
-        if not len(rows[name]):
-            raise ConfigError(f"no prompt is left: all {len(side):,} have over {room} tokens, see --max_prompt_length")
+        source = args.sources[name]
+        side = read_prompts(side, source)
+        side = without_controls(side, {"prompt"}, tokenizer, stops, source, args.control_tokens)
+        side = select(side, side.column_names, source).select_columns(side.column_names)
+        check_column_names(side, source)
+        check_written(side, ["prompt"], tokenizer, f"{source}, row", args.template_date)
+        check_settings(side, args.template_settings, source)
+        rows[name], found = rows_with_room(side, room, tokenizer, args, source)
+        lengths += found
     return args.sides(rows, "prompt"), {"left out": sum(length > room for length in lengths), "longest": max(lengths)}
 
 
@@ -120,9 +113,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args.model_name_or_path)
     args.settle_date(tokenizer)
     model = make_model(args)
-    room = room_for_prompts(args, model.config, args.max_completion_length)
-    stops = stops_of(model.generation_config) | stops_of(tokenizer)
-    rows, counts = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer, stops, room))
+    rows, counts = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer, model))
     columns = [name for name in rows["train"].column_names if name in rows["test"].column_names]
     begin = end_of_prompt(tokenizer, rows["test"][0]["prompt"], args.template_settings)
     rewards = load_rewards(args.rewards, columns, begin)

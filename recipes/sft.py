@@ -27,9 +27,15 @@ from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.settings import NewModelArgs, make_or_load_model
-from accelerate_recipes.posttraining.supervised import make_config, prepare_supervised, set_up_by_trl, usual_value
-from accelerate_recipes.posttraining.supervised_loss import SupervisedLoss, flops_of_rows, nll_sum, supervised_trial
+from accelerate_recipes.posttraining.settings import NewModelArgs, make_config, make_or_load_model, set_up_by_trl
+from accelerate_recipes.posttraining.supervised import (
+    SupervisedLoss,
+    flops_of_rows,
+    nll_sum,
+    prepare_supervised,
+    supervised_trial,
+    usual_value,
+)
 from accelerate_recipes.posttraining.trained_rows import compare_finished
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start

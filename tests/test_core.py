@@ -15,10 +15,10 @@ from accelerate_recipes.models.tokenizers import new_word_tokenizer
 
 # Modules about these packages, which import them at once; all others do where they use them.
 ABOUT = {
-    "data/conversations.py", "data/formats.py", "data/json_texts.py", "data/tables.py", "data/unwritten.py",
+    "data/formats.py", "data/messages.py", "data/tables.py",
     "posttraining/answers.py", "posttraining/evaluation.py", "posttraining/references.py", "posttraining/objective.py",
     "posttraining/preferences.py", "posttraining/rewards.py", "posttraining/settings.py", "posttraining/supervised.py",
-    "posttraining/supervised_loss.py", "posttraining/trained_pairs.py", "posttraining/trained_rows.py",
+    "posttraining/trained_pairs.py", "posttraining/trained_rows.py",
 }  # fmt: skip
 
 

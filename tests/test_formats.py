@@ -25,6 +25,7 @@ from accelerate_recipes.data.rendering import Rendering, without_nulls
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.hub.cache import HubDataset
 from accelerate_recipes.posttraining.preferences import to_pairs
+from accelerate_recipes.posttraining.supervised import load_sides
 
 ALL = {"sft": (*SFT, Form("text", ("text",), (), is_written=True)), "dpo": DPO}
 PAGE = (ROOT / "docs/rows.md").read_text()
@@ -275,7 +276,7 @@ def test_rows_of_two_forms(tmp_path):
     flags = ("--train_files", str(tmp_path / "rows.jsonl"), "--columns", "messages=messages")
     args = parse(sft.Args, ["--model_name_or_path", "none", *flags], world_size=1)
     with pytest.raises(DataError, match="row 3: 'messages' is null, as in 1 of 3 rows"):
-        sft.load_sides(args, SimpleNamespace(chat_template="a"))
+        load_sides(args, SimpleNamespace(chat_template="a"), set())
 
 
 def test_columns_by_other_names(base, tmp_path, capsys):

@@ -447,17 +447,19 @@ def test_arithmetic_reward_and_data(tmp_path):
 def test_rows(tmp_path, base):
     """A prompt on both sides, prompts that are too long, and rows without prompts are errors that say what to do."""
     module, tokenizer = shipped.load(SCRIPT), AutoTokenizer.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
 
     def load(rows: list[dict], heldout: list[dict] | None, room: int = 20):
         return load_all(rows, heldout, room)[0]
 
     def load_all(rows: list[dict], heldout: list[dict] | None, room: int = 20):
         argv = ["--model_name_or_path", str(base), "--rewards", "think_format_reward", "--heldout_share", "0.5"]
+        argv += ["--max_prompt_length", str(room), "--max_completion_length", "8"]
         for name, content in (("train_files", rows), ("eval_files", heldout)):
             if content is not None:
                 (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
                 argv += [f"--{name}", str(tmp_path / f"{name}.jsonl")]
-        return module.load_rows(parse(module.Args, argv, world_size=1), tokenizer, room)
+        return module.load_rows(parse(module.Args, argv, world_size=1), tokenizer, model)
 
     rows = [{"prompt": f"{i}+{j}=", "other": i} for i in range(9) for j in (0, 1)]
     sides = load(rows, None)

@@ -130,7 +130,7 @@ class Run(Generic[Args]):
     ) -> None:
         """Write the first rows of training and of evaluation, as the model will get them, to rows.txt and rows.html.
 
-        Call this on all ranks, when the data are ready and before the model is made. The keys of `loaders` are headings,
+        Call this on all ranks, when the data are ready and before `prepare`. The keys of `loaders` are headings,
         such as "Training". `num_targets` and `counts` give the numbers of a line above the rows; see `shown.count_line`.
         If the labels are classes, of rows or of tokens, `classes` holds their names. A resumed run keeps the files that
         it wrote before.

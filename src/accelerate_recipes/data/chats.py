@@ -57,40 +57,6 @@ class ChatArgs(RowsArgs):
         self.template_date = self.template_date or saved.get("template_date") or ""
         return super().settle(saved)
 
-    def without_controls(
-        self,
-        rows: "dict[str, datasets.Dataset]",
-        columns: Collection[str],
-        tokenizer: PreTrainedTokenizerBase,
-        stops: Collection[int],
-    ) -> "dict[str, datasets.Dataset]":
-        """Do as --control_tokens says with each side of the rows. `stops` are the tokens at which generation stops.
-
-        Raises:
-            DataError: for messages with control tokens, unless --control_tokens accepts them.
-            ConfigError: if no row is left.
-        """
-        return {
-            side: without_controls(part, columns, tokenizer, stops, self.sources[side], self.control_tokens)
-            for side, part in rows.items()
-        }
-
-    def check_written(
-        self,
-        rows: "dict[str, datasets.Dataset]",
-        columns: Sequence[str],
-        tokenizer: PreTrainedTokenizerBase,
-        unit: str = "row",
-    ) -> None:
-        """Look for what messages hold and the chat template does not write. `unit` names what a row is.
-
-        Raises:
-            ConfigError: for calls of tools, and for tools.
-        """
-        with frozen_date(self.template_date):
-            for side, part in rows.items():
-                check_written(part, columns, tokenizer, f"{self.sources[side]}, {unit}")
-
     def settle_date(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Settle --template_date, alike on all ranks, if the chat template writes the date of the day.
 
@@ -241,12 +207,13 @@ def is_written(row: dict[str, Any], columns: Sequence[str], field: str, tokenize
 
 
 def check_written(
-    rows: "datasets.Dataset", columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, where: str
+    rows: "datasets.Dataset", columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, where: str, date: str
 ) -> None:
     """Print which fields of messages the chat template does not write, each with the number of its rows, and the first.
 
     A template may write a field in some places, such as thoughts only in the last answer. So a field is written if one of
-    the first rows that have it is rendered otherwise without it. `where` stands before the number of a row.
+    the first rows that have it is rendered otherwise without it. `where` stands before the number of a row; the template
+    writes the `date`.
 
     Raises:
         ConfigError: if these are calls of tools, or tools.
@@ -268,7 +235,9 @@ def check_written(
     lost = {}
     for field, numbers in having.items():
         first = (rows[number] for number in numbers[:NUM_COMPARED])
-        if not any(is_written(row, columns, field, tokenizer) for row in first):
+        with frozen_date(date):
+            is_lost = not any(is_written(row, columns, field, tokenizer) for row in first)
+        if is_lost:
             lost[field] = (
                 f"{where} {numbers[0] + 1}: the chat template writes nothing of `{field}`, which {len(numbers):,} of "
             )

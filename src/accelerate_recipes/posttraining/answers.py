@@ -254,6 +254,22 @@ def tokenize_prompts(
     return found
 
 
+def rows_with_room(
+    rows: datasets.Dataset, room: int, tokenizer: PreTrainedTokenizerBase, args: Any, source: str
+) -> tuple[datasets.Dataset, list[int]]:
+    """Leave out the rows whose prompt has more than `room` tokens. Also return the lengths of all prompts.
+
+    Raises:
+        DataError: for a prompt that the template cannot render, and for a prompt without tokens.
+        ConfigError: if no row is left.
+    """
+    lengths = [len(ids) for ids in tokenize_prompts(tokenizer, rows["prompt"][:], args, source)]
+    kept = rows.select([i for i, length in enumerate(lengths) if length <= room])
+    if not len(kept):
+        raise ConfigError(f"no prompt is left: all {len(rows):,} have over {room} tokens, see --max_prompt_length")
+    return kept, lengths
+
+
 def end_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict], settings: dict[str, Any]) -> str:
     """Return the last tokens of a rendered conversation, which may begin the answer; of a prompt that is a text, nothing."""
     return "" if isinstance(prompt, str) else tokenizer.decode(prompts_alone(tokenizer, [prompt], settings)[0][-20:])  # pyright: ignore

@@ -1,18 +1,30 @@
 """Settings of the recipes on trl: their arguments, the config of trl's trainer, and the model that a recipe begins with."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import align_special_tokens
+from trl import SFTConfig, clone_chat_template
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from accelerate_recipes.args import OWNED_ELSEWHERE, TrainArgs, arg
 from accelerate_recipes.arguments.declaring import Range
+from accelerate_recipes.checkpoint.exported import stops_of
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models.adapters import load_settings
@@ -34,6 +46,7 @@ READ_BY_TRL = (
     "output_dir", "seed", "per_device_train_batch_size", "per_device_eval_batch_size", "dataloader_num_workers",
 )  # fmt: skip
 SYNC_REFERENCE = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
+OUTPUTS = ("log_probs", "entropy", "is_top1")  # of the forward pass of a model for SFT
 WHEN = "--save_steps, --eval_steps and --logging_steps say when"
 CHECKPOINTING = "set `fsdp_activation_checkpointing: true` under `fsdp_config:` in the accelerate YAML"
 MODEL = "the recipe loads the model; its arguments are --model_name_or_path and --attn_implementation"
@@ -160,6 +173,80 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
     if model.device.type == "meta" and not source_of(model):
         model.resize_token_embeddings = partial(model.resize_token_embeddings, mean_resizing=False)
     return model
+
+
+def make_config(run: Run[Any]) -> Any:
+    """Make the settings by which trl prepares rows."""
+    args = run.args
+    # Give trl the folder of the template's model at its pinned commit; by its name, trl would ask the Hub.
+    template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
+    padding = {"pad_to_multiple_of": math.lcm(pad_multiple(args) or 1, ranks_a_row())} if ranks_a_row() > 1 else {}
+    # `supervised.rendered` finds the answers itself; trl would use another template.
+    return trl_config(run, SFTConfig, chat_template_path=template, assistant_only_loss=False, **padding)
+
+
+def set_up_by_trl(args: Any, config: SFTConfig, model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Give a model trl's forward pass of the loss; set chat template, end and padding of the arguments, as trl would.
+
+    A template may be that of another model, whose tokens are then added to the tokenizer and to the model, by trl. The
+    special tokens of the tokenizer are written into the configurations of the model.
+
+    Returns:
+        The tokens at which the model stopped before.
+
+    Raises:
+        ConfigError: for an end or a padding that is no token, for a model without a template, and if adapters would have to
+            train tokens of a template.
+    """
+    base_stops = stops_of(model.generation_config)
+    text, generation = model.config.get_text_config(), model.generation_config
+    if config.eos_token is not None:
+        check_is_token("eos_token", config.eos_token, tokenizer)
+        tokenizer.eos_token = config.eos_token
+        text.eos_token_id = end = tokenizer.eos_token_id
+        ends = generation.eos_token_id
+        ends = ends if isinstance(ends, list) else sorted(stops_of(generation))
+        if end not in ends:  # generation may have several
+            generation.eos_token_id = [end, *ends]
+    if args.template_model:
+        num_tokens, num_embeddings = len(tokenizer), model.get_input_embeddings().num_embeddings
+        set_seed(args.seed)  # for rows of new tokens
+        try:
+            clone_chat_template(model, tokenizer, config.chat_template_path)
+        except ValueError as error:  # it has no template
+            raise ConfigError(f"--chat_template_path {args.chat_template_path}: {error}") from None
+        # Even if the embedding has spare rows for new tokens, these rows mean nothing while they are not trained.
+        if args.use_peft and (num_tokens, num_embeddings) != (
+            len(tokenizer), model.get_input_embeddings().num_embeddings,
+        ):  # fmt: skip
+            raise ConfigError(
+                f"--chat_template_path {args.chat_template_path} is a model, whose tokens trl adds: the tokenizer had "
+                f"{num_tokens:,}, and has {len(tokenizer):,}. --use_peft neither trains nor saves their rows of the "
+                "embedding; give the template as a .jinja file"
+            )
+    elif config.chat_template_path:
+        tokenizer.chat_template = Path(config.chat_template_path).read_text(encoding="utf-8")
+    padding = config.pad_token or tokenizer.pad_token or tokenizer.eos_token
+    check_is_token("pad_token", padding, tokenizer)
+    tokenizer.pad_token = padding
+    text.pad_token_id = generation.pad_token_id = tokenizer.pad_token_id
+    align_special_tokens(model, tokenizer)
+    add_fused_lm_head(model, outputs=OUTPUTS)
+    return base_stops
+
+
+def check_is_token(name: str, token: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError if the value of an argument, or the default in its place, is no token of the tokenizer."""
+    if token not in tokenizer.get_vocab():
+        raise ConfigError(
+            f"--{name} {token!r} is no token of the tokenizer; give one of its tokens, or add it, with the other marks of "
+            f"the template: --new_tokens {token!r}"
+        )
+
+
+def stops_of_run(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the tokens at which generation stops, by the model's settings and by the tokenizer."""
+    return stops_of(model.generation_config) | stops_of(tokenizer)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,11 @@
-"""Rows of supervised fine-tuning, from their files to what the model reads: read, rendered, cut or packed, compared."""
+"""Supervised fine-tuning: rows from their files to what the model reads, and the loss that trains them.
+
+The loss is computed by the forward pass that trl gives a model: log-probabilities without whole logits.
+"""
 
 import copy
 import itertools
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -12,13 +15,15 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from transformers.trainer_utils import align_special_tokens
-from trl import SFTConfig, clone_chat_template, pack_dataset
-from trl.trainer.utils import add_fused_lm_head
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from trl import SFTConfig, pack_dataset
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from accelerate_recipes.checkpoint.exported import Exported, as_exported, stops_of
 from accelerate_recipes.checkpoint.files import saved_arguments
+from accelerate_recipes.data.chats import check_written, without_controls
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.messages import NUM_COMPARED, TEXT, has_unweighted, missing_answers, select
@@ -27,14 +32,18 @@ from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.data.rendering import NUM_SHOWN, SETTINGS, Rendering, render_read, shown_ends, texts_read
 from accelerate_recipes.data.rows import RowLoader, Rows, make_eval_loader
 from accelerate_recipes.errors import ConfigError, DataError, printable
-from accelerate_recipes.hub import cache
+from accelerate_recipes.losses import count_next_tokens
+from accelerate_recipes.metrics import Flops, flops_per_token
 from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.composites import placeholders, stands_for_image
+from accelerate_recipes.models.configurations import new_config
 from accelerate_recipes.models.pretrained import load_config, read_tokenizer
-from accelerate_recipes.posttraining.settings import pad_multiple, trl_config
-from accelerate_recipes.posttraining.supervised_loss import OUTPUTS, make_collator
+from accelerate_recipes.posttraining.settings import OUTPUTS, pad_multiple, weight_of_balance, with_fused_head
 from accelerate_recipes.posttraining.trained_rows import (
     EVERYTHING,
+    USES,
     ReadRows,
     check_rows_are_left,
     compare_with_rendering,
@@ -46,8 +55,9 @@ from accelerate_recipes.posttraining.trained_rows import (
     tokenized_rows,
     without_targets,
 )
-from accelerate_recipes.ranks import is_first, on_first_of_machine_before_others, on_first_rank, ranks_a_row
+from accelerate_recipes.ranks import is_first, on_first_of_machine_before_others, on_first_rank, sum_over_ranks
 from accelerate_recipes.run import Run
+from accelerate_recipes.trial import Trial, config_of, refuse
 
 FORMATS = (("messages",), ("prompt", "completion"))  # the first column holds the question
 # Columns that `rendered` adds, the first two of the types that trl gives them.
@@ -168,26 +178,26 @@ def load_sides(
             f"the column {columns[0]} holds {'messages' if are_chats else 'texts'}; lists of messages belong into messages, "
             f"texts into {args.dataset_text_field} (--dataset_text_field)"
         )
+    asked, trained = columns[0], columns if args.completion_only_loss is False else columns[-1:]
+    read = {}
     for name, side in rows.items():
+        source = args.sources[name]
         if lost := [column for column in columns if column not in side.column_names]:
             raise ConfigError(
-                f"{args.sources[name]} has no column {lost[0]!r}; there are {', '.join(side.column_names)}: give rows to "
-                f"evaluate on in the form of those to train on, {' and '.join(columns)}"
+                f"{source} has no column {lost[0]!r}; there are {', '.join(side.column_names)}: give rows to evaluate on in "
+                f"the form of those to train on, {' and '.join(columns)}"
             )
-        check_texts_or_messages(side, columns, args.sources[name])
-    rows = args.without_controls(rows, columns, tokenizer, stops)
-    read = {name: select(side, columns, args.sources[name]) for name, side in rows.items()}
-    args.check_written(read, columns, tokenizer)
-    asked, trained = columns[0], columns if args.completion_only_loss is False else columns[-1:]
-    unweighted = [name for name, side in read.items() if has_unweighted(side, trained, args.sources[name])]
-    if unweighted and not of_answers(args, features):
-        raise ConfigError(
-            f"{args.sources[unweighted[0]]} has messages of weight 0, which are no targets, but everything is trained; "
-            "remove --assistant_only_loss false and --completion_only_loss false"
-        )
-    for name, side in read.items() if is_first() else ():
-        has_answers = has_chats(side.features) and of_answers(args, side.features)
-        if has_answers and (said := missing_answers(side, columns[-1], args.sources[name])):
+        check_texts_or_messages(side, columns, source)
+        rows[name] = without_controls(side, columns, tokenizer, stops, source, args.control_tokens)
+        read[name] = side = select(rows[name], columns, source)
+        check_written(side, columns, tokenizer, f"{source}, row", args.template_date)
+        if has_unweighted(side, trained, source) and not of_answers(args, features):
+            raise ConfigError(
+                f"{source} has messages of weight 0, which are no targets, but everything is trained; remove "
+                "--assistant_only_loss false and --completion_only_loss false"
+            )
+        has_answers = is_first() and has_chats(side.features) and of_answers(args, side.features)
+        if has_answers and (said := missing_answers(side, columns[-1], source)):
             print(printable(said), flush=True)
     written = rows["train"].select_columns([name for name in features if name in {*columns, *SETTINGS}])
     first = islice((row for row in written if not args.is_heldout(row, asked)), NUM_COMPARED)
@@ -251,11 +261,11 @@ def render_side(
         ConfigError: for rows that cannot be rendered, and if none has a target.
         DataError: for a token that stands for an image.
     """
-    use = "train" if side == "train" else "evaluate"
-    found = tokenized_rows(run, rows, rendered, RENDERED, tokenizer, f"Tokenizing rows to {use} on", **settings)
+    use = f"rows to {USES[side]} on"
+    found = tokenized_rows(run, rows, rendered, RENDERED, tokenizer, f"Tokenizing {use}", **settings)
     if not len(found):
         raise ConfigError(
-            f"none of {len(rows):,} rows to {use} on has an answer that is a target, which is a message of the role "
+            f"none of {len(rows):,} {use} has an answer that is a target, which is a message of the role "
             "'assistant' with a text; give rows with answers, see roles and weights of the messages, or train everything by "
             "--assistant_only_loss false"
         )
@@ -407,70 +417,109 @@ def ends_of(
     return num_ended, ends
 
 
-def make_config(run: Run[Any]) -> Any:
-    """Make the settings by which trl prepares rows."""
-    args = run.args
-    # Give trl the folder of the template's model at its pinned commit; by its name, trl would ask the Hub.
-    template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
-    padding = {"pad_to_multiple_of": math.lcm(pad_multiple(args) or 1, ranks_a_row())} if ranks_a_row() > 1 else {}
-    # `prepare_sides` finds the answers itself; trl would use another template.
-    return trl_config(run, SFTConfig, chat_template_path=template, assistant_only_loss=False, **padding)
+def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of the model in a batch. If ranks share rows, labels are shifted to where they are predicted."""
+    inputs = {name: value for name, value in batch.items() if name not in ("row", "row_position_ids")}
+    if "sequence_group" in batch:
+        inputs["shift_labels"] = inputs.pop("labels")[:, 1:]
+    return inputs | {"use_cache": False, "fused_lm_head": True}
 
 
-def set_up_by_trl(args: Any, config: SFTConfig, model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Give a model trl's forward pass of the loss; set chat template, end and padding of the arguments, as trl would.
+def nll_sum(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """Sum the negative log-likelihood of the targets, in nats."""
+    return -model(**inputs_of(batch)).log_probs.sum()
 
-    A template may be that of another model, whose tokens are then added to the tokenizer and to the model, by trl. The
-    special tokens of the tokenizer are written into the configurations of the model.
 
-    Returns:
-        The tokens at which the model stopped before.
+class SupervisedLoss:
+    """Loss that trains: of the targets, by --loss_type, and of the balance of experts, if the model has any.
+
+    It keeps the sums of what is logged: entropy, share of the targets that the model finds most probable, and balance.
+    """
+
+    def __init__(self, args: Any, config: PreTrainedConfig):
+        self.is_dft = args.loss_type == "dft"
+        self.balance = weight_of_balance(config, args.router_aux_loss_coef)
+        self.router = {"output_router_logits": True} if self.balance else {}
+        self.measured: list[torch.Tensor] = []  # of the micro-batches since the last log line
+
+    def sum_parts(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        """Sum the parts of the loss over a micro-batch, each for one of `count_parts`, in nats."""
+        found: Any = model(**inputs_of(batch), **self.router)
+        losses = -found.log_probs  # 0 where there is no target
+        if self.is_dft:
+            losses = losses * found.log_probs.exp().detach()
+        one = torch.ones((), device=losses.device)
+        balance = [found.aux_loss] if self.balance else []
+        measured = [found.label_mask.sum(), found.entropy.sum(), found.is_top1.sum(), one, *balance]
+        self.measured.append(torch.stack([value.detach().double() for value in measured]))
+        return torch.stack([*(self.balance * loss for loss in balance), losses.sum()])
+
+    def count_parts(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Count the micro-batch itself if there are experts, and the targets."""
+        num_targets = count_next_tokens(batch)
+        return torch.stack([*[torch.ones_like(num_targets)] * bool(self.balance), num_targets])
+
+    def values(self, step: int) -> dict[str, float]:
+        """Return the means over the targets since the last log line, and the mean balance of the micro-batches."""
+        sums, self.measured = sum_over_ranks(torch.stack(self.measured).sum(0)).tolist(), []
+        targets, entropy, most_probable, number, *balance = sums
+        means = {"entropy": entropy / max(targets, 1), "mean_token_accuracy": most_probable / max(targets, 1)}
+        return means | ({"aux_loss": balance[0] / number} if balance else {})
+
+
+def make_collator(args: Any, pad_token_id: int, multiple: int | None) -> DataCollatorForLanguageModeling:
+    """Make trl's collator. The lengths of its batches are multiples of `multiple`, if there is one."""
+    return DataCollatorForLanguageModeling(
+        pad_token_id=pad_token_id, padding_free=args.has_boundaries, pad_to_multiple_of=multiple
+    )
+
+
+def flops_of_rows(args: Any, rows: Any, num_targets: int) -> Callable[[PreTrainedModel], Flops]:
+    """Return a function that counts the training FLOPs of a model per target of the prepared rows, for MFU."""
+    documents = lengths_of(rows)
+    if "seq_lengths" in rows.column_names:
+        documents = np.concatenate([values for _, values in chunks_of(rows, "seq_lengths")])
+    tokens, squares = documents.sum(), np.square(documents, dtype=float).sum()
+    row_length = args.max_length if args.packing else 0
+
+    def flops_fn(model: PreTrainedModel) -> Flops:
+        a_token = flops_per_token(model, squares / tokens, row_length)
+        attended, full_rows = (number * tokens / max(1, num_targets) for number in a_token)
+        return Flops(attended, full_rows if row_length else None)
+
+    return flops_fn
+
+
+def supervised_trial(args: Any) -> Trial:
+    """Make the trial of an SFT run: the run's own loss, on rows of --max_length tokens by trl's own collator.
 
     Raises:
-        ConfigError: for an end or a padding that is no token, for a model without a template, and if adapters would have to
-            train tokens of a template.
+        NotSimulatedError: for settings that change the step.
     """
-    base_stops = stops_of(model.generation_config)
-    text, generation = model.config.get_text_config(), model.generation_config
-    if config.eos_token is not None:
-        check_is_token("eos_token", config.eos_token, tokenizer)
-        tokenizer.eos_token = config.eos_token
-        text.eos_token_id = end = tokenizer.eos_token_id
-        ends = generation.eos_token_id
-        ends = ends if isinstance(ends, list) else sorted(stops_of(generation))
-        if end not in ends:  # generation may have several
-            generation.eos_token_id = [end, *ends]
-    if args.template_model:
-        num_tokens, num_embeddings = len(tokenizer), model.get_input_embeddings().num_embeddings
-        set_seed(args.seed)  # for rows of new tokens
-        try:
-            clone_chat_template(model, tokenizer, config.chat_template_path)
-        except ValueError as error:  # it has no template
-            raise ConfigError(f"--chat_template_path {args.chat_template_path}: {error}") from None
-        # Even if the embedding has spare rows for new tokens, these rows mean nothing while they are not trained.
-        if args.use_peft and (num_tokens, num_embeddings) != (
-            len(tokenizer), model.get_input_embeddings().num_embeddings,
-        ):  # fmt: skip
-            raise ConfigError(
-                f"--chat_template_path {args.chat_template_path} is a model, whose tokens trl adds: the tokenizer had "
-                f"{num_tokens:,}, and has {len(tokenizer):,}. --use_peft neither trains nor saves their rows of the "
-                "embedding; give the template as a .jinja file"
-            )
-    elif config.chat_template_path:
-        tokenizer.chat_template = Path(config.chat_template_path).read_text(encoding="utf-8")
-    padding = config.pad_token or tokenizer.pad_token or tokenizer.eos_token
-    check_is_token("pad_token", padding, tokenizer)
-    tokenizer.pad_token = padding
-    text.pad_token_id = generation.pad_token_id = tokenizer.pad_token_id
-    align_special_tokens(model, tokenizer)
-    add_fused_lm_head(model, outputs=OUTPUTS)
-    return base_stops
-
-
-def check_is_token(name: str, token: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if the value of an argument, or the default in its place, is no token of the tokenizer."""
-    if token not in tokenizer.get_vocab():
-        raise ConfigError(
-            f"--{name} {token!r} is no token of the tokenizer; give one of its tokens, or add it, with the other marks of "
-            f"the template: --new_tokens {token!r}"
-        )
+    others = {
+        "--max_length none": not args.max_length,
+        "--packing_strategy wrapped": args.packing and args.packing_strategy == "wrapped",
+        "--new_tokens": args.new_tokens,
+        f"--loss_type {args.loss_type}": args.loss_type != "nll",
+    }
+    refuse("SFT", others)
+    config = new_config(args, max_length=args.max_length) if args.from_scratch else config_of(args)
+    dtype = load_settings(args)["dtype"]
+    attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
+    loss = SupervisedLoss(args, config)
+    length, rows = args.max_length, args.per_device_train_batch_size
+    row, shorter = {"input_ids": [0] * length}, {"input_ids": [0] * (length - 1)}
+    if args.has_boundaries:
+        row["seq_lengths"] = [length - 1, 1]
+    collate = make_collator(args, 0, pad_multiple(args))
+    batch = collate([row] * rows if args.has_boundaries or rows == 1 else [*[row] * (rows - 1), shorter])
+    if rows == 1 and batch.pop("attention_mask", None) is not None:  # one row has no padding, and attention no mask
+        batch["position_ids"] = torch.arange(length)[None]
+    return Trial(
+        config,
+        partial(with_fused_head, attn_implementation=attention, dtype=dtype, outputs=OUTPUTS),
+        loss.sum_parts,
+        loss.count_parts,
+        batch,
+        rows * (length - 1),
+    )

@@ -31,6 +31,7 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.posttraining.preferences import PairTrainer
 from accelerate_recipes.posttraining.trained_rows import (
     NUM_LAST,
+    USES,
     ReadRows,
     check_rows_are_left,
     compare_with_rendering,
@@ -55,11 +56,10 @@ def prepare_preferences(
     """
     prepared = {}
     for side, given in pairs.items():
-        name = "train" if side == "train" else "evaluate"
-        rows = tokenized_rows(run, given, tokenized, TOKENS, tokenizer, f"Tokenizing pairs to {name} on")
+        rows = tokenized_rows(run, given, tokenized, TOKENS, tokenizer, f"Tokenizing pairs to {USES[side]} on")
         if config.truncation_mode == "keep_start":
             rows = chosen_rows(rows, lengths_of(rows, "prompt_ids") < config.max_length)
-        prepared[side] = without_same(run, rows, config, name)
+        prepared[side] = without_same(run, rows, config, USES[side])
     check_rows_are_left(pairs, prepared, config.max_length)
     return prepared
 

@@ -28,6 +28,7 @@ from accelerate_recipes.run import Run
 
 NUM_LAST = 4  # number of last targets of a row among which its end token is searched
 EVERYTHING = slice(None)
+USES = {"train": "train", "test": "evaluate"}  # what the rows of a side are for
 
 
 class FirstRows(NamedTuple):
@@ -157,11 +158,11 @@ def check_rows_are_left(
     Raises:
         ConfigError: for a side without rows.
     """
-    for name, use in (("train", "train"), ("test", "evaluate")):
-        if name in prepared and not len(prepared[name]):
+    for name, rows in prepared.items():
+        if not len(rows):
             raise ConfigError(
-                f"none of {len(given[name]):,} rows is left to {use} on: trl leaves out rows that have no target within "
-                f"--max_length {longest}; raise it, or see the weights of the messages"
+                f"none of {len(given[name]):,} rows is left to {USES[name]} on: trl leaves out rows that have no target "
+                f"within --max_length {longest}; raise it, or see the weights of the messages"
             )
 
 
