@@ -35,7 +35,7 @@ from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.objective import give_model_to_trl
 from accelerate_recipes.posttraining.preferences import DPOArgs, PairTrainer, evaluate_pairs, preference_trial, to_pairs
 from accelerate_recipes.posttraining.settings import make_model, stops_of_run, trl_config
-from accelerate_recipes.posttraining.trained_pairs import compare_pairs, count_pairs, prepare_preferences, read_pairs
+from accelerate_recipes.posttraining.trained_pairs import compare_pairs, count_pairs, prepare_preferences
 from accelerate_recipes.posttraining.trained_rows import compare_finished, tell_of_prompts
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.ranks import on_first_of_machine_before_others
@@ -102,14 +102,13 @@ def main(args: Args) -> None:
     trainer = give_model_to_trl(PairTrainer, run, config, model, tokenizer, train_dataset=pairs["train"])
 
     # Pairs as the model reads them
-    prepared = prepare_preferences(run, config, pairs, tokenizer)
-    rows = read_pairs(trainer, prepared["train"], prepared["test"])
+    rows = prepare_preferences(trainer, pairs, tokenizer)
     ended = {"with an end": compare_pairs(trainer, rows.train, tokenizer)}
     num_targets, cut = count_pairs(config, rows.train)
     left_out += len(pairs["train"]) - len(rows.train)
     run.show_rows(tokenizer, rows.first, num_targets, ended | {"left out": left_out} | cut)
     run.print(
-        f"Data: {len(prepared['train']):,} pairs to train on, {len(prepared['test']):,} held out, from {num_rows:,} rows of "
+        f"Data: {len(rows.train):,} pairs to train on, {len(rows.heldout):,} held out, from {num_rows:,} rows of "
         f"{args.source}"
     )
 

@@ -1168,8 +1168,11 @@ def test_a_template_that_refuses_a_pair(tmp_path):
     refusing = "{{ raise_exception('No.') if messages[-1].content == 'A' }}"
     rows = [row | {"tools": None} for row in PAIRS]
     rows[11] |= {"chosen": [{"role": "assistant", "content": "A"}]}
-    with pytest.raises(ConfigError, match=r"rows.jsonl, row 12, .*No\."):
-        prepare(save_base(tmp_path, refusing + MARKED), rows, name="dpo")
+    folder, judged = save_base(tmp_path, refusing + MARKED), as_rows("judged", rows)
+    (number,) = (number for number, row in enumerate(judged, 1) if row["completion"] == rows[11]["chosen"])
+    for given, place in ((rows, 12), (judged, number)):
+        with pytest.raises(ConfigError, match=rf"rows.jsonl, row {place}, .*No\."):
+            prepare(folder, given, name="dpo")
 
 
 def test_arguments_that_cannot_be(base):

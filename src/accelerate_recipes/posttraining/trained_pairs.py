@@ -47,13 +47,14 @@ TOKENS = dict.fromkeys((f"{name}_ids" for name in ("prompt", *PAIR)), datasets.L
 
 
 def prepare_preferences(
-    run: Run[Any], config: DPOConfig, pairs: dict[str, datasets.Dataset], tokenizer: PreTrainedTokenizerBase
-) -> dict[str, datasets.Dataset]:
+    trainer: PairTrainer, pairs: dict[str, datasets.Dataset], tokenizer: PreTrainedTokenizerBase
+) -> ReadRows:
     """Tokenise the pairs of both sides; leave out those without room for an answer, and those whose answers are the same.
 
     Raises:
         ConfigError: for rows that cannot be rendered, and if no pair of a side is left.
     """
+    run, config = trainer.run, trainer.args
     prepared = {}
     for side, given in pairs.items():
         rows = tokenized_rows(run, given, tokenized, TOKENS, tokenizer, f"Tokenizing pairs to {USES[side]} on")
@@ -61,7 +62,7 @@ def prepare_preferences(
             rows = chosen_rows(rows, lengths_of(rows, "prompt_ids") < config.max_length)
         prepared[side] = without_same(run, rows, config, USES[side])
     check_rows_are_left(pairs, prepared, config.max_length)
-    return prepared
+    return read_pairs(trainer, prepared["train"], prepared["test"])
 
 
 def tokenized(
