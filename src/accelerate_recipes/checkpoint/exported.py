@@ -1,4 +1,4 @@
-"""What users of an export get, by transformers alone: tokenizer, settings, and rows as they were trained."""
+"""Exports as their users get them, by transformers alone: tokenizer, settings, and rows compared with what was trained."""
 
 import json
 import tempfile
