@@ -185,7 +185,7 @@ def test_dpo(killed_and_resumed, forks, arguments, base, tmp_path):
 
     module = shipped.load(SCRIPT)
     args = parse(module.Args, [str(argument) for argument in arguments], world_size=1)
-    pairs = module.load_pairs(args, AutoTokenizer.from_pretrained(base))[0]["test"]
+    pairs = module.load_pairs(args, AutoTokenizer.from_pretrained(base), set())[0]["test"]
     assert len(pairs) % 6, "the last batch must be short, else padding is not tested"
     first, last = log_probs(base, pairs), log_probs(out / "export", pairs)
     margins = 0.1 * ((last["chosen"] - first["chosen"]) - (last["rejected"] - first["rejected"]))
@@ -325,7 +325,7 @@ def test_pairs_of_a_prompt_lie_on_one_side(base, tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = ["--model_name_or_path", str(base), "--train_files", str(file), "--heldout_share", "0.3"]
     sides, num_rows, left_out = module.load_pairs(
-        parse(module.Args, argv, world_size=1), AutoTokenizer.from_pretrained(base)
+        parse(module.Args, argv, world_size=1), AutoTokenizer.from_pretrained(base), set()
     )
     train, test = (set(sides[name]["prompt"]) for name in ("train", "test"))
     assert (
