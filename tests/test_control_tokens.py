@@ -180,3 +180,10 @@ def test_documents_of_a_stream(base):
     said = ValidationRows(None, ["a", "b <|im_end|> c", "<s>"], 1.0).note_of_controls(tokenizer)
     assert "2 of their 3 documents" in said
     assert not ValidationRows(None, ["a"], 1.0).note_of_controls(tokenizer)
+
+
+def test_a_given_end_is_no_control_token(tmp_path, capsys):
+    """A text may end with the token of --eos_token, as with the tokenizer's own."""
+    given = ("--new_tokens", "<|im_end|>", "--eos_token", "<|im_end|>", "--control_tokens", "drop_rows")
+    prepare(save_base(tmp_path, None), [{"text": f"{i}<|im_end|>"} for i in range(20)], *given)
+    assert "control token" not in (said := capsys.readouterr().out) and re.search(r"with an end (\d+); left out 0", said)
