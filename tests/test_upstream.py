@@ -70,7 +70,6 @@ TOUCHED = [
     (checkpoint_wrapper.ActivationWrapper, "_checkpoint_wrapped_module", "distributed", "the layer inside", None),
     (checkpoint_wrapper.ActivationWrapper, "_checkpoint_wrapped_module", "upstream", "the layer that is compiled", None),
     (torch.nn.Module, "_compiled_call_impl", "upstream", "recomputed layers, compiled", None),
-    (torch.nn.Module, "_compiled_call_impl", "generation", "generation is not compiled", None),
     (FSDPModule, "_get_fsdp_state", "distributed", "prefetching", "self"),
     (FSDPState, "_fsdp_param_group", "distributed", "whether a unit has parameters", None),
     (FullyShardedDataParallel, "_fsdp_wrapped_module", "distributed", "class names of FSDP1's units", None),
