@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 
 import datasets
+import trl
 import xxhash
 from transformers import PreTrainedTokenizerBase
-from trl import DPOConfig
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.chess.games import PositionsArgs, prepare_positions
@@ -47,7 +47,7 @@ MOVES = ("chosen", "rejected")
 
 
 @dataclass
-class Args(PositionsArgs, DPOArgs, DPOConfig):
+class Args(PositionsArgs, DPOArgs, trl.DPOConfig):
     output_dir: str = "outputs/chess_dpo"
     reject: str = arg(
         "illegal",
@@ -127,7 +127,7 @@ def main(args: Args) -> None:
     max_length = min(args.max_length or sys.maxsize, max_positions(model.config))
     load = partial(load_pairs, file, args, positions, tokenizer, max_length)
     pairs, num_pairs = on_first_of_machine_before_others(load)
-    config = trl_config(run, DPOConfig, max_length=max_length)
+    config = trl_config(run, trl.DPOConfig, max_length=max_length)
     trainer = give_model_to_trl(PairTrainer, run, config, model, tokenizer, train_dataset=pairs)
     rows = read_pairs(trainer, pairs)
     num_targets, cut = count_pairs(config, pairs)

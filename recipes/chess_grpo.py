@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
-from trl import GRPOConfig
+import trl
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range
@@ -39,7 +39,7 @@ METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 
 
 @dataclass
-class Args(StockfishArgs, PositionsArgs, GRPOArgs, GRPOConfig):
+class Args(StockfishArgs, PositionsArgs, GRPOArgs, trl.GRPOConfig):
     output_dir: str = "outputs/chess_grpo"
     reward_weights: list[float] = arg(
         [0.2, 1.0, 0.5, 1.0],
@@ -99,7 +99,7 @@ def main(args: Args) -> None:
         "max_completion_length": next_moves.max_new_tokens,
         "reward_weights": args.reward_weights[: len(REWARDS) + bool(args.stockfish)],
     }
-    config = trl_config(run, GRPOConfig, **decided)
+    config = trl_config(run, trl.GRPOConfig, **decided)
     with contextlib.ExitStack() as engines:
         rewards = REWARDS
         if args.stockfish:

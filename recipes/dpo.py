@@ -20,8 +20,8 @@ from typing import Any
 
 import datasets
 import torch
+import trl
 from transformers import PreTrainedTokenizerBase
-from trl import DPOConfig
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.chats import check_written, without_controls
@@ -45,7 +45,7 @@ from accelerate_recipes.trial import Trial
 
 
 @dataclass
-class Args(PairFormatArgs, DPOArgs, DPOConfig):
+class Args(PairFormatArgs, DPOArgs, trl.DPOConfig):
     output_dir: str = "outputs/dpo"
     tokenizes_first = True
     min_score_margin: float = arg(0.0, "Leave out pairs whose scores differ by less than this.", min=0)
@@ -98,7 +98,7 @@ def main(args: Args) -> None:
     stops = stops_of_run(model, tokenizer)
     pairs, num_rows, left_out = on_first_of_machine_before_others(lambda: load_pairs(args, tokenizer, stops))
     tell_of_prompts(run, pairs, tokenizer)
-    config = trl_config(run, DPOConfig, max_length=min(args.max_length or sys.maxsize, max_positions(model.config)))
+    config = trl_config(run, trl.DPOConfig, max_length=min(args.max_length or sys.maxsize, max_positions(model.config)))
     trainer = give_model_to_trl(PairTrainer, run, config, model, tokenizer, train_dataset=pairs["train"])
 
     # Pairs as the model reads them

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import datasets
-from trl import GRPOConfig
+import trl
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.chats import ChatArgs, check_written, without_controls
@@ -52,7 +52,7 @@ from accelerate_recipes.trial import Trial
 
 
 @dataclass
-class Args(ChatArgs, GRPOArgs, GRPOConfig):
+class Args(ChatArgs, GRPOArgs, trl.GRPOConfig):
     output_dir: str = "outputs/grpo"
     tokenizes_first = True
     rewards: list[str] = arg(
@@ -122,7 +122,7 @@ def main(args: Args) -> None:
 
     # Trainer, which draws and scores answers
     run.adapter = add_adapters(model, args)
-    config, given = trl_config(run, GRPOConfig), {"reward_funcs": rewards, "train_dataset": prompts}
+    config, given = trl_config(run, trl.GRPOConfig), {"reward_funcs": rewards, "train_dataset": prompts}
     trainer = give_model_to_trl(RewardTrainer, run, config, model, tokenizer, **given)
     read = rows_of_prompts(trainer, prompts, shown)
     compare_prompts(trainer, prompts)

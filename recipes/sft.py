@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl import SFTConfig
+import trl
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range
@@ -45,7 +45,7 @@ TEMPLATES = (".jinja", ".j2")  # trl reads files with these endings as chat temp
 
 
 @dataclass
-class Args(FormatArgs, NewModelArgs, SFTConfig):
+class Args(FormatArgs, NewModelArgs, trl.SFTConfig):
     output_dir: str = "outputs/sft"
     tokenizes_first = True
     new_tokens: list[str] = arg(

@@ -65,3 +65,24 @@ def test_the_core_runs_without_optional_packages(model, tmp_path):
     assert sorted(losses(tmp_path / "out"))[-1] == 4
     assert json.loads((tmp_path / "out/status.json").read_text())["state"] == "finished"
     assert (tmp_path / "out/export/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "heavy"),
+    [
+        ("template", {"peft", "bitsandbytes", "datasets", "pandas", "pyarrow", "trl", "transformers.trainer"}),
+        ("c4", {"peft", "bitsandbytes", "datasets", "pandas", "pyarrow", "trl", "transformers.trainer"}),
+        ("sft", {"bitsandbytes"}),
+        ("dpo", {"bitsandbytes"}),
+    ],
+)
+def test_help_waits_for_nothing_that_it_does_not_need(recipe, heavy):
+    code = (
+        "import atexit, runpy, sys; sys.argv = [sys.argv[1], '--help']; atexit.register(lambda: print('MODULES', *sys.modules)); "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / f"recipes/{recipe}.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    said, _, modules = done.stdout.rpartition("MODULES ")
+    assert done.returncode == 0 and "--learning_rate" in said, done.stderr
+    assert heavy & {*modules.split()} == set() and "accelerate_recipes.args" in modules

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.adamw import adamw
-from transformers import get_scheduler
 from transformers.pytorch_utils import Conv1D
 
 from accelerate_recipes.args import OWN_SCHEDULES, TrainArgs, num_warmup_steps, schedule_problems
@@ -385,6 +384,8 @@ def make_scheduler(
             print(f"warning: {warning}", file=sys.stderr, flush=True)
     warmup = num_warmup_steps(args, total_steps)
     if args.lr_scheduler_type not in OWN_SCHEDULES:
+        from transformers import get_scheduler  # seconds, since it imports PEFT, which only these schedules need
+
         given = {"scheduler_specific_kwargs": args.lr_scheduler_kwargs}
         theirs: Any = get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_steps, **given)
         return theirs
