@@ -107,7 +107,7 @@ def start(command: list[str], home: Path) -> dict[str, dict[str, float]]:
             raise SystemExit(f"{' '.join(command)}\nended with {process.returncode}:\n{said}")
         time.sleep(0.1)
         read = [json.loads(line) for line in marks.read_text(encoding="utf-8").splitlines()]
-    ended = psutil.Process().children(recursive=True)
+    ended = [process, *process.children(recursive=True)]
     for one in ended:
         one.kill()
     psutil.wait_procs(ended)

@@ -129,7 +129,7 @@ sys.exit(3)
 
 
 def test_first_step_parts(tmp_path):
-    """A part has the CPU time of children, alive or not, and not what they begin; after the first step nothing is alive."""
+    """A part has the CPU time of children, alive or not, and not what they begin; after the first step nothing of it is alive."""
     for name, text in MODULES_WITH_PARTS.items():
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(BURN + text)
@@ -137,9 +137,12 @@ def test_first_step_parts(tmp_path):
             (tmp_path / folder / "__init__.py").touch()
     (tmp_path / "program.py").write_text(STARTED)
     command = [sys.executable, str(tmp_path / "program.py")]
+    other = psutil.Popen(["sleep", "100"])
     before = set(psutil.Process().children(recursive=True))
     found = first_step.start(command, tmp_path)
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert set(psutil.Process().children(recursive=True)) <= before and other.poll() is None
+    other.kill()
+    other.wait()
     cpu = {part: used["cpu"] for part, used in found.items()}
     assert cpu["rows"] > 0.65 and 0.5 > cpu["model"] > 0.25 > cpu["first step"], cpu
     assert all(found[part]["wall"] > 0 for part in first_step.PARTS)
