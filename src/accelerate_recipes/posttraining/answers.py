@@ -23,7 +23,7 @@ from trl.trainer.utils import split_tensor_dict
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range
-from accelerate_recipes.checkpoint.exported import as_exported
+from accelerate_recipes.checkpoint.exported import as_exported, shown_ends
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.messages import NUM_COMPARED, TEXT
 from accelerate_recipes.data.passes import BATCH
@@ -33,10 +33,8 @@ from accelerate_recipes.data.rendering import (
     SETTINGS,
     Rendering,
     added_begin,
-    first_refused,
     prompts_alone,
     render_read,
-    shown_ends,
 )
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.models.generation import drawn_by, numbers_of, own_draws
@@ -48,6 +46,7 @@ from accelerate_recipes.posttraining.trained_rows import (
     ReadRows,
     compare_with_rendering,
     content_of_sides,
+    first_refused,
     tell_of_prompts,
 )
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from trl import SFTConfig, pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from accelerate_recipes.checkpoint.exported import Exported, as_exported, stops_of
+from accelerate_recipes.checkpoint.exported import NUM_SHOWN, Exported, as_exported, shown_ends, stops_of
 from accelerate_recipes.checkpoint.files import saved_arguments
 from accelerate_recipes.data.chats import check_written, without_controls
 from accelerate_recipes.data.dates import frozen_date
@@ -29,7 +29,7 @@ from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.messages import NUM_COMPARED, TEXT, has_unweighted, missing_answers, select
 from accelerate_recipes.data.passes import chosen_rows, made_of, rows_in
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
-from accelerate_recipes.data.rendering import NUM_SHOWN, SETTINGS, Rendering, render_read, shown_ends, texts_read
+from accelerate_recipes.data.rendering import SETTINGS, Rendering, render_read, texts_read
 from accelerate_recipes.data.rows import RowLoader, Rows, make_eval_loader
 from accelerate_recipes.errors import ConfigError, DataError, printable
 from accelerate_recipes.losses import count_next_tokens
@@ -255,7 +255,7 @@ def usual_value(value: Any) -> str:
 def render_side(
     run: Run[Any], side: str, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]
 ) -> datasets.Dataset:
-    """Render and tokenise the rows of a side by the `settings` of `rendering.render`; see RENDERED.
+    """Render and tokenise the rows of a side by the `settings` of `rendering.render_read`; see RENDERED.
 
     Raises:
         ConfigError: for rows that cannot be rendered, and if none has a target.

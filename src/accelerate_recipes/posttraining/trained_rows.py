@@ -11,13 +11,13 @@ import pyarrow as pa
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.checkpoint.exported import Exported, TrainedRows, compare_rows, ends_of_adapters
+from accelerate_recipes.checkpoint.exported import Exported, TrainedRows, compare_rows, ends_of_adapters, render
 from accelerate_recipes.checkpoint.files import saved_arguments
 from accelerate_recipes.data import NUM_ROWS, rendering
 from accelerate_recipes.data.messages import TEXT
 from accelerate_recipes.data.passes import made_of
 from accelerate_recipes.data.prepared import check_content, chunks_of, content_of
-from accelerate_recipes.data.rendering import Rendering, first_refused
+from accelerate_recipes.data.rendering import SETTINGS, Rendering
 from accelerate_recipes.data.rows import Rows, StepLoader, make_train_loader
 from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.errors import ConfigError, raise_problems
@@ -128,7 +128,7 @@ def tokenized_rows(
 ) -> datasets.Dataset:
     """Tokenise rows by `make`, a function of a module, in several processes: they get the columns `added`, with their types.
 
-    `settings` are those of `rendering.render`, which `make` takes too.
+    `settings` are those of `rendering.render_read`, which `make` takes too.
 
     Raises:
         ConfigError: for a conversation that cannot be rendered; it names the file and the row.
@@ -148,6 +148,29 @@ def tokenized_rows(
                 if found := first_refused(side, tokenizer, **settings):
                     raise ConfigError(f"{args.sources[name]}, row {found[0]}, {found[1]}") from error
             raise
+
+
+def first_refused(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, **settings: Any) -> tuple[int, str] | None:
+    """Find the first row, or pair, with a conversation that cannot be rendered; return its number, from 1, and the reason.
+
+    `settings` are those of `exported.render`.
+    """
+    for number, row in enumerate(rows, 1):
+        own = {name: row.get(name) for name in SETTINGS}
+        answers = [row[name] for name in ("chosen", "rejected") if name in row]
+        if not answers:
+            parts = [row]
+        elif isinstance(row.get("prompt"), list):
+            own["prompt"] = row["prompt"]
+            parts = [own, *(own | {"completion": answer} for answer in answers)]
+        else:  # whole conversations, or texts, which no template renders
+            parts = [own | {"messages": answer} for answer in answers if isinstance(answer, list)]
+        try:
+            for part in parts:
+                render(part, tokenizer, **settings)
+        except Exception as error:
+            return number, f"cannot be rendered by the chat template: {error}"
+    return None
 
 
 def check_rows_are_left(
@@ -177,7 +200,7 @@ def compare_with_rendering(
 ) -> None:
     """Compare the first rows with how the export will render them, and keep them for a comparison with the real export.
 
-    `rows` holds them as they were written, `trained` as they are trained, by the `settings` of `rendering.render`; `ends`
+    `rows` holds them as they were written, `trained` as they are trained, by the `settings` of `exported.render`; `ends`
     are the tokens that end rows. The base stops at `base_stops`. Only rank 0 calls this.
 
     Raises:
