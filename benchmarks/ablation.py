@@ -43,7 +43,7 @@ from harness import GIB, ROOT, table
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from accelerate_recipes.launch_checks import num_accelerators
+from accelerate_recipes.launch.checks import num_accelerators
 
 
 class Option(NamedTuple):

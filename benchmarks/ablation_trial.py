@@ -34,7 +34,7 @@ from accelerate_recipes.arguments import shipped
 from accelerate_recipes.distributed import strategy_name
 from accelerate_recipes.engine import Batch, CountFn, LossFn, TrainLoader, to_device, train_step
 from accelerate_recipes.errors import ConfigError, raise_problems
-from accelerate_recipes.launch_checks import launch_problems, num_accelerators
+from accelerate_recipes.launch.checks import launch_problems, num_accelerators
 from accelerate_recipes.metrics import peak_memory_gib
 from accelerate_recipes.run import Run
 

@@ -26,9 +26,10 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.picture import Curves
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.answers import AnswerTrainer, GRPOArgs, room_for_prompts, rows_of_prompts
+from accelerate_recipes.posttraining.answers import AnswerTrainer, GRPOArgs, rows_of_prompts
 from accelerate_recipes.posttraining.answers_trial import answers_trial
 from accelerate_recipes.posttraining.objective import give_model_to_trl
+from accelerate_recipes.posttraining.prompts import room_for_prompts
 from accelerate_recipes.posttraining.settings import make_model, trl_config
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.recipe import Requirements, run_recipe

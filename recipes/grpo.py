@@ -26,20 +26,17 @@ from accelerate_recipes.life.picture import Bars, Curves
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.generation import Sampling
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.answers import (
-    GRPOArgs,
-    RewardTrainer,
-    check_settings,
-    clean_prompts,
-    compare_prompts,
-    end_of_prompt,
-    room_for_prompts,
-    rows_of_prompts,
-    rows_with_room,
-)
+from accelerate_recipes.posttraining.answers import GRPOArgs, RewardTrainer, compare_prompts, rows_of_prompts
 from accelerate_recipes.posttraining.answers_trial import answers_trial
 from accelerate_recipes.posttraining.evaluation import HeldoutAnswers
 from accelerate_recipes.posttraining.objective import give_model_to_trl
+from accelerate_recipes.posttraining.prompts import (
+    check_settings,
+    clean_prompts,
+    end_of_prompt,
+    room_for_prompts,
+    rows_with_room,
+)
 from accelerate_recipes.posttraining.rewards import check_column_names, load_rewards, reward_problems
 from accelerate_recipes.posttraining.settings import make_model, stops_of_run, trl_config
 from accelerate_recipes.posttraining.trained_rows import compare_finished

@@ -34,9 +34,8 @@ from accelerate_recipes.posttraining.supervised import (
     nll_sum,
     prepare_supervised,
     supervised_trial,
-    usual_value,
 )
-from accelerate_recipes.posttraining.trained_rows import compare_finished
+from accelerate_recipes.posttraining.trained_rows import compare_finished, usual_value
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
 from accelerate_recipes.trial import Trial

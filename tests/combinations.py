@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from accelerate_recipes.args import Args, resolve
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.launch import requirements
+from accelerate_recipes.launch.checks import environment_problems, lever_problems
 from accelerate_recipes.launch.request import launch_environment
-from accelerate_recipes.launch_checks import environment_problems, lever_problems
 
 STRATEGIES = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
 RECIPES = sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.py"))

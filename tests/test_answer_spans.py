@@ -15,7 +15,8 @@ from tokenizers.trainers import BpeTrainer
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from accelerate_recipes.data.rendering import HAS_MARKS, Part, Rendering, is_trained, parts_of, render
+from accelerate_recipes.checkpoint.exported import render
+from accelerate_recipes.data.rendering import HAS_MARKS, Part, Rendering, is_trained, parts_of
 from accelerate_recipes.errors import first_line
 
 OF_TRL = Path(trl.__file__).parent / "chat_templates"

@@ -19,8 +19,8 @@ import torch
 from helpers import CONFIGS, REPOSITORY, ROOT, environment
 
 from accelerate_recipes.args import parse
+from accelerate_recipes.launch.checks import environment_problems, lever_problems
 from accelerate_recipes.launch.request import launch_environment
-from accelerate_recipes.launch_checks import environment_problems, lever_problems
 from accelerate_recipes.models.loading import new_model
 
 RESULTS = ROOT / "benchmarks/results"

@@ -51,11 +51,12 @@ from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint import exported as exported_module
 from accelerate_recipes.checkpoint.check_export import check_export
 from accelerate_recipes.checkpoint.export import export
-from accelerate_recipes.checkpoint.exported import ROWS, TrainedRows, differences, read_exported
+from accelerate_recipes.checkpoint.exported import ROWS, TrainedRows, differences, read_exported, render
 from accelerate_recipes.data.heldout import beginning
 from accelerate_recipes.data.messages import select
 from accelerate_recipes.data.passes import made_of
-from accelerate_recipes.data.rendering import Rendering, render, without_nulls
+from accelerate_recipes.data.reading import without_nulls
+from accelerate_recipes.data.rendering import Rendering
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models.loading import load_model

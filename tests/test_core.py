@@ -17,8 +17,8 @@ from accelerate_recipes.models.tokenizers import new_word_tokenizer
 ABOUT = {
     "data/formats.py", "data/messages.py", "data/tables.py",
     "posttraining/answers.py", "posttraining/evaluation.py", "posttraining/references.py", "posttraining/objective.py",
-    "posttraining/preferences.py", "posttraining/rewards.py", "posttraining/settings.py", "posttraining/supervised.py",
-    "posttraining/trained_pairs.py", "posttraining/trained_rows.py",
+    "posttraining/preferences.py", "posttraining/prompts.py", "posttraining/rewards.py", "posttraining/settings.py",
+    "posttraining/supervised.py", "posttraining/trained_pairs.py", "posttraining/trained_rows.py",
 }  # fmt: skip
 
 

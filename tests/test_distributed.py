@@ -20,8 +20,8 @@ from transformers import GenerationMixin
 from accelerate_recipes import distributed, upstream
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.distributed import make_accelerator
+from accelerate_recipes.launch.checks import environment_problems, environment_warnings, lever_problems, lever_warnings
 from accelerate_recipes.launch.request import launch_environment
-from accelerate_recipes.launch_checks import environment_problems, environment_warnings, lever_problems, lever_warnings
 from accelerate_recipes.life import parent
 from accelerate_recipes.upstream import choose_interface
 

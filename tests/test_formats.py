@@ -21,7 +21,8 @@ from accelerate_recipes.checkpoint.exported import differences
 from accelerate_recipes.data import tables
 from accelerate_recipes.data.files import check_texts_or_messages, read_files, read_split
 from accelerate_recipes.data.formats import DPO, PAIR, SFT, Form, in_usual_form
-from accelerate_recipes.data.rendering import Rendering, without_nulls
+from accelerate_recipes.data.reading import without_nulls
+from accelerate_recipes.data.rendering import Rendering
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.hub.cache import HubDataset
 from accelerate_recipes.posttraining.preferences import to_pairs

@@ -10,11 +10,11 @@ from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
 from tiny import tiny_config
 
-from accelerate_recipes import launch_checks
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.launch import checks
+from accelerate_recipes.launch.checks import fp8_layers
 from accelerate_recipes.launch.preflight import preflight
-from accelerate_recipes.launch_checks import fp8_layers
 from accelerate_recipes.models.loading import new_model
 from accelerate_recipes.models.weights import initialize
 
@@ -40,16 +40,16 @@ def test_layers():
 
 def test_what_it_needs(monkeypatch):
     env = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO"}
-    assert launch_checks.fp8_problems(env) == []
+    assert checks.fp8_problems(env) == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    (problem,) = launch_checks.fp8_problems(env)
+    (problem,) = checks.fp8_problems(env)
     assert "this one has 8.0; set `mixed_precision: bf16`" in problem
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(launch_checks, "find_spec", lambda name: None)
-    (problem,) = launch_checks.fp8_problems(env)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    (problem,) = checks.fp8_problems(env)
     assert "pip install torchao==0.18.0" in problem
-    (problem,) = launch_checks.lever_problems(TrainArgs(use_peft=True, load_in_4bit=True), env, num_devices=1)
+    (problem,) = checks.lever_problems(TrainArgs(use_peft=True, load_in_4bit=True), env, num_devices=1)
     assert re.match("--load_in_4bit .* mixed_precision: fp8", problem)
 
 

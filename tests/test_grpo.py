@@ -27,8 +27,8 @@ from accelerate_recipes.arguments import shipped
 from accelerate_recipes.chess.next_moves import longest_move
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.posttraining.answers import end_of_prompt
 from accelerate_recipes.posttraining.answers_trial import SAMPLING, draw_answers
+from accelerate_recipes.posttraining.prompts import end_of_prompt
 from accelerate_recipes.posttraining.rewards import MATH_VERIFY, Reward, load_rewards, reward_problems
 from accelerate_recipes.report.samples import Samples
 from accelerate_recipes.upstream import CACHES

@@ -19,9 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.launch.checks import lever_problems, lever_warnings
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.launch.request import launch_environment, launch_flags
-from accelerate_recipes.launch_checks import lever_problems, lever_warnings
 from accelerate_recipes.losses import count_next_tokens, next_token_loss, next_tokens
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.attention import choose

@@ -42,7 +42,8 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer, new_word_tokenizer
 from accelerate_recipes.posttraining.settings import trl_config
-from accelerate_recipes.posttraining.supervised import check_same_targets, load_sides
+from accelerate_recipes.posttraining.supervised import load_sides
+from accelerate_recipes.posttraining.trained_rows import check_same_targets
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.run import Run
 

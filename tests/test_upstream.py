@@ -138,7 +138,7 @@ TOUCHED = [
     # transformers
     (AutoModelForCausalLM, "_model_mapping", "configurations", "which architectures there are of a kind of models", None),
     (PreTrainedModel, "_init_weights", "weights", "the model's own rule for first values", "self module"),
-    (PreTrainedModel, "_no_split_modules", "launch_checks", "what FSDP wraps by default", None),
+    (PreTrainedModel, "_no_split_modules", "checks", "what FSDP wraps by default", None),
     (PreTrainedModel, "_no_split_modules", "upstream", "without what holds the embedding", None),
     (PreTrainedModel, "_keys_to_ignore_on_load_unexpected", "untrained", "heads that the export takes from its base", None),
     (PreTrainedModel, "_keep_in_fp32_modules", "untrained", "weights that an export must not round", None),

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from accelerate_recipes import upstream
 from accelerate_recipes.args import DTYPES, TrainArgs
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch_checks import environment_warnings, fp8_layers, lever_warnings, num_accelerators
+from accelerate_recipes.launch.checks import environment_warnings, fp8_layers, lever_warnings, num_accelerators
 from accelerate_recipes.life import parent
 from accelerate_recipes.models import slices
 from accelerate_recipes.models.mixers import check_units, recompute_documents, unpack_documents
@@ -64,7 +64,7 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the se
 def make_accelerator(args: TrainArgs) -> Accelerator:
     """Make the Accelerator that the launcher's environment describes, and set `args.seed` on all ranks alike.
 
-    Call `launch_checks.launch_problems` first; this function assumes that it found nothing.
+    Call `launch.checks.launch_problems` first; this function assumes that it found nothing.
 
     Raises:
         ConfigError: for a strategy that would run as independent copies.

@@ -57,8 +57,9 @@ def rank_process(rank: int, job: dict) -> int:
             return
         import faults
 
-        from accelerate_recipes import launch_checks, recipe
+        from accelerate_recipes import recipe
         from accelerate_recipes.arguments import shipped
+        from accelerate_recipes.launch import checks
         from accelerate_recipes.life import watch
 
         faults.arm()
@@ -73,7 +74,7 @@ def rank_process(rank: int, job: dict) -> int:
             constants.HF_HUB_CACHE = cache
             use_hub(os.environ["HF_ENDPOINT"], is_offline=True)
         if "FOUR_BITS_ON_CPU" in os.environ:  # a recipe refuses this, but bitsandbytes can do it
-            launch_checks.lever_problems = lambda *_: []
+            checks.lever_problems = lambda *_: []
             # On a CPU bitsandbytes repacks weights in place at evaluation, which confuses FSDP's shards; on GPUs it does not.
             importlib.import_module("bitsandbytes.nn.modules").has_avx512bf16 = lambda: False
         module = shipped.load(job["script"])

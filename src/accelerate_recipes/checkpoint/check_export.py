@@ -15,10 +15,12 @@ from accelerate_recipes.checkpoint.exported import (
     compare_rows,
     ends_of_adapters,
     kept_rows,
+    render,
+    shown_ends,
     stops_of,
 )
 from accelerate_recipes.checkpoint.files import other_kind
-from accelerate_recipes.data.rendering import SETTINGS, render, shown_ends
+from accelerate_recipes.data.rendering import SETTINGS
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.models.positions import max_positions

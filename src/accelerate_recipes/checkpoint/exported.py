@@ -14,11 +14,13 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from accelerate_recipes.checkpoint.export import arguments_of
 from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.data.dates import frozen_date
-from accelerate_recipes.data.rendering import NUM_SHOWN, Rendering, first_difference, render, shown_ends
+from accelerate_recipes.data.reading import with_objects, without_nulls
+from accelerate_recipes.data.rendering import SETTINGS, Rendering, first_difference, parsed, render_read
 from accelerate_recipes.disk import read_json, write_atomically
 from accelerate_recipes.errors import ConfigError, raise_problems
 
 ROWS = "rows.json"  # in the output directory, beside export/
+NUM_SHOWN = 8  # tokens on each side of a difference
 
 
 class Exported(NamedTuple):
@@ -60,13 +62,26 @@ def stops_of(settings: GenerationConfig | PreTrainedConfig | PreTrainedTokenizer
     return {*(ends if isinstance(ends, list) else [ends])} - {None}
 
 
+def shown_ends(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> str:
+    """Return the tokens at which generation stops, in readable form."""
+    return " or ".join(repr(tokenizer.decode([end])) for end in ends) or "nothing"
+
+
+def render(row: dict, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> list[Rendering]:
+    """Render a row, as it was written, as users of the exported tokenizer would, by transformers alone: `render_read`."""
+    read = without_nulls({name: value for name, value in row.items() if name not in SETTINGS}) | {
+        name: parsed(row.get(name), name, 0, "") for name in SETTINGS
+    }
+    read |= {name: with_objects(read[name]) for name in ("messages", "prompt", "completion") if name in read}
+    return render_read([read], tokenizer, **settings)[0]
+
+
 @dataclass
 class TrainedRows:
     """First rows of a run, and how they were trained.
 
-    `rows` holds the rows as they were written, `trained` as they were rendered with the `settings` of
-    `rendering.render`. `ends` are the tokens that end rows. `arguments` are those arguments of the run that decide what
-    it trains.
+    `rows` holds the rows as they were written, `trained` as they were rendered with the `settings` of `render`. `ends` are
+    the tokens that end rows. `arguments` are those arguments of the run that decide what it trains.
     """
 
     rows: list[dict]

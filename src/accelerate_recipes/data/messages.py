@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from accelerate_recipes.data.files import check_texts_or_messages
-from accelerate_recipes.data.rendering import SETTINGS, WEIGHTS, is_answer, is_trained, parsed, weights_of, with_objects
+from accelerate_recipes.data.reading import with_objects
+from accelerate_recipes.data.rendering import SETTINGS, WEIGHTS, is_answer, is_trained, parsed, weights_of
 from accelerate_recipes.errors import ConfigError, DataError
 
 IMAGES = {"image", "images", "pixel_values"}

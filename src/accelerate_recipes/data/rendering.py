@@ -26,7 +26,6 @@ SETTINGS = ("tools", "chat_template_kwargs")  # columns that the chat template r
 RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
 IS_RESERVED = "is no variable of a chat template, but an argument of apply_chat_template; remove it"
 HAS_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds the marks of answers in a template
-NUM_SHOWN = 8  # tokens on each side of a difference
 WEIGHTS = ("weight", "train", "loss")  # fields of a message, of several formats: with 0 or false, it is no target
 NUM_OPENED = 60  # characters that are shown of a generation prompt
 MARK = "\ue000"  # a character that no text has: it shows where a template writes a text
@@ -66,27 +65,6 @@ def parsed(value: Any, name: str, number: int, source: str) -> Any:
         raise DataError(f"{source}, row {number}: {name!r} is {value!r:.60}; it must be a JSON {kind.__name__}")
     if kind is dict and (reserved := sorted(RESERVED & {*value})):
         raise DataError(f"{source}, row {number}: {name!r} has {', '.join(reserved)}, which {IS_RESERVED}")
-    return value
-
-
-def with_objects(value: Any) -> Any:
-    """Return messages in which the arguments of tool calls are objects, as templates expect. OpenAI's format has JSON texts.
-
-    Raises:
-        ValueError: for a text that is no JSON object.
-    """
-    if isinstance(value, list):
-        return [with_objects(entry) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    value = value | {name: with_objects(value[name]) for name in ("tool_calls", "function") if value.get(name)}
-    if isinstance(text := value.get("arguments"), str):
-        try:
-            value["arguments"] = json.loads(text or "{}")
-        except json.JSONDecodeError as error:
-            raise ValueError(f"the arguments {text!r:.60} of a tool call are no JSON: {error}") from None
-        if not isinstance(value["arguments"], dict):
-            raise ValueError(f"the arguments {text!r:.60} of a tool call must be a JSON object")
     return value
 
 
@@ -160,15 +138,6 @@ class Rendering(NamedTuple):
     ids: list[int]
     targets: list[bool]
     opened: str = ""
-
-
-def render(row: dict, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> list[Rendering]:
-    """Render a row, as it was written, as users of the exported tokenizer would, by transformers alone: `render_read`."""
-    read = without_nulls({name: value for name, value in row.items() if name not in SETTINGS}) | {
-        name: parsed(row.get(name), name, 0, "") for name in SETTINGS
-    }
-    read |= {name: with_objects(read[name]) for name in ("messages", "prompt", "completion") if name in read}
-    return render_read([read], tokenizer, **settings)[0]
 
 
 def render_read(
@@ -453,11 +422,6 @@ def prompts_alone(
     return by_template(tokenizer, prompts, **{"add_generation_prompt": True} | settings)["input_ids"]
 
 
-def shown_ends(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> str:
-    """Return the tokens at which generation stops, in readable form."""
-    return " or ".join(repr(tokenizer.decode([end])) for end in ends) or "nothing"
-
-
 def by_template(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[list[dict]], **settings: Any
 ) -> dict[str, Any]:
@@ -466,29 +430,6 @@ def by_template(
         raise ValueError("there is a conversation without messages")
     given: Any = {"tokenizer_kwargs": {"return_attention_mask": False, "verbose": False}}
     return tokenizer.apply_chat_template([*conversations], return_dict=True, **given, **settings)  # pyright: ignore
-
-
-def first_refused(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, **settings: Any) -> tuple[int, str] | None:
-    """Find the first row, or pair, with a conversation that cannot be rendered; return its number, from 1, and the reason.
-
-    `settings` are those of `render`.
-    """
-    for number, row in enumerate(rows, 1):
-        own = {name: row.get(name) for name in SETTINGS}
-        answers = [row[name] for name in ("chosen", "rejected") if name in row]
-        if not answers:
-            parts = [row]
-        elif isinstance(row.get("prompt"), list):
-            own["prompt"] = row["prompt"]
-            parts = [own, *(own | {"completion": answer} for answer in answers)]
-        else:  # whole conversations, or texts, which no template renders
-            parts = [own | {"messages": answer} for answer in answers if isinstance(answer, list)]
-        try:
-            for part in parts:
-                render(part, tokenizer, **settings)
-        except Exception as error:
-            return number, f"cannot be rendered by the chat template: {error}"
-    return None
 
 
 def first_difference(a: Sequence, b: Sequence) -> int | None:

@@ -25,8 +25,8 @@ from accelerate_recipes.data.rows import rows_of_step
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.doctor import workload
 from accelerate_recipes.errors import one_line
+from accelerate_recipes.launch.checks import environment_problems, num_accelerators
 from accelerate_recipes.launch.request import launch_environment, launch_flags
-from accelerate_recipes.launch_checks import environment_problems, num_accelerators
 from accelerate_recipes.plan.simulate import Job, Outcome, Simulator
 
 CONFIGS = shipped.HOME / "accelerate_configs"

@@ -20,9 +20,9 @@ from accelerate_recipes.arguments.declaring import group_flags
 from accelerate_recipes.arguments.gpus import GPUS
 from accelerate_recipes.disk import refusal
 from accelerate_recipes.errors import ConfigError, raise_problems
+from accelerate_recipes.launch.checks import environment_problems
 from accelerate_recipes.launch.request import Request, launch_environment, read_request
 from accelerate_recipes.launch.settings import yaml_problems
-from accelerate_recipes.launch_checks import environment_problems
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.predict import Prediction
 from accelerate_recipes.plan.search import Change, Proposal, Search, nodes_of, prediction_of, reason_of

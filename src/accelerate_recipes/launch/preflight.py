@@ -29,11 +29,11 @@ from accelerate_recipes.data.prepared import tokenizing_warnings
 from accelerate_recipes.errors import ConfigError, noting, raise_problems
 from accelerate_recipes.hub import cache
 from accelerate_recipes.launch import requirements
+from accelerate_recipes.launch.checks import launch_problems, lever_warnings
 from accelerate_recipes.launch.machine import shared_disk_warnings, versions
 from accelerate_recipes.launch.planning import memory_problems
 from accelerate_recipes.launch.pods import is_below, move_to_volumes, read_in_pod
 from accelerate_recipes.launch.request import read_request
-from accelerate_recipes.launch_checks import launch_problems, lever_warnings
 from accelerate_recipes.life.status import read_status
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.optim import warmup_warnings

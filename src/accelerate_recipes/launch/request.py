@@ -14,8 +14,8 @@ from accelerate_recipes.arguments import shipped
 from accelerate_recipes.arguments.declaring import read_yaml
 from accelerate_recipes.arguments.gpus import check_gpu, known_as
 from accelerate_recipes.errors import ConfigError, that_apply
+from accelerate_recipes.launch.checks import num_accelerators
 from accelerate_recipes.launch.settings import ignored_flags, parse_flags, yaml_problems
-from accelerate_recipes.launch_checks import num_accelerators
 
 
 class Request(NamedTuple):
@@ -142,7 +142,7 @@ def launch_environment(argv: list[str]) -> dict[str, str]:
     try:
         # Nothing is opened or reached here, so any port and address will do.
         args.main_process_port, args.main_process_ip = 0, args.main_process_ip or "head"
-        # For fp8 the launcher asks for packages; `launch_checks` reports what is wrong with fp8 here.
+        # For fp8 the launcher asks for packages; `checks` reports what is wrong with fp8 here.
         precision, args.mixed_precision = args.mixed_precision, "no"
         if (args.use_fsdp or args.multi_gpu) and not args.cpu:
             env, world_size = prepare_multi_gpu_env(args), processes

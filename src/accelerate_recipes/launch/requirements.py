@@ -20,8 +20,8 @@ from accelerate_recipes.disk import refusal
 from accelerate_recipes.errors import noting, raise_problems
 from accelerate_recipes.hub import cache, push
 from accelerate_recipes.hub.download import download
+from accelerate_recipes.launch.checks import fp8_layers, launch_problems, num_accelerators, wrap_problems
 from accelerate_recipes.launch.settings import launcher_problems
-from accelerate_recipes.launch_checks import fp8_layers, launch_problems, num_accelerators, wrap_problems
 from accelerate_recipes.models.adapters import targets
 from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.loading import CAUSAL

@@ -28,7 +28,7 @@ from accelerate_recipes.arguments import shipped
 from accelerate_recipes.arguments.gpus import GPUS
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.errors import ConfigError, raise_problems, that_apply
-from accelerate_recipes.launch_checks import launch_problems, num_accelerators
+from accelerate_recipes.launch.checks import launch_problems, num_accelerators
 from accelerate_recipes.models.adapters import WithoutAdapters, add_adapters
 from accelerate_recipes.models.probes import mixers_in
 from accelerate_recipes.models.shared_rows import part_of_rows, row_group

@@ -13,8 +13,9 @@ from transformers import Cache, GenerationConfig
 
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import choose
-from accelerate_recipes.posttraining.answers import AnswerTrainer, room_for_prompts
+from accelerate_recipes.posttraining.answers import AnswerTrainer
 from accelerate_recipes.posttraining.objective import bare
+from accelerate_recipes.posttraining.prompts import room_for_prompts
 from accelerate_recipes.posttraining.settings import pad_multiple, with_fused_head
 from accelerate_recipes.ranks import data_world_size
 from accelerate_recipes.trial import Trial, config_of, refuse

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.generation import Generated, Sampling, generate_texts
-from accelerate_recipes.posttraining.answers import tokenize_prompts
+from accelerate_recipes.posttraining.prompts import tokenize_prompts
 from accelerate_recipes.posttraining.rewards import Reward, weighted
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.report.samples import Samples, expected

@@ -3,13 +3,11 @@
 The loss is computed by the forward pass that trl gives a model: log-probabilities without whole logits.
 """
 
-import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -21,36 +19,39 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from trl import SFTConfig, pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from accelerate_recipes.checkpoint.exported import Exported, as_exported, stops_of
-from accelerate_recipes.checkpoint.files import saved_arguments
+from accelerate_recipes.checkpoint.exported import Exported, as_exported, shown_ends, stops_of
 from accelerate_recipes.data.chats import check_written, without_controls
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.messages import NUM_COMPARED, TEXT, has_unweighted, missing_answers, select
 from accelerate_recipes.data.passes import chosen_rows, made_of, rows_in
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
-from accelerate_recipes.data.rendering import NUM_SHOWN, SETTINGS, Rendering, render_read, shown_ends, texts_read
+from accelerate_recipes.data.rendering import SETTINGS, Rendering, render_read, texts_read
 from accelerate_recipes.data.rows import RowLoader, Rows, make_eval_loader
-from accelerate_recipes.errors import ConfigError, DataError, printable
+from accelerate_recipes.errors import ConfigError, printable
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.metrics import Flops, flops_per_token
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import choose
-from accelerate_recipes.models.composites import placeholders, stands_for_image
 from accelerate_recipes.models.configurations import new_config
-from accelerate_recipes.models.pretrained import load_config, read_tokenizer
 from accelerate_recipes.posttraining.settings import OUTPUTS, pad_multiple, weight_of_balance, with_fused_head
 from accelerate_recipes.posttraining.trained_rows import (
     EVERYTHING,
     USES,
     ReadRows,
+    check_no_placeholders,
     check_rows_are_left,
+    check_same_targets,
+    check_same_template,
     compare_with_rendering,
     content_of_sides,
     count_targets_of,
     cut_at,
+    has_chats,
     have_targets,
+    of_answers,
+    tell_of_parts,
     tell_of_prompts,
     tokenized_rows,
     without_targets,
@@ -204,58 +205,10 @@ def load_sides(
     return args.sides(read, asked), list(first)  # pyright: ignore[reportReturnType]
 
 
-def has_chats(features: datasets.Features) -> bool:
-    """Tell whether rows are conversations, and not texts."""
-    return any(isinstance(features.get(name), datasets.List) for name in ("messages", "completion"))
-
-
-def of_answers(args: Any, features: datasets.Features) -> bool:
-    """Tell whether answers alone are targets: by default in conversations, unless prompts are trained too."""
-    if args.assistant_only_loss == "auto":
-        return has_chats(features) and ("messages" in features or args.completion_only_loss is not False)
-    return args.assistant_only_loss == "true"
-
-
-def check_same_template(tokenizer: PreTrainedTokenizerBase, checkpoint: Path) -> None:
-    """Check that a resumed run has the chat template of its checkpoint.
-
-    Raises:
-        ConfigError: if it does not.
-    """
-    known = read_tokenizer(str(checkpoint)).chat_template
-    if known and known != tokenizer.chat_template:
-        raise ConfigError(
-            f"{checkpoint} was trained with another chat template, its chat_template.jinja; put that back, or start anew in "
-            "another --output_dir"
-        )
-
-
-def check_same_targets(args: Any, features: datasets.Features, checkpoint: Path) -> None:
-    """Check that a resumed run trains answers alone, or everything, as its checkpoint did.
-
-    Raises:
-        ConfigError: if it does not.
-    """
-    before = copy.copy(args)
-    before.assistant_only_loss = usual_value(saved_arguments(checkpoint)["assistant_only_loss"])
-    then, now = of_answers(before, features), of_answers(args, features)
-    if then != now:
-        kinds = {True: "answers alone", False: "everything"}
-        raise ConfigError(
-            f"{checkpoint} was trained on {kinds[then]}, and --assistant_only_loss {args.assistant_only_loss} trains "
-            f"{kinds[now]}; give {str(then).lower()}, or start anew in another --output_dir"
-        )
-
-
-def usual_value(value: Any) -> str:
-    """Return a value of --assistant_only_loss as it is now; checkpoints of earlier versions hold a bool."""
-    return str(value).lower()
-
-
 def render_side(
     run: Run[Any], side: str, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]
 ) -> datasets.Dataset:
-    """Render and tokenise the rows of a side by the `settings` of `rendering.render`; see RENDERED.
+    """Render and tokenise the rows of a side by the `settings` of `rendering.render_read`; see RENDERED.
 
     Raises:
         ConfigError: for rows that cannot be rendered, and if none has a target.
@@ -304,49 +257,6 @@ def rendered(
         "opened": [one.opened for one in renderings],
     }
     return pa.table(columns, schema=datasets.Features(dict(features) | RENDERED).arrow_schema)
-
-
-def tell_of_parts(run: Run[Any], whole: datasets.Dataset, sources: np.ndarray) -> int:
-    """Tell of rows that are cut after an earlier answer, and of answers that lack a part of their prompt, if any.
-
-    `sources` are the numbers of the rows that the rows to train on are made of.
-
-    Returns:
-        The number of rows that are cut after an earlier answer.
-    """
-    added = np.flatnonzero(sources[:-1] == sources[1:])  # the last row of a conversation is the whole one
-    if len(added):
-        tokens = lengths_of(whole)[added].sum()
-        run.print(
-            f"The chat template renders some answers otherwise once the conversation goes on: {len(added):,} rows with "
-            f"{tokens:,} tokens are added, each cut after such an answer, from {len({*sources[added]}):,} conversations"
-        )
-    if opened := [prompt for prompt in whole["opened"][:] if prompt]:
-        run.print(
-            f"The chat template asks for an answer with {opened[0]!r}. In {len(opened):,} rows an answer does not begin "
-            "with all of that: the model learns from another prompt than it will get. Give rows with thoughts, or "
-            "another template (docs/rows.md)"
-        )
-    return len(added)
-
-
-def check_no_placeholders(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, base_model: str) -> None:
-    """Check that no token of tokenised rows stands for an image in the model that a run begins with.
-
-    Raises:
-        DataError: names row and token.
-    """
-    known = placeholders(load_config(base_model)) if base_model else {}
-    start = 0
-    for lengths, ids in chunks_of(rows, "input_ids") if known else ():
-        found = np.isin(ids, [*known]).nonzero()[0]
-        if len(found):
-            ends = lengths.cumsum()
-            row, token = int(ends.searchsorted(found[0], "right")), int(ids[found[0]])
-            begin = int(ends[row] - lengths[row])
-            before: Any = tokenizer.decode(ids[max(begin, found[0] - NUM_SHOWN) : found[0]])
-            raise DataError(stands_for_image(start + row + 1, int(found[0]) - begin, token, known[token], before))
-        start += len(lengths)
 
 
 def cut_or_packed(config: SFTConfig, whole: datasets.Dataset, is_packed: bool) -> datasets.Dataset:

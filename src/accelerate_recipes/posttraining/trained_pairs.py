@@ -11,22 +11,14 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig
 
-from accelerate_recipes.checkpoint.exported import Exported, as_exported
+from accelerate_recipes.checkpoint.exported import Exported, as_exported, render, shown_ends
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.formats import PAIR
 from accelerate_recipes.data.messages import NUM_COMPARED
 from accelerate_recipes.data.passes import chosen_rows, rows_in
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
-from accelerate_recipes.data.rendering import (
-    SETTINGS,
-    Rendering,
-    first_difference,
-    render,
-    render_read,
-    shown_ends,
-    texts_read,
-    without_nulls,
-)
+from accelerate_recipes.data.reading import without_nulls
+from accelerate_recipes.data.rendering import SETTINGS, Rendering, first_difference, render_read, texts_read
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.posttraining.preferences import PairTrainer
 from accelerate_recipes.posttraining.trained_rows import (

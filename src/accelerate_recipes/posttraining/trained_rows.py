@@ -1,8 +1,10 @@
 """Rows of SFT, DPO and GRPO as they are trained: numbered, known again on a resume, compared with the export's rendering."""
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
@@ -11,17 +13,26 @@ import pyarrow as pa
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.checkpoint.exported import Exported, TrainedRows, compare_rows, ends_of_adapters
+from accelerate_recipes.checkpoint.exported import (
+    NUM_SHOWN,
+    Exported,
+    TrainedRows,
+    compare_rows,
+    ends_of_adapters,
+    render,
+)
 from accelerate_recipes.checkpoint.files import saved_arguments
 from accelerate_recipes.data import NUM_ROWS, rendering
 from accelerate_recipes.data.messages import TEXT
 from accelerate_recipes.data.passes import made_of
-from accelerate_recipes.data.prepared import check_content, chunks_of, content_of
-from accelerate_recipes.data.rendering import Rendering, first_refused
+from accelerate_recipes.data.prepared import check_content, chunks_of, content_of, lengths_of
+from accelerate_recipes.data.rendering import SETTINGS, Rendering
 from accelerate_recipes.data.rows import Rows, StepLoader, make_train_loader
 from accelerate_recipes.data.shown import HasRows
-from accelerate_recipes.errors import ConfigError, raise_problems
+from accelerate_recipes.errors import ConfigError, DataError, raise_problems
 from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.composites import placeholders, stands_for_image
+from accelerate_recipes.models.pretrained import load_config, read_tokenizer
 from accelerate_recipes.posttraining.settings import refused_by_trl
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.run import Run
@@ -77,6 +88,54 @@ class ReadRows:
         return make_train_loader(rows, run.args, run.data_rank, run.data_world_size, **settings)
 
 
+def has_chats(features: datasets.Features) -> bool:
+    """Tell whether rows are conversations, and not texts."""
+    return any(isinstance(features.get(name), datasets.List) for name in ("messages", "completion"))
+
+
+def of_answers(args: Any, features: datasets.Features) -> bool:
+    """Tell whether answers alone are targets: by default in conversations, unless prompts are trained too."""
+    if args.assistant_only_loss == "auto":
+        return has_chats(features) and ("messages" in features or args.completion_only_loss is not False)
+    return args.assistant_only_loss == "true"
+
+
+def check_same_template(tokenizer: PreTrainedTokenizerBase, checkpoint: Path) -> None:
+    """Check that a resumed run has the chat template of its checkpoint.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    known = read_tokenizer(str(checkpoint)).chat_template
+    if known and known != tokenizer.chat_template:
+        raise ConfigError(
+            f"{checkpoint} was trained with another chat template, its chat_template.jinja; put that back, or start anew in "
+            "another --output_dir"
+        )
+
+
+def check_same_targets(args: Any, features: datasets.Features, checkpoint: Path) -> None:
+    """Check that a resumed run trains answers alone, or everything, as its checkpoint did.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    before = copy.copy(args)
+    before.assistant_only_loss = usual_value(saved_arguments(checkpoint)["assistant_only_loss"])
+    then, now = of_answers(before, features), of_answers(args, features)
+    if then != now:
+        kinds = {True: "answers alone", False: "everything"}
+        raise ConfigError(
+            f"{checkpoint} was trained on {kinds[then]}, and --assistant_only_loss {args.assistant_only_loss} trains "
+            f"{kinds[now]}; give {str(then).lower()}, or start anew in another --output_dir"
+        )
+
+
+def usual_value(value: Any) -> str:
+    """Return a value of --assistant_only_loss as it is now; checkpoints of earlier versions hold a bool."""
+    return str(value).lower()
+
+
 def content_of_sides(run: Run[Any], train: datasets.Dataset, heldout: datasets.Dataset | None = None) -> str:
     """Compute the checksum of the rows to train on; "" with --data_only. Call it before the model is sharded.
 
@@ -117,6 +176,30 @@ def tell_of_prompts(run: Run[Any], sides: dict[str, datasets.Dataset], tokenizer
         )
 
 
+def tell_of_parts(run: Run[Any], whole: datasets.Dataset, sources: np.ndarray) -> int:
+    """Tell of rows that are cut after an earlier answer, and of answers that lack a part of their prompt, if any.
+
+    `sources` are the numbers of the rows that the rows to train on are made of.
+
+    Returns:
+        The number of rows that are cut after an earlier answer.
+    """
+    added = np.flatnonzero(sources[:-1] == sources[1:])  # the last row of a conversation is the whole one
+    if len(added):
+        tokens = lengths_of(whole)[added].sum()
+        run.print(
+            f"The chat template renders some answers otherwise once the conversation goes on: {len(added):,} rows with "
+            f"{tokens:,} tokens are added, each cut after such an answer, from {len({*sources[added]}):,} conversations"
+        )
+    if opened := [prompt for prompt in whole["opened"][:] if prompt]:
+        run.print(
+            f"The chat template asks for an answer with {opened[0]!r}. In {len(opened):,} rows an answer does not begin "
+            "with all of that: the model learns from another prompt than it will get. Give rows with thoughts, or "
+            "another template (docs/rows.md)"
+        )
+    return len(added)
+
+
 def tokenized_rows(
     run: Run[Any],
     rows: datasets.Dataset,
@@ -128,7 +211,7 @@ def tokenized_rows(
 ) -> datasets.Dataset:
     """Tokenise rows by `make`, a function of a module, in several processes: they get the columns `added`, with their types.
 
-    `settings` are those of `rendering.render`, which `make` takes too.
+    `settings` are those of `rendering.render_read`, which `make` takes too.
 
     Raises:
         ConfigError: for a conversation that cannot be rendered; it names the file and the row.
@@ -148,6 +231,48 @@ def tokenized_rows(
                 if found := first_refused(side, tokenizer, **settings):
                     raise ConfigError(f"{args.sources[name]}, row {found[0]}, {found[1]}") from error
             raise
+
+
+def first_refused(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, **settings: Any) -> tuple[int, str] | None:
+    """Find the first row, or pair, with a conversation that cannot be rendered; return its number, from 1, and the reason.
+
+    `settings` are those of `exported.render`.
+    """
+    for number, row in enumerate(rows, 1):
+        own = {name: row.get(name) for name in SETTINGS}
+        answers = [row[name] for name in ("chosen", "rejected") if name in row]
+        if not answers:
+            parts = [row]
+        elif isinstance(row.get("prompt"), list):
+            own["prompt"] = row["prompt"]
+            parts = [own, *(own | {"completion": answer} for answer in answers)]
+        else:  # whole conversations, or texts, which no template renders
+            parts = [own | {"messages": answer} for answer in answers if isinstance(answer, list)]
+        try:
+            for part in parts:
+                render(part, tokenizer, **settings)
+        except Exception as error:
+            return number, f"cannot be rendered by the chat template: {error}"
+    return None
+
+
+def check_no_placeholders(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, base_model: str) -> None:
+    """Check that no token of tokenised rows stands for an image in the model that a run begins with.
+
+    Raises:
+        DataError: names row and token.
+    """
+    known = placeholders(load_config(base_model)) if base_model else {}
+    start = 0
+    for lengths, ids in chunks_of(rows, "input_ids") if known else ():
+        found = np.isin(ids, [*known]).nonzero()[0]
+        if len(found):
+            ends = lengths.cumsum()
+            row, token = int(ends.searchsorted(found[0], "right")), int(ids[found[0]])
+            begin = int(ends[row] - lengths[row])
+            before: Any = tokenizer.decode(ids[max(begin, found[0] - NUM_SHOWN) : found[0]])
+            raise DataError(stands_for_image(start + row + 1, int(found[0]) - begin, token, known[token], before))
+        start += len(lengths)
 
 
 def check_rows_are_left(
@@ -177,7 +302,7 @@ def compare_with_rendering(
 ) -> None:
     """Compare the first rows with how the export will render them, and keep them for a comparison with the real export.
 
-    `rows` holds them as they were written, `trained` as they are trained, by the `settings` of `rendering.render`; `ends`
+    `rows` holds them as they were written, `trained` as they are trained, by the `settings` of `exported.render`; `ends`
     are the tokens that end rows. The base stops at `base_stops`. Only rank 0 calls this.
 
     Raises:
