@@ -5,7 +5,7 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: venv docs demo demo-c4 demo-t5 demo-vit test test-fast test-slow test-long test-hub test-serving test-slurm test-image \
+.PHONY: venv docs demo demo-c4 demo-t5 demo-vit demo-vlm test test-fast test-slow test-long test-hub test-serving test-slurm test-image \
 	newest models plans coverage mutants check fix lock
 
 # More arguments for the recipe: make demo ARGS="--max_steps 100"
@@ -28,6 +28,12 @@ demo-t5: .venv/recipes
 demo-vit: .venv/recipes
 	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
 		recipes/vit.py --config recipes/configs/vit/laptop.yaml $(ARGS)
+
+demo-vlm: .venv/recipes
+	$(BIN)/python data/fashion/questions.py make outputs/demo-vlm
+	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
+		recipes/sft_vlm.py --config recipes/configs/sft_vlm/laptop.yaml $(ARGS)
+	$(BIN)/python data/fashion/questions.py ask outputs/demo-vlm
 
 # Two files at a time, in the order of tests/conftest.py: the ranks of a run wait for each other half of the time.
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -188,7 +188,7 @@ WAYS = {
 
 
 def presets() -> dict[str, str]:
-    """Map each preset for GPUs to the name of its GPU, which its line on hardware has in brackets.
+    """Map each preset for GPUs of a recipe that `plan` simulates to its GPU, which its line on hardware has in brackets.
 
     Raises:
         ValueError: if such a line names none.
@@ -196,7 +196,8 @@ def presets() -> dict[str, str]:
     found = {}
     for path in sorted(PRESETS.glob("*/*.yaml")):
         hardware = re.search(r"^# Hardware: .*\bGPUs?\b.*", path.read_text(encoding="utf-8"), re.M)
-        if hardware:
+        recipe = PRESETS.parent / f"{path.parent.name}.py"
+        if hardware and "\ndef trial(" in recipe.read_text(encoding="utf-8"):
             gpu = re.search(r"\((\w+)\)", hardware[0])
             if not gpu or gpu[1] not in GPUS:
                 raise ValueError(f"{path}: say for which GPU, one of {', '.join(GPUS)}, as in `8 GPUs of 80 GB (h100)`")

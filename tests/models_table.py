@@ -758,6 +758,7 @@ T5, FLAN-T5, mT5 and BART are trained by `recipes/t5.py`, which refuses other en
 `tests/test_t5.py` trains a T5 under all strategies.
 
 A composite is a model that also sees images. Its text part is trained; adapters and the export are of the whole.
+`recipes/sft_vlm.py` trains it whole, with images: [which types](vlm.md).
 `tests/test_composites.py` tests more of them, and that every other weight stays bit-equal.
 """
 

@@ -247,6 +247,7 @@ MAY_CHANGE = {
     "eval_source_column", "eval_target_column", "metrics", "generation_max_length", "generation_num_beams",
     "generation_length_penalty", "precompute_ref_log_probs", "reward_weights", "stockfish", "stockfish_nodes",
     "rewards", "num_eval_prompts", "num_samples", "label_smoothing", "assistant_only_loss",
+    "image_folder",
 }  # fmt: skip
 MAY_CHANGE_IN_C4_ONLY = {"dataset_revision", "dataset_files"}
 FIXED = {"vit": {"train_files", "eval_files"}}
@@ -321,6 +322,9 @@ def test_presets_are_valid(monkeypatch):
 
     monkeypatch.chdir(ROOT)
     (ROOT / "my_rows.jsonl").touch()
+    for side in ("train", "test"):  # the demo makes them
+        (ROOT / f"outputs/demo-vlm/rows/{side}.jsonl").parent.mkdir(parents=True, exist_ok=True)
+        (ROOT / f"outputs/demo-vlm/rows/{side}.jsonl").touch()
     found = {}
     for folder in sorted({path.parent for path in (ROOT / "recipes/configs").glob("*/*.yaml")}):
         args_class = shipped.load(ROOT / f"recipes/{folder.name}.py").Args

@@ -22,6 +22,7 @@ import torch.distributed.checkpoint.metadata as metadata
 import torch.distributed.distributed_c10d as c10d
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as _fsdp_param_group
 import torch.distributed.fsdp._fully_shard._fully_shard as fully_shard
+import transformers
 from accelerate import Accelerator
 from accelerate.commands import launch
 from accelerate.state import PartialState
@@ -41,6 +42,7 @@ from transformers import (
     GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
+    ProcessorMixin,
     Trainer,
     TrainingArguments,
 )
@@ -81,6 +83,7 @@ TOUCHED = [
     (PreTrainedModel, "_supports_flash_attn", "attention", "the same", None),
     (PreTrainedConfig, "_attn_implementation", "attention", "which attention a model has", None),
     (PreTrainedConfig, "_attn_implementation", "documents", "which attention a model has", None),
+    (PreTrainedConfig, "_attn_implementation", "images", "whether rows with images say where documents begin", None),
     (PreTrainedConfig, "_attn_implementation", "references", "the attention that decides the values of the reference", None),
     (PreTrainedConfig, "_attn_implementation", "losses", "whether attention is told where documents begin", None),
     (PreTrainedConfig, "_attn_implementation", "probes", "with which attention packing is tried", None),
@@ -138,6 +141,10 @@ TOUCHED = [
     # transformers
     (AutoModelForCausalLM, "_model_mapping", "configurations", "which architectures there are of a kind of models", None),
     (PreTrainedModel, "_init_weights", "weights", "the model's own rule for first values", "self module"),
+    (PreTrainedModel, "_no_split_modules", "images", "the layers of text part and tower are units of FSDP", None),
+    (ProcessorMixin, "_merge_kwargs", "pictures", "settings of images, as in the processor's own call", "self ModelProcessorKwargs tokenizer_init_kwargs kwargs"),
+    (ProcessorMixin, "_process_images", "pictures", "values of images, and the text that stands for each, without a text", "self images kwargs"),
+    (transformers, "_class_to_module", "processors", "the module of a class, which asks for torchvision", None),
     (PreTrainedModel, "_no_split_modules", "checks", "what FSDP wraps by default", None),
     (PreTrainedModel, "_no_split_modules", "upstream", "without what holds the embedding", None),
     (PreTrainedModel, "_keys_to_ignore_on_load_unexpected", "untrained", "heads that the export takes from its base", None),

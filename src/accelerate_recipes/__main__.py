@@ -147,6 +147,7 @@ def add_export_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     seen.add_argument("export", type=Path)
     more = {"nargs": "+", "action": "extend"}  # given twice, it holds all
     seen.add_argument("--prompt", **more, help="prompts to answer; default: the beginning of the first row")
+    seen.add_argument("--image", **more, type=Path, default=[], help="images before the text of each prompt")
     seen.add_argument("--max_new_tokens", type=int, default=40, help="tokens of the answer at most")
     upload = add("push", push_export, "push an export to a repository on the Hub, private if it is new")
     upload.add_argument("export", type=Path)
@@ -310,7 +311,7 @@ def export_checkpoint(args: argparse.Namespace) -> None:
 def check_export_alone(args: argparse.Namespace) -> None:
     from accelerate_recipes.checkpoint.check_export import check_export
 
-    print(check_export(args.export, args.prompt, args.max_new_tokens))
+    print(check_export(args.export, args.prompt, args.max_new_tokens, args.image))
 
 
 def push_export(args: argparse.Namespace) -> None:

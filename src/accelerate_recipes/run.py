@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from accelerate_recipes import ranks
 from accelerate_recipes.args import Args
@@ -209,7 +209,7 @@ class Run(Generic[Args]):
     def prepare(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | BaseImageProcessor,
+        tokenizer: PreTrainedTokenizerBase | BaseImageProcessor | ProcessorMixin,
         total_steps: int,
         flops_fn: Callable[[PreTrainedModel], Flops] | None = None,
     ) -> None:

@@ -171,6 +171,16 @@ def count_cached_tokens(model: nn.Module) -> None:
         cache.get_mask_sizes = lambda self, query_length, *_, **__: (self.get_seq_length() + query_length, 0)
 
 
+def keep_lone_token(model: PreTrainedModel) -> None:
+    """Let a Mistral 3 read a row whose images have one token in all.
+
+    Mistral3Model of transformers 5.24 (get_image_features) takes the axis of a single token for one to remove, and fails.
+    """
+    if model.config.model_type == "mistral3":
+        projector = model.get_submodule("model.multi_modal_projector")
+        projector.register_forward_hook(lambda module, args, features: features[None])
+
+
 def name_backbone(model: PreTrainedModel) -> None:
     """Let `base_model` of a Llama 4 be its layers below the output layer.
 
@@ -196,16 +206,25 @@ def leave_embedding_to_accelerate(model: PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def hidden_head(model: PreTrainedModel) -> Iterator[None]:
-    """Hide an output layer whose bias another module holds too, as in BERT's masked language model.
+    """Hide an output layer that must not be in a unit of its own, and the embedding with it: both stay in the root's unit.
 
-    Accelerate 1.15 (fsdp2_prepare_model) makes a unit of output layer and tied embedding, and torch refuses a parameter
-    that lies in two units. Hidden, both stay in the root's unit. tests/test_distributed.py fails once upstream no longer
-    needs this.
+    Accelerate 1.15 (fsdp2_prepare_model) makes a unit of output layer and last norm, and of the embedding if it is tied.
+    Torch refuses a parameter that lies in two units, as a bias that another module holds too, in BERT's masked language
+    model. And if the last norm is not found, because it lies deeper, as in a model that also sees images, nothing gathers
+    the weight that trl's losses read: its gradients were those of one rank. tests/test_distributed.py and
+    tests/test_image_models.py fail once upstream no longer needs this.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    embedding, head = (getattr(model, f"get_{end}put_embeddings", lambda: None)() for end in ("in", "out"))
     bias = getattr(head, "bias", None)
     holders = [m for m in model.modules() if any(p is bias for p in m.parameters(recurse=False))]
-    hidden = ("get_input_embeddings", "get_output_embeddings") if bias is not None and len(holders) > 1 else ()
+    is_alone = (
+        head is not None
+        and not model.config.is_encoder_decoder
+        and head.weight is not getattr(embedding, "weight", None)
+        and not any("Norm" in type(part).__name__ for part in model.base_model.children())
+    )
+    is_hidden = (bias is not None and len(holders) > 1) or is_alone
+    hidden = ("get_input_embeddings", "get_output_embeddings") if is_hidden else ()
     for name in hidden:
         setattr(model, name, lambda: None)
     yield

@@ -1,6 +1,7 @@
 """Check of an export as its users see it: it is loaded by transformers alone, and asked."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,26 +16,28 @@ from accelerate_recipes.checkpoint.exported import (
     compare_rows,
     ends_of_adapters,
     kept_rows,
+    processor_of,
     render,
     shown_ends,
     stops_of,
 )
 from accelerate_recipes.checkpoint.files import other_kind
-from accelerate_recipes.data.rendering import SETTINGS
+from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.models.positions import max_positions
 
 
-def check_export(export: Path, prompts: Sequence[str] | None, max_new_tokens: int) -> str:
+def check_export(export: Path, prompts: Sequence[str] | None, max_new_tokens: int, images: Sequence[Path] = ()) -> str:
     """Load an export, compare its rows and generate. Returns the results in lines.
 
-    Each prompt is a user's message if the tokenizer has a chat template; default: the beginning of the first row of
-    training.
+    Each prompt is a user's message if the tokenizer has a chat template, with all the images before its text; default: the
+    beginning of the first row of training, with its own images.
 
     Raises:
-        ConfigError: for a folder without a model, or with one that cannot be loaded; for a prompt or a number of tokens that
-            the model does not take; and if the export does not render what was trained.
+        ConfigError: for a folder without a model, or with one that cannot be loaded; for a prompt, images or a number of
+            tokens that the model does not take; and if the export does not render what was trained.
+        DataError: for an image that cannot be read.
     """
     if max_new_tokens < 1:
         raise ConfigError(f"--max_new_tokens is {max_new_tokens}; it must be at least 1")
@@ -72,21 +75,29 @@ def check_export(export: Path, prompts: Sequence[str] | None, max_new_tokens: in
     if isinstance(first, TrainedRows) and {*first.ends} - ends:
         lines.append(ends_of_adapters(tokenizer, first.ends, ends))
     known = first if isinstance(first, TrainedRows) else None
-    asked = [prompt_ids(tokenizer, prompt, known) for prompt in prompts or [None]]
-    if not all(asked):
+    if images and not hasattr(model.config, "vision_config"):
+        raise ConfigError(f"--image: {export} holds a {type(model).__name__}, which sees no images; remove it")
+    if images or (known and "images" in known.rows[0]):
+        asked = inputs_with_images(export, tokenizer, prompts, images, known)
+    else:
+        ids = [prompt_ids(tokenizer, prompt, known) for prompt in prompts or [None]]
+        asked = [
+            {"input_ids": torch.tensor([one]), "attention_mask": torch.ones(1, len(one), dtype=int)} for one in ids
+        ]
+    most = max(inputs["input_ids"].shape[1] for inputs in asked)
+    if not all(inputs["input_ids"].numel() for inputs in asked):
         raise ConfigError("--prompt has no tokens; give a text")
-    most = max(map(len, asked))
     longest = max_positions(model.config) - (0 if model.config.is_encoder_decoder else most)
     if max_new_tokens > longest:
         said = f"--max_new_tokens {max_new_tokens} behind a prompt of {most} tokens"
         raise ConfigError(f"{said} is more than the model is made for; give at most {longest}")
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
-    for ids in asked:
-        inputs = torch.tensor([ids])
-        written = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), **settings)[0].tolist()
+    for inputs in asked:
+        ids = inputs["input_ids"][0].tolist()
+        written = model.generate(**inputs, **settings)[0].tolist()
         written = written if model.config.is_encoder_decoder else written[len(ids) :]
         how = "an end token" if written and written[-1] in ends else f"--max_new_tokens {max_new_tokens}"
-        lines.append(f"Prompt: {tokenizer.decode(ids)!r}")
+        lines.append(f"Prompt: {shortened(tokenizer.decode(ids))!r}")
         lines.append(f"Answer: {tokenizer.decode(written)!r}, {len(written)} tokens, ended by {how}")
     return "\n".join(lines)
 
@@ -107,6 +118,42 @@ def load_export(export: Path) -> transformers.PreTrainedModel:
     if missing := ", ".join(sorted(info["missing_keys"])):  # transformers would draw random weights
         raise ConfigError(f"{export} lacks the weights {missing}; export the checkpoint again")
     return model
+
+
+def inputs_with_images(
+    export: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str] | None,
+    images: Sequence[Path],
+    first: TrainedRows | None,
+) -> list[dict[str, torch.Tensor]]:
+    """Make what a model that sees images reads of prompts, by its own processor; see `check_export`."""
+    from accelerate_recipes.data.pictures import decoded, image_bytes
+
+    processor = processor_of(export, tokenizer)
+    seen = [{"path": str(image), "bytes": None} for image in images]
+    if prompts is None:
+        if first is None:
+            raise ConfigError(f"{export} lies beside no rows of its training; give --prompt, and --image")
+        row = first.rows[0]
+        messages = [*itertools.takewhile(lambda message: message.get("role") != "assistant", row["messages"])]
+        asked, seen = [messages], seen or row["images"]
+    else:
+        parts = [{"type": "image"}] * len(images)
+        asked = [[{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}] for prompt in prompts]
+    found = []
+    for messages in asked:
+        text: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        number = sum(part.get("type") == "image" for message in messages for part in message["content"])
+        pictures = [decoded(image_bytes(image, "--image"), f"--image {image['path']}") for image in seen[:number]]
+        given = {"images": [pictures] if pictures else None, "add_special_tokens": False, "return_tensors": "pt"}
+        found.append(dict(processor(text=[text], **given)))
+    return found
+
+
+def shortened(text: str) -> str:
+    """Return a text in which a token that is repeated for each part of an image stands once."""
+    return re.sub(r"(<[^<>]+>|\[[^\[\]]+\])\1{3,}", r"\1...", text)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | None, first: TrainedRows | None) -> list[int]:

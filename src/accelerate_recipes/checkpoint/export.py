@@ -20,6 +20,7 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.metrics import is_evaluation
 from accelerate_recipes.models import adapters
+from accelerate_recipes.models.composites import sees_images
 from accelerate_recipes.models.pretrained import mapped_weights, model_checksum
 from accelerate_recipes.models.untrained import Base, described, folder_of_base, open_base, untrained
 from accelerate_recipes.ranks import computes_in_bf16
@@ -91,13 +92,14 @@ def export(
                 weight_files.write_adapter(checkpoint, place)
                 shutil.copyfile(checkpoint / "adapter_config.json", place / "adapter_config.json")
         if merge_adapter or not is_adapter:
+            is_asked = dtype is not None
             usual = "bfloat16" if computes_in_bf16(marker["mixed_precision"]) else marker["param_dtype"]
             dtype = dtype or getattr(torch, usual)
             if merge_adapter:
                 assert base is not None
                 weight_files.write_merged(checkpoint, folder, dtype, max_shard_size, base, text_only)
             else:
-                weight_files.write_safetensors(checkpoint, folder, dtype, max_shard_size, base, is_whole)
+                weight_files.write_safetensors(checkpoint, folder, dtype, max_shard_size, base, is_whole, not is_asked)
             say_dtype(folder / "config.json", str(dtype).removeprefix("torch."))
         if base and is_whole and base.rest:
             description += f" {untrained(base.rest, marker['base_model']['name'])}."
@@ -144,9 +146,10 @@ def copy_settings(checkpoint: Path, out: Path, names: Iterable[str], is_whole: b
 def say_dtype(file: Path, dtype: str) -> None:
     """Write the dtype of the weights into a config.json, by the name that it uses, or by those of transformers 4 and 5."""
     config, names = read_json(file), {"dtype", "torch_dtype"}
-    text = config.get("text_config", {})
+    parts = [part for name, part in config.items() if name.endswith("_config") and isinstance(part, dict)]
     config |= dict.fromkeys(sorted(names & config.keys() or names), dtype)
-    text |= dict.fromkeys(names & text.keys(), dtype)
+    for part in parts:
+        part |= dict.fromkeys(names & part.keys(), dtype)
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -290,8 +293,10 @@ def how_to_load(checkpoint: Path, base: dict[str, str | None]) -> str:
     """Write how to load adapters with rows of new tokens; an empty text for other adapters, which need no instructions."""
     if not adapters.read_config(checkpoint).trainable_token_indices:
         return ""
-    kind = "AutoModelForImageTextToText" if (checkpoint / COMPOSITE).is_dir() else "AutoModelForCausalLM"
-    number = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False).get_text_config().vocab_size
+    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    is_whole = (checkpoint / COMPOSITE).is_dir() or sees_images(config)
+    kind = "AutoModelForImageTextToText" if is_whole else "AutoModelForCausalLM"
+    number = config.get_text_config().vocab_size
     revision = f', revision="{base["revision"]}"' if base["revision"] else ""
     return f"""
 The adapters hold the rows of new tokens, for which their model needs room before they are loaded:

@@ -9,15 +9,24 @@ from typing import Any, NamedTuple
 
 import transformers
 from jinja2 import TemplateError
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 
 from accelerate_recipes.checkpoint.export import arguments_of
 from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.data.dates import frozen_date
-from accelerate_recipes.data.reading import with_objects, without_nulls
-from accelerate_recipes.data.rendering import SETTINGS, Rendering, first_difference, parsed, render_read
+from accelerate_recipes.data.reading import without_nulls
+from accelerate_recipes.data.rendering import Rendering, first_difference, render_read
+from accelerate_recipes.data.template_values import SETTINGS, parsed, with_objects
 from accelerate_recipes.disk import read_json, write_atomically
-from accelerate_recipes.errors import ConfigError, raise_problems
+from accelerate_recipes.errors import ConfigError, DataError, raise_problems
+from accelerate_recipes.models.pretrained import load_config
 
 ROWS = "rows.json"  # in the output directory, beside export/
 NUM_SHOWN = 8  # tokens on each side of a difference
@@ -29,6 +38,7 @@ class Exported(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig | None
     stops: set[int]  # tokens at which generation stops
+    processor: ProcessorMixin | None = None  # for rows with images
 
 
 def read_exported(folder: Path) -> Exported:
@@ -76,6 +86,14 @@ def render(row: dict, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> li
     return render_read([read], tokenizer, **settings)[0]
 
 
+def render_by(processor: ProcessorMixin, row: dict, **settings: Any) -> list[Rendering]:
+    """Render a row with images, as users of the exported processor would, by transformers alone."""
+    from accelerate_recipes.data.pictures import render_with_images
+
+    read = row | {name: parsed(row.get(name), name, 0, "") for name in SETTINGS}
+    return render_with_images(read, processor, **settings)
+
+
 @dataclass
 class TrainedRows:
     """First rows of a run, and how they were trained.
@@ -97,9 +115,10 @@ class TrainedRows:
 
     def problems(self, exported: Exported) -> list[str]:
         """List where an export differs from what was trained, one sentence each."""
-        tokenizer, config, stops = exported
+        tokenizer, config, stops, processor = exported
+        seen = {"processor": processor} if processor else {}
         with frozen_date(self.date):
-            found = differences(self.trained, self.rows, tokenizer, **self.settings)
+            found = differences(self.trained, self.rows, tokenizer, **seen, **self.settings)
         if lost := {*self.ends} - stops:
             said, known = (shown_ends(tokenizer, sorted(ends)) for ends in (lost, stops))
             remedy = "name that end in its generation_config.json (eos_token_id)"
@@ -162,21 +181,42 @@ def compare_rows(export: Path, folder: Path) -> str:
     first = kept_rows(export, folder)
     if isinstance(first, str):
         return f"Rows of training: not compared, {first}"
-    raise_problems(f"{export} does not render what was trained", first.problems(read_exported(export)))
+    exported = read_exported(export)
+    if any("images" in row for row in first.rows):
+        exported = Exported(*exported[:3], processor_of(export, exported.tokenizer))
+    try:
+        problems = first.problems(exported)
+    except DataError as error:
+        return f"Rows of training: not compared, {error}"
+    raise_problems(f"{export} does not render what was trained", problems)
     return f"The export renders the first {len(first.rows)} rows as they were trained"
 
 
+def processor_of(export: Path, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    """Load the processor of an export. The type of model stands in the export, or with adapters in that of their model."""
+    from accelerate_recipes.models.processors import load_processor
+
+    is_whole = (export / "config.json").is_file()
+    model = str(export) if is_whole else read_json(export / "adapter_config.json")["base_model_name_or_path"]
+    return load_processor(str(export), tokenizer, config=load_config(model))
+
+
 def differences(
-    trained: Iterable[Rendering], rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, **settings: Any
+    trained: Iterable[Rendering],
+    rows: Iterable[dict],
+    tokenizer: PreTrainedTokenizerBase,
+    processor: ProcessorMixin | None = None,
+    **settings: Any,
 ) -> list[str]:
     """List where the rendering of an exported tokenizer differs from what was trained, one sentence for each row.
 
-    `settings` are those of `render`.
+    `settings` are those of `render`. Rows with images are rendered by the exported `processor`.
     """
     found, ours = [], []
     for number, row in enumerate(rows, 1):
         try:
-            ours += [(number, rendered) for rendered in render(row, tokenizer, **settings)]
+            made = render_by(processor, row, **settings) if processor else render(row, tokenizer, **settings)
+            ours += [(number, rendered) for rendered in made]
         except (TemplateError, ValueError, TypeError) as error:
             found.append(f"row {number} cannot be rendered: {error}")
     trained = [*trained]

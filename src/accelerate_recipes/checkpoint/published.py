@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from accelerate_recipes.disk import read_json
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models.composites import is_text_part
 from accelerate_recipes.models.pretrained import load_config, load_text_config
@@ -40,7 +41,7 @@ OLD_ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 class Published:
-    """Artifact that writes a tokenizer or image processor, and rewrites the config.json that transformers has written.
+    """Artifact that writes a tokenizer or a processor, and rewrites the config.json that transformers has written.
 
     The constructor reads the base, because the base may be gone when the run saves.
     """
@@ -51,10 +52,14 @@ class Published:
         self.base = json.loads(of_base[CONFIG]) if of_base else {}
         # What this version of transformers reads from it.
         self.before = whole_content(AutoConfig.from_pretrained(name, **cache.pinned(name))) if of_base else {}
+        processor = tokenizer if isinstance(tokenizer, ProcessorMixin) else None
+        tokenizer = processor.tokenizer if processor else tokenizer
         is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
         self.files = tokenizer_files(tokenizer) if is_tokenizer else written(tokenizer)
         if name and cache.folder("model", name) and is_text_part(config, load_config(name)):
             self.files |= composite_files(config, tokenizer)
+        if processor:
+            self.files |= processor_files(name, processor)
 
     def save_pretrained(self, folder: str | Path) -> None:
         folder = Path(folder)
@@ -90,10 +95,54 @@ def composite_files(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
         files[CONFIG] = as_bytes(base | repeated | {"text_config": base["text_config"] | changed})
     elif changed:  # an older Qwen2-VL keeps the fields of its text part among the others
         files[CONFIG] = as_bytes(base | changed)
-    template = tokenizer.chat_template
-    if TEMPLATE in files and template != AutoTokenizer.from_pretrained(name, **cache.pinned(name)).chat_template:
-        files[TEMPLATE] = as_bytes({"chat_template": template})
+    if TEMPLATE in files:
+        files |= template_file(name, tokenizer)
     return {f"{COMPOSITE}/{file}": content for file, content in files.items()}
+
+
+def processor_files(name: str, processor: ProcessorMixin) -> dict[str, bytes]:
+    """Return the processor files of a model that sees images, by name: those of its base, with the run's changes.
+
+    Raises:
+        ConfigError: if the files cannot say these changes.
+    """
+    from accelerate_recipes.models.processors import load_processor  # text alone does not need it
+
+    files, now = files_of_base(name, PROCESSORS), settings_of_images(processor)
+    before = settings_of_images(load_processor(name, processor.tokenizer))
+    changed = {field: value for field, value in now.items() if before.get(field) != value}
+    for file in files.keys() & {"preprocessor_config.json", "processor_config.json"} if changed else ():
+        content = json.loads(files[file])
+        nested = content if file.startswith("pre") else content.get("image_processor")
+        if nested is not None:
+            nested |= changed
+            for bound, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+                if bound in nested:  # an older name, which transformers prefers
+                    nested[bound] = now["size"][edge]
+            files[file] = as_bytes(content)
+    if TEMPLATE in files:
+        files |= template_file(name, processor.tokenizer)
+    with tempfile.TemporaryDirectory() as folder:
+        for file, content in (files | files_of_base(name, [CONFIG])).items():
+            (Path(folder) / file).write_bytes(content)
+        if (read := settings_of_images(load_processor(folder, processor.tokenizer))) != now:
+            differ = sorted(field for field in now if read.get(field) != now[field])
+            raise ConfigError(
+                f"the processor files of {name} cannot say how this run processes images ({', '.join(differ)} would differ "
+                "in the export); leave out the arguments that change it, such as --image_max_pixels"
+            )
+    return files
+
+
+def settings_of_images(processor: ProcessorMixin) -> dict[str, Any]:
+    return json.loads(processor.image_processor.to_json_string())
+
+
+def template_file(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """Return the file of processors of transformers 4 that holds the chat template, if the template has changed."""
+    template = tokenizer.chat_template
+    is_same = template == AutoTokenizer.from_pretrained(name, **cache.pinned(name)).chat_template
+    return {} if is_same else {TEMPLATE: as_bytes({"chat_template": template})}
 
 
 def files_of_base(name: str, wanted: Iterable[str]) -> dict[str, bytes]:
@@ -112,7 +161,13 @@ def with_changes(base: dict, before: dict, after: dict) -> dict:
     `before` and `after` are the contents that transformers would write before and after the run.
     """
     kept = {name: value for name, value in base.items() if name in after or name not in before}
-    return kept | {name: value for name, value in after.items() if name not in before or before[name] != value}
+    changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
+    for name, value in changed.items():
+        old, own = before.get(name), base.get(name)
+        if name.endswith("_config") and isinstance(old, dict) and isinstance(own, dict) and isinstance(value, dict):
+            value = value | {field: old[field] for field in OF_CLASS & old.keys()}  # loading sets the dtype of a part
+            changed[name] = with_changes(own, old, value)
+    return kept | changed
 
 
 def with_older_fields(settings: dict) -> dict:

@@ -3,20 +3,21 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
-from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
+from accelerate_recipes.checkpoint.files import saved_arguments
 from accelerate_recipes.checkpoint.published import COMPOSITE
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import adapters
-from accelerate_recipes.models.composites import layers_in_whole, name_in_whole, places_of_parts
+from accelerate_recipes.models.composites import layers_in_whole, name_in_whole, places_of_parts, sees_images
 from accelerate_recipes.models.pretrained import NUM_NAMED, conversions, model_class, output_is_embedding
 from accelerate_recipes.models.untrained import Base, as_in_files, form_differences, kept_in_fp32, parts_in_files
 
@@ -28,29 +29,31 @@ def write_safetensors(
     max_shard_size: int | str,
     base: Base | None = None,
     is_whole: bool = False,
+    keeps_frozen: bool = False,
 ) -> None:
     """Write the model of `checkpoint/state` as safetensors, with an index if in several shards.
 
     If the export `is_whole`, weights have the names of the `base`'s files, and its untrained rest is written too. Otherwise
     they are named and divided as in published files of such a model. The division matters: transformers 5 joins the experts
     of a layer when it reads them, older versions and other programs do not. One shard of `max_shard_size` bytes is in memory
-    at a time. Floating-point weights are converted to `dtype`, except those that `kept_in_fp32` names; with None they stay
-    as saved.
+    at a time. Floating-point weights are converted to `dtype`, except those that `kept_in_fp32` names, and if it
+    `keeps_frozen`, frozen parts of a model that sees images, which are as in the base; with None they stay as saved.
 
     Raises:
         ConfigError: if the files would not have the form of those of the base.
     """
     model, tied = model_on_meta(checkpoint)
     fp32 = kept_in_fp32(model, base.weights if base else {}) if dtype else set()
+    frozen = dtypes_of_frozen(model, checkpoint, base) if base and keeps_frozen and sees_images(model.config) else {}
     saved = {
-        name: converted(tensor, torch.float32 if name in fp32 else dtype)
+        name: converted(tensor, frozen.get(name, torch.float32 if name in fp32 else dtype))
         for name, tensor in saved_tensors(checkpoint).items()
         if name not in tied
     }
     if missing := set(model.state_dict()) - tied - set(saved):
         raise RuntimeError(f"{checkpoint} lacks {sorted(missing)}, which {type(model).__name__} needs")
 
-    names = base.files if base and is_whole else ()
+    names = base.files if base and (is_whole or sees_images(model.config)) else ()
     tensors, sources = as_in_files(model, saved, names), {}
     for weight, parts in parts_in_files(model, names, saved).items():
         for part in parts:
@@ -68,6 +71,15 @@ def write_safetensors(
         return {name: parts[name].contiguous() for name in wanted}
 
     write_shards(tensors, read, out, max_shard_size, base if is_whole else None)
+
+
+def dtypes_of_frozen(model: PreTrainedModel, checkpoint: Path, base: Base) -> dict[str, torch.dtype]:
+    """Map the weights that the run has frozen, of a model that sees images, to their dtypes in the files of the base."""
+    from accelerate_recipes.models.images import freeze  # text alone needs neither it nor what it imports
+
+    freeze(model, SimpleNamespace(**saved_arguments(checkpoint)))
+    kept = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: base.weights[tensor].dtype for tensor, name, *_ in conversions(model, base.weights) if name in kept}
 
 
 def write_merged(
@@ -145,7 +157,7 @@ def read_state(checkpoint: Path, wanted: dict[str, torch.Tensor]) -> dict[str, t
     return {name: tensors[f"model.{name}"] for name in wanted}
 
 
-def model_on_meta(checkpoint: Path) -> tuple[nn.Module, set[str]]:
+def model_on_meta(checkpoint: Path) -> tuple[PreTrainedModel, set[str]]:
     """Make the checkpoint's model without weights, and list the names that are aliases of a tied weight.
 
     For an encoder-decoder, the saved configuration decides whether the output layer is such an alias; `share_embedding` has

@@ -17,7 +17,8 @@ from accelerate_recipes.data.control_tokens import Controls
 from accelerate_recipes.data.dates import ASKS, first_prepared, frozen_date, is_day
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.messages import NUM_COMPARED, roles_at
-from accelerate_recipes.data.rendering import SETTINGS, WEIGHTS, parsed, without_tail
+from accelerate_recipes.data.rendering import WEIGHTS, without_tail
+from accelerate_recipes.data.template_values import SETTINGS, parsed
 from accelerate_recipes.errors import ConfigError, DataError, printable, raise_problems
 from accelerate_recipes.ranks import is_first, on_first_rank
 

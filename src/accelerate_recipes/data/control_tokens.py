@@ -32,7 +32,9 @@ class Controls:
             return ""
         # Some tokens are read only in a normalised text, or as a whole word.
         ids: Any = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return next((self.names[number] for number in ids if number in self.names), "")
+        read = [self.names[number] for number in ids if number in self.names]
+        # A character that the tokenizer does not know is read as its unknown token.
+        return next((name for name in read if name != self.tokenizer.unk_token or name in text), "")
 
 
 def pattern_of(words: Iterable[str]) -> str:

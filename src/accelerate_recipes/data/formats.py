@@ -38,7 +38,7 @@ from accelerate_recipes.data.messages import (
     with_texts,
     without_answer,
 )
-from accelerate_recipes.data.rendering import SETTINGS, parsed
+from accelerate_recipes.data.template_values import SETTINGS, parsed
 from accelerate_recipes.errors import ConfigError, DataError, other_recipe, printable, suggestion
 from accelerate_recipes.ranks import is_first
 

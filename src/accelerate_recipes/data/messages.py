@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from accelerate_recipes.data.files import check_texts_or_messages
-from accelerate_recipes.data.reading import with_objects
-from accelerate_recipes.data.rendering import SETTINGS, WEIGHTS, is_answer, is_trained, parsed, weights_of
+from accelerate_recipes.data.rendering import WEIGHTS, is_answer, is_trained, weights_of
+from accelerate_recipes.data.template_values import SETTINGS, parsed, with_objects
 from accelerate_recipes.errors import ConfigError, DataError
 
 IMAGES = {"image", "images", "pixel_values"}
@@ -65,7 +65,10 @@ def select(rows: datasets.Dataset, columns: Collection[str], source: str) -> dat
 def check_no_images(rows: datasets.Dataset, source: str) -> None:
     """Raise ConfigError for a column of images, on which these recipes do not train."""
     if images := IMAGES & {*rows.column_names}:
-        raise ConfigError(f"{source} has the column {min(images)}: this recipe trains on text only; remove that column")
+        raise ConfigError(
+            f"{source} has the column {min(images)}: this recipe trains on text only; train on conversations with images by "
+            "recipes/sft_vlm.py, or remove that column"
+        )
 
 
 def without_added_nulls(rows: datasets.Dataset, columns: Collection[str], source: str) -> datasets.Dataset:
@@ -268,7 +271,10 @@ def text_of_part(part: Any) -> str:
         return part
     kind = part.get("type", "text") if isinstance(part, dict) else None
     if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-        raise ValueError(f"with a part that is no text, {part!r:.60}; this recipe trains on text only: remove the row")
+        raise ValueError(
+            f"with a part that is no text, {part!r:.60}; this recipe trains on text only: remove the row, or train on "
+            "images by recipes/sft_vlm.py"
+        )
     return part["text"]
 
 

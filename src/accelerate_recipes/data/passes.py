@@ -43,30 +43,32 @@ def made_of(
     num_proc: int | None = None,
     desc: str = "",
     file: Path | None = None,
+    batch: int | None = None,
 ) -> "datasets.Dataset":
     """Return rows with these features that `make` makes of others: from a file beside these, or made now.
 
     `make` is a function of a module, with its settings. They decide the name of the file, as does the `code` of modules.
-    The result does not depend on the number of processes, `num_proc` (default: see `num_processes`). With `file`, which
-    must not exist, the rows are kept there instead, for as long as the caller needs them.
+    The result does not depend on the number of processes, `num_proc` (default: see `num_processes`), nor on `batch`, the
+    number of rows that are made together (default: BATCH). With `file`, which must not exist, the rows are kept there
+    instead, for as long as the caller needs them.
     """
     import datasets
     import pyarrow as pa
     from datasets.fingerprint import Hasher
     from datasets.table import InMemoryTable
 
-    schema = features.arrow_schema
+    schema, batch = features.arrow_schema, batch or BATCH
 
     def tables() -> Iterator[pa.Table]:
         # Of rows that were selected, each is a chunk, with which the whole table would be sent to a process.
-        given: Any = (table.combine_chunks() for table in rows.with_format("arrow").iter(batch_size=BATCH))  # pyright: ignore
+        given: Any = (table.combine_chunks() for table in rows.with_format("arrow").iter(batch_size=batch))  # pyright: ignore
         bar = datasets.utils.tqdm(total=len(rows), desc=desc, unit=" rows")
         of_run = gc.get_freeze_count()
         gc.freeze()  # a collection would look at all modules, again and again
         try:
             with bar, in_processes(num_proc or num_processes(len(rows)), make) as make_all:
-                for table in make_all(zip(given, itertools.count(0, BATCH), strict=False)):
-                    bar.update(BATCH)
+                for table in make_all(zip(given, itertools.count(0, batch), strict=False)):
+                    bar.update(batch)
                     yield table.cast(schema)
         finally:
             if not of_run:

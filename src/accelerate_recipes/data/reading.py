@@ -98,27 +98,6 @@ def record_of(file: str, index: int, line: bytes) -> dict:
     return record
 
 
-def with_objects(value: Any) -> Any:
-    """Return messages in which the arguments of tool calls are objects, as templates expect. OpenAI's format has JSON texts.
-
-    Raises:
-        ValueError: for a text that is no JSON object.
-    """
-    if isinstance(value, list):
-        return [with_objects(entry) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    value = value | {name: with_objects(value[name]) for name in ("tool_calls", "function") if value.get(name)}
-    if isinstance(text := value.get("arguments"), str):
-        try:
-            value["arguments"] = json.loads(text or "{}")
-        except json.JSONDecodeError as error:
-            raise ValueError(f"the arguments {text!r:.60} of a tool call are no JSON: {error}") from None
-        if not isinstance(value["arguments"], dict):
-            raise ValueError(f"the arguments {text!r:.60} of a tool call must be a JSON object")
-    return value
-
-
 def without_nulls(value: Any) -> Any:
     """Return a nested value without fields that are null. But a message that calls tools keeps its `content`, even if null.
 

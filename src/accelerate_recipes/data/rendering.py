@@ -5,7 +5,6 @@ is asked. It ends with the first text behind its content at which generation sto
 that is cut after the answer, because the model has never seen more when it answers.
 """
 
-import inspect
 import json
 import re
 from bisect import bisect_left
@@ -18,13 +17,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from accelerate_recipes.data.reading import without_nulls
-from accelerate_recipes.errors import DataError
+from accelerate_recipes.data.template_values import SETTINGS
 
-SETTINGS = ("tools", "chat_template_kwargs")  # columns that the chat template reads beside the messages
-# Arguments of the function that renders; a template reads none of them, except documents.
-RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
-IS_RESERVED = "is no variable of a chat template, but an argument of apply_chat_template; remove it"
 HAS_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds the marks of answers in a template
 WEIGHTS = ("weight", "train", "loss")  # fields of a message, of several formats: with 0 or false, it is no target
 NUM_OPENED = 60  # characters that are shown of a generation prompt
@@ -40,32 +34,14 @@ def weights_of(message: dict) -> list[Any]:
 def is_answer(message: dict) -> bool:
     """Tell whether a message is an answer that says or calls something."""
     content = message.get("content")
-    said = content.strip() if isinstance(content, str) else content
+    said = "".join(part.get("text", "") for part in content) if isinstance(content, list) else content
+    said = said.strip() if isinstance(said, str) else said
     return message.get("role") == "assistant" and bool(said or message.get("tool_calls"))
 
 
 def is_trained(message: dict) -> bool:
     """Tell whether a message is an answer that is a target."""
     return is_answer(message) and not any(weight == 0 for weight in weights_of(message))
-
-
-def parsed(value: Any, name: str, number: int, source: str) -> Any:
-    """Return the value of a JSON text, or another value without Arrow's nulls. No settings give {}, no tools give None.
-
-    An empty text is none, as an empty cell of a CSV file. `number` is that of the row, from 1.
-    """
-    try:
-        value = json.loads(value or "null") if isinstance(value, str) else without_nulls(value)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{source}, row {number}: {name!r} is no JSON: {error}") from None
-    kind = {"tools": list, "chat_template_kwargs": dict}.get(name)
-    if not value and kind:
-        return {} if kind is dict else None  # templates ask whether there are tools in different ways
-    if kind and not isinstance(value, kind):
-        raise DataError(f"{source}, row {number}: {name!r} is {value!r:.60}; it must be a JSON {kind.__name__}")
-    if kind is dict and (reserved := sorted(RESERVED & {*value})):
-        raise DataError(f"{source}, row {number}: {name!r} has {', '.join(reserved)}, which {IS_RESERVED}")
-    return value
 
 
 def added_begin(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -81,29 +57,38 @@ def without_tail(text: str, end: str) -> str:
     return bare if end and bare.endswith(end) else text
 
 
-def tokens_without_weight(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings: Any) -> list[int]:
-    """List the tokens of messages that are not trained, such as those of `weight: 0`, among those that a template marks.
+def marked(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings: Any
+) -> tuple[str, list[tuple[int, int]]]:
+    """Render a conversation; also return the places of the parts that its template marks as answers."""
+    said = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    template = tokenizer.get_chat_template(None, settings.get("tools"))
+    given = tokenizer.special_tokens_map | settings | {"chat_template": template}
+    rendered: Any = render_jinja_template([said], return_assistant_tokens_mask=True, **given)
+    (text,), (places,) = rendered
+    return text, places
+
+
+def places_without_weight(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings: Any
+) -> tuple[str, list[tuple[int, int]]]:
+    """List the places of messages that are not trained, such as those of `weight: 0`, among those that a template marks.
 
     To find them, each message is changed in turn: a marked part belongs to the message whose change alters it. A part
     that no change alters, such as an end, belongs to the parts beside it.
 
+    Returns:
+        The text, and the places in it.
+
     Raises:
         ValueError: if it is not clear to which message a part belongs.
     """
-
-    def marked(messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
-        said = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        template = tokenizer.get_chat_template(None, settings.get("tools"))
-        given = tokenizer.special_tokens_map | settings | {"chat_template": template}
-        rendered: Any = render_jinja_template([said], return_assistant_tokens_mask=True, **given)
-        (text,), (places,) = rendered
-        return text, places
-
-    text, places = marked(messages)
+    text, places = marked(tokenizer, messages, **settings)
     weights: list[set] = [set() for _ in places]
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            other, moved = marked([*messages[:number], altered(message), *messages[number + 1 :]])
+            changed = [*messages[:number], altered(message), *messages[number + 1 :]]
+            other, moved = marked(tokenizer, changed, **settings)
             own = [
                 weight
                 for weight, (a, b), (c, d) in zip(weights, places, moved, strict=False)
@@ -115,7 +100,6 @@ def tokens_without_weight(tokenizer: PreTrainedTokenizerBase, messages: list[dic
                 )
             for weight in own:
                 weight.add(int(is_trained(message)))
-    encoded = tokenizer(text, add_special_tokens=False)
     found = []
     for number, (begin, end) in enumerate(places):
         if begin == end:
@@ -128,8 +112,8 @@ def tokens_without_weight(tokenizer: PreTrainedTokenizerBase, messages: list[dic
                 f"the template does not show to which message {text[begin:end]!r:.60} belongs; leave out weight"
             )
         if weight == {0}:
-            found += [token for place in range(begin, end) if (token := encoded.char_to_token(place)) is not None]
-    return found
+            found.append((begin, end))
+    return text, found
 
 
 class Rendering(NamedTuple):
@@ -234,7 +218,9 @@ def marked_targets(
     if not any(targets):
         raise ValueError("the template marks none of its answers")
     if not all(is_trained(message) for message in messages if message["role"] == "assistant"):
-        for token in tokens_without_weight(tokenizer, messages, **settings):
+        text, places = places_without_weight(tokenizer, messages, **settings)
+        encoded = tokenizer(text, add_special_tokens=False)
+        for token in {encoded.char_to_token(place) for begin, end in places for place in range(begin, end)} - {None}:
             targets[token] = False
     return targets
 
@@ -269,6 +255,31 @@ def by_rule(
             f"{type(tokenizer).__name__} does not say where its tokens stand in a text, so answers alone need a template "
             "that marks them ({% generation %}); give --assistant_only_loss false to train everything"
         )
+    parts = written_by_rule(tokenizer, conversations, answers, settings, stops)
+    encoded = tokenizer(
+        [part.text for found in parts for part in found],
+        add_special_tokens=False,
+        return_attention_mask=False,
+        verbose=False,
+    )
+    tokens: Any = zip(encoded["input_ids"], encoded.encodings, strict=True)  # pyright: ignore[reportArgumentType]
+    return [
+        [
+            Rendering(ids, tokens_in(part.answers, encoding), part.opened)
+            for part, (ids, encoding) in zip(found, tokens, strict=False)
+        ]
+        for found in parts
+    ]
+
+
+def written_by_rule(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[list[dict]],
+    answers: Sequence[list[int]],
+    settings: dict[str, Any],
+    stops: Sequence[int],
+) -> "list[list[Part]]":
+    """Write conversations whose answers the template does not mark, each as the texts of `parts_of`."""
 
     def write_all(conversations: list[list[dict]], **more: Any) -> list[str]:
         return tokenizer.apply_chat_template(conversations, tokenize=False, **settings, **more)  # pyright: ignore[reportReturnType]
@@ -290,21 +301,7 @@ def by_rule(
         prompts = [unless_refused(partial(write, add_generation_prompt=True), before) for before in asked]
     texts = write_all([messages[: number + 1] for messages, numbers in pairs for number in numbers])
     written = zip(texts, prompts, strict=True)
-    parts = [parts_of(messages, dict(zip(numbers, written, strict=False)), write, ends) for messages, numbers in pairs]
-    encoded = tokenizer(
-        [part.text for found in parts for part in found],
-        add_special_tokens=False,
-        return_attention_mask=False,
-        verbose=False,
-    )
-    tokens: Any = zip(encoded["input_ids"], encoded.encodings, strict=True)  # pyright: ignore[reportArgumentType]
-    return [
-        [
-            Rendering(ids, tokens_in(part.answers, encoding), part.opened)
-            for part, (ids, encoding) in zip(found, tokens, strict=False)
-        ]
-        for found in parts
-    ]
+    return [parts_of(messages, dict(zip(numbers, written, strict=False)), write, ends) for messages, numbers in pairs]
 
 
 class Part(NamedTuple):
@@ -347,7 +344,9 @@ def begin_of(messages: list[dict], number: int, text: str, prompt: str | None, w
     # The answer lacks the end of its prompt, such as an opened thought: it begins where they part, but not within its
     # content, which may begin as that end does. It does not begin earlier than the conversation before it ends.
     before: list[dict] = messages[:number]
-    begin = shared_length(text, write([*before, {"role": "assistant", "content": MARK}]))
+    has_parts = isinstance(messages[number].get("content"), list)
+    content = [{"type": "text", "text": MARK}] if has_parts else MARK
+    begin = shared_length(text, write([*before, {"role": "assistant", "content": content}]))
     plain = unless_refused(write, before)
     if prompt is not None and plain is not None and text.startswith(plain):
         begin = max(len(plain), min(begin, shared_length(text, prompt)))
@@ -398,17 +397,20 @@ def altered(value: Any) -> Any:
 
 def tokens_in(places: Sequence[tuple[int, int]], encoding: Any) -> list[bool]:
     """Tell for each token of an encoded text, `tokenizers.Encoding`, whether it begins in one of `places`."""
+    found = [False] * len(encoding)
+    for first, last in ranges_in(places, encoding):
+        found[first:last] = [True] * (last - first)
+    return found
+
+
+def ranges_in(places: Sequence[tuple[int, int]], encoding: Any) -> list[list[int]]:
+    """Return for each of `places` in an encoded text the numbers of the first token in it and of the first behind it."""
 
     def start(token: int) -> int:
         # Some tokenizers leave the space before a word out of its place; the token begins where the one before ends.
         return min(encoding.token_to_chars(token)[0], encoding.token_to_chars(token - 1)[1]) if token else 0
 
-    tokens = range(len(encoding))
-    found = [False] * len(tokens)
-    for place in places:
-        first, last = (bisect_left(tokens, border, key=start) for border in place)
-        found[first:last] = [True] * (last - first)
-    return found
+    return [[bisect_left(range(len(encoding)), border, key=start) for border in place] for place in places]
 
 
 def prompts_alone(

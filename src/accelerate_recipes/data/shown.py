@@ -1,8 +1,9 @@
 """First rows of a run, as a reader sees them: which tokens are read, which are targets, and where documents begin."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -11,11 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.disk import write_atomically
 from accelerate_recipes.errors import ConfigError, printable
-from accelerate_recipes.life.page import Html, element, write_page
+from accelerate_recipes.life.page import Html, element, picture, write_page
 from accelerate_recipes.life.picture import draw_images
 from accelerate_recipes.models import IGNORE_INDEX
 
 MAX_TOKENS = 2000  # number of tokens shown of a row
+MOST_REPEATED = 3  # times that a special token is shown again
 CONTEXT = 8  # earlier tokens that are decoded with a token: they decide about a space, or complete a character
 
 
@@ -41,11 +43,15 @@ class Token(NamedTuple):
 
 
 class ShownRow(NamedTuple):
-    """One row as it is trained. `title` names it; `num_padding` tokens at its end are left out."""
+    """One row as it is trained. `title` names it; `num_padding` tokens at its end are left out.
+
+    `images` has small images, as the content of PNG files, by the number of the first token that stands for each.
+    """
 
     title: str
     tokens: list[Token]
     num_padding: int
+    images: Mapping[int, bytes] = MappingProxyType({})
 
     @property
     def num_targets(self) -> int:
@@ -119,7 +125,7 @@ def rows_of(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, classes: 
       of floats; if `classes` names them, (B, T) for classes of tokens;
     - `completion_mask`, (B, T), of trl's pairs, where the second half of the rows are the rejected answers.
 
-    Without these, nothing is a target, as in prompts.
+    Without these, nothing is a target, as in prompts. `images` are those of `ShownRow`, for each row.
     """
     ids, labels = batch["input_ids"].tolist(), batch.get("labels")
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).tolist()
@@ -145,7 +151,8 @@ def rows_of(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, classes: 
         elif label is not None:
             targets = [token for token in label if token != IGNORE_INDEX]
             title += ", to read"
-        rows.append(show_row(title, tokens, wanted, begins[i], mask[i], tokenizer))
+        images = batch["images"][i] if "images" in batch else {}
+        rows.append(show_row(title, tokens, wanted, begins[i], mask[i], tokenizer, images))
         if targets:
             ones = [1] * len(targets)
             rows.append(show_row(title.replace("read", "write"), targets, ones, [], ones, tokenizer))
@@ -165,6 +172,7 @@ def show_row(
     starts: Sequence[bool],
     mask: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
+    images: Mapping[int, bytes] = MappingProxyType({}),
 ) -> ShownRow:
     """Make a row of tokens, without the padding at its end. In a packed row, which has `starts`, token 0 may be padding too.
 
@@ -183,7 +191,7 @@ def show_row(
         text += target if isinstance(target, str) else ""
         tokens.append(Token(token, text, bool(target), token in special, starts_here))
     title += f" (the first {shown:,} of {length:,} tokens)" if shown < length else ""
-    return ShownRow(title, tokens, len(ids) - length)
+    return ShownRow(title, tokens, len(ids) - length, images)
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -211,7 +219,9 @@ def as_text(parts: Iterable[tuple[str, list[ShownRow]]]) -> str:
             for number, document in enumerate(split_documents(row.tokens)):
                 lines += [f"  ------ | document {number + 1} begins"] if number else []
                 for is_target, tokens in groupby(document, lambda token: token.is_target):
-                    texts = "|".join(visible(token.text) for token in tokens)
+                    texts = "|".join(
+                        visible(token.text) + times_said(number) for token, number in runs_of_tokens(tokens)
+                    )
                     lines.append(f"  {'target' if is_target else 'read  '} | {texts}")
         lines.append("")
     return "\n".join(lines)
@@ -237,12 +247,15 @@ def as_html(parts: Sequence[tuple[str, list[ShownRow]]], counted: str) -> list[H
     for heading, rows in parts:
         body.append(element("h1", heading))
         for row in rows:
-            shown = []
+            shown, place = [], 0
             for number, document in enumerate(split_documents(row.tokens)):
                 shown += [Html("<hr>")] if number else []
-                for token in document:
-                    text = token.text.replace("\n", "↵\n")
+                for token, count in runs_of_tokens(document):
+                    images = [row.images[i] for i in range(place, place + count) if i in row.images]
+                    shown += [picture(image, "image") for image in images]
+                    text = token.text.replace("\n", "↵\n") + times_said(count)
                     shown.append(element("span", text, class_=" ".join(token.kinds), title=token.id))
+                    place += count
             body += [element("h2", row.summary), element("div", *shown, class_="row")]
     return body
 
@@ -251,6 +264,20 @@ def split_documents(tokens: list[Token]) -> list[list[Token]]:
     """Split the tokens of a row where documents begin."""
     starts = [0, *(t for t, token in enumerate(tokens) if token.begins_document and t), len(tokens)]
     return [tokens[start:end] for start, end in pairwise(starts) if end > start]
+
+
+def runs_of_tokens(tokens: Iterable[Token]) -> Iterator[tuple[Token, int]]:
+    """Yield tokens with their numbers: those that stand for an image are hundreds of one special token."""
+    for _, some in groupby(tokens, lambda token: (token.id, token.is_special, token.is_target)):
+        first, *others = some
+        if first.is_special and len(others) >= MOST_REPEATED:
+            yield first, 1 + len(others)
+        else:
+            yield from ((token, 1) for token in (first, *others))
+
+
+def times_said(number: int) -> str:
+    return f" x {number}" if number > 1 else ""
 
 
 def visible(text: str) -> str:

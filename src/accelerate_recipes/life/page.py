@@ -71,10 +71,10 @@ def folded(title: str, *content: Html) -> Html:
     return element("details", element("summary", title), *content)
 
 
-def picture(file: Path, *, is_chart: bool = False) -> Html:
+def picture(content: bytes, name: str, *, is_chart: bool = False) -> Html:
     """Write a PNG into the page; a chart is dark in the dark."""
-    data = base64.b64encode(file.read_bytes()).decode()
-    tag = element("img", alt=file.name, src=f"data:image/png;base64,{data}", class_="chart" if is_chart else "")
+    data = base64.b64encode(content).decode()
+    tag = element("img", alt=name, src=f"data:image/png;base64,{data}", class_="chart" if is_chart else "")
     return Html(tag.removesuffix("</img>"))
 
 

@@ -15,6 +15,7 @@ Low-Rank Adaptation, 2024.
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -31,6 +32,7 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.arguments.adapters import ALL_LINEAR
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
+from accelerate_recipes.models.composites import layers_of_text, sees_images
 from accelerate_recipes.models.pretrained import load_config, mapped_weights
 from accelerate_recipes.models.slices import Source, loads_when_sharded, plain_name, rows_of_tokens, source_of
 from accelerate_recipes.models.untrained import as_in_files, described, folder_of_base, open_base, parts_in_files
@@ -97,7 +99,8 @@ def gets_weights_later() -> bool:
 def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
     """Return `target_modules` and `target_parameters` for PEFT: names, or ends of names, of modules and parameters to adapt.
 
-    The modules are linear layers. The parameters are weights of experts: a mixture keeps all experts of a layer in one
+    The modules are linear layers. Those of a model that sees images lie in its text part, unless a name is in other parts
+    alone. The parameters are weights of experts: a mixture keeps all experts of a layer in one
     parameter of three dimensions. The output layer is never included: it may also be the embedding, and a loss without
     logits calls it in a special way.
 
@@ -105,7 +108,8 @@ def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
         ConfigError: for a name that fits neither, and for settings that PEFT's adapters of experts do not support.
     """
     layers, experts = linear_layers_and_experts(model)
-    kinds = sorted({name.rpartition(".")[2] for name in (*layers, *experts)})
+    in_text = layers_of_text(model, layers)
+    kinds = sorted({name.rpartition(".")[2] for name in (*in_text, *experts)})
     if not layers:
         raise ConfigError(f"--use_peft: {type(model).__name__} has no layers of torch.nn.Linear to put adapters beside")
     by_weight = BY_WEIGHT.get(model.config.model_type, ())
@@ -121,6 +125,9 @@ def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
             f"there are {', '.join(kinds)}"
         )
     found = {"target_modules": [end for end in ends if ending_with([end], layers)]}
+    if sees_images(model.config):  # the tower may have layers of these names: name layers whole
+        chosen = (ending_with([end], in_text) or ending_with([end], layers) for end in found["target_modules"])
+        found["target_modules"] = sorted({*itertools.chain(*chosen)})
     if of_experts := [end for end in ends if ending_with([end], experts)]:
         found["target_parameters"] = of_experts
         settings = {"--lora_dropout above 0": args.lora_dropout, "--use_dora": args.use_dora}
@@ -222,8 +229,10 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
     layers, experts = linear_layers_and_experts(model)
     wanted = {f"{name}.weight" for name in ending_with(chosen["target_modules"], layers)}
     wanted |= set(ending_with(chosen.get("target_parameters", ()), experts))
+    task_type = TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM
+    of_class = {"auto_mapping": {"base_model_class": type(model).__name__, "parent_library": "transformers"}}
     config = LoraConfig(
-        task_type=TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM,
+        **(of_class if sees_images(model.config) else {"task_type": task_type}),  # PEFT chooses a class by either
         base_model_name_or_path=args.base_model,
         revision=cache.pinned(args.base_model).get("revision"),
         r=args.lora_r,

@@ -3,9 +3,15 @@
 import contextlib
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.documents import DOCUMENTS
@@ -17,6 +23,7 @@ KERNELS = ["auto", DOCUMENTS, "sdpa", "eager", "flex_attention", "flash_attentio
 WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint")
 WITH_MASKS = ("doge",)  # models that compute a mask from the values
 SOFTCAP, SINKS, CHUNKS, OWN = "softcapped scores", "attention sinks", "attention in chunks", "an attention of its own"
+WHOLE_IMAGES = "images whose tokens see each other"
 
 
 def of_layers(text: PreTrainedConfig) -> list[PreTrainedConfig]:
@@ -32,18 +39,36 @@ def width_of_heads(layer: PreTrainedConfig) -> int:
     return getattr(layer, "head_dim", None) or getattr(layer, "hidden_size", 0) // heads
 
 
+def class_of(config: PreTrainedConfig) -> Any:
+    """Return the class of a decoder, of text alone or of images and text; None if it is not from transformers."""
+    mappings = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return next((found for mapping in mappings if (found := mapping.get(type(config), None))), None)
+
+
+def sees_images_whole(config: PreTrainedConfig) -> bool:
+    """Tell whether the tokens of an image see each other, the later ones too; not in the text part alone."""
+    text = config.get_text_config()
+    is_whole = text is not config
+    return is_whole and (
+        config.model_type == "gemma3" or getattr(text, "use_bidirectional_attention", None) == "vision"
+    )
+
+
 def beyond_documents(config: PreTrainedConfig) -> list[str]:
     """List the features of a model's attention that `documents` does not compute."""
     text = config.get_text_config()
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    classes = list(filter(None, (class_of(config), class_of(text))))
     widths = {width_of_heads(layer) for layer in of_layers(text)}
     value, key = (getattr(text, name, max(widths)) for name in ("v_head_dim", "qk_head_dim"))
     asks = {
         SOFTCAP: getattr(text, "attn_logit_softcapping", None) is not None,
         SINKS: text.model_type in WITH_SINKS,
+        WHOLE_IMAGES: sees_images_whole(config),
         CHUNKS: "chunked_attention" in (getattr(text, "layer_types", None) or ()),
         "dropout of the attention": any(getattr(text, n, 0.0) for n in ("attention_dropout", "attn_pdrop")),
-        OWN: model_class is None or not model_class._supports_attention_backend or text.model_type in WITH_MASKS,
+        OWN: not all(each._supports_attention_backend for each in classes)
+        or not classes
+        or text.model_type in WITH_MASKS,
         **{f"heads {width} wide": width > 256 or width % 8 > 0 for width in sorted(widths)},
         "values of another width than keys": value != key,
     }
@@ -51,16 +76,17 @@ def beyond_documents(config: PreTrainedConfig) -> list[str]:
 
 
 def unsupported_kernels(config: PreTrainedConfig) -> dict[str, str]:
-    """Map each kernel of torch that a model's class does not support to the kernel to use instead."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model_class is None:  # not from transformers: it says so itself
+    """Map each kernel of torch that a model's class or its text part's does not support to the kernel to use instead."""
+    classes = list(filter(None, (class_of(config), class_of(config.get_text_config()))))
+    if not classes:  # not from transformers: it says so itself
         return {}
-    supported = {
-        "sdpa": model_class._supports_sdpa,
-        "flex_attention": model_class._supports_flex_attn,
-        "flash_attention_2": model_class._supports_flash_attn,
-        "flash_attention_3": model_class._supports_flash_attn,
+    supports = {
+        "sdpa": "_supports_sdpa",
+        "flex_attention": "_supports_flex_attn",
+        "flash_attention_2": "_supports_flash_attn",
+        "flash_attention_3": "_supports_flash_attn",
     }
+    supported = {name: all(getattr(each, field) for each in classes) for name, field in supports.items()}
     return {name: "sdpa" if supported["sdpa"] else "eager" for name, is_there in supported.items() if not is_there}
 
 
@@ -91,6 +117,8 @@ def choose(
             "sdpa with a mask; give auto"
         )
     plain = lacks.get("sdpa", "sdpa")
+    if sees_images_whole(config) and name not in ("auto", DOCUMENTS, "sdpa", "eager"):
+        raise ConfigError(f"--attn_implementation {name}: the model has {WHOLE_IMAGES}; give {plain}, or auto")
     if name == DOCUMENTS and (why := ", ".join(beyond_documents(config))):
         raise ConfigError(f"--attn_implementation {DOCUMENTS}: the model has {why}; give {plain}, or auto")
     if name == DOCUMENTS and torch.cuda.is_available() and not is_bf16:

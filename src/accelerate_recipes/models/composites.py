@@ -7,7 +7,7 @@ weights differently. Files of different versions also differ: `language_model.mo
 
 import copy
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,12 @@ from accelerate_recipes.errors import DataError
 COMPOSITES = (
     "gemma3", "gemma4", "idefics3", "internvl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_vl",
     "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm", "vipllava",
+)  # fmt: skip
+# Types that can be trained whole, on images too: they compute a packed row as they compute each document alone.
+# tests/test_image_models.py compares them.
+IMAGE_MODELS = (
+    "gemma3", "gemma4", "glm46v", "glm4v", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3",
+    "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
 )  # fmt: skip
 # Text parts without a class that has an output layer, and the type that computes the same for texts. In an image, a token
 # has three positions; in a text it has one, and so has its rotary embedding.
@@ -53,6 +59,27 @@ def text_part(config: PreTrainedConfig, name: str = "") -> PreTrainedConfig:
 def is_text_part(config: PreTrainedConfig, of: PreTrainedConfig) -> bool:
     """Tell whether a model with this configuration is the text part of a checkpoint with the configuration `of`."""
     return is_composite(of) and not isinstance(config, type(of))
+
+
+def sees_images(config: PreTrainedConfig) -> bool:
+    """Tell whether a model with this configuration is one of IMAGE_MODELS, whole."""
+    return config.model_type in IMAGE_MODELS
+
+
+def children_of(model: PreTrainedModel) -> tuple[str, str]:
+    """Name the text part and the tower of a whole model that sees images, inside its base model."""
+    embedding, children = model.get_input_embeddings(), dict(model.base_model.named_children())
+    text = next(name for name, child in children.items() if any(module is embedding for module in child.modules()))
+    return text, next(name for name in children.keys() - {text} if name.startswith("vis"))
+
+
+def layers_of_text(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Leave out the names of layers outside of the text part, if the model is a whole one that sees images."""
+    if not sees_images(model.config):
+        return list(names)
+    part = model.base_model.get_submodule(children_of(model)[0])
+    path = next(path for path, module in model.named_modules() if module is part)
+    return [name for name in names if name.startswith(f"{path}.")]
 
 
 def placeholders(config: PreTrainedConfig) -> dict[int, str]:

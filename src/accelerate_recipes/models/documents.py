@@ -35,9 +35,14 @@ def boundaries(position_ids: torch.Tensor) -> dict[str, torch.Tensor | int]:
     return {"cu_seqlens": ends.to(torch.int32), "max_seqlen": int(ends.diff().max())}
 
 
+def text_positions(position_ids: torch.Tensor) -> torch.Tensor:
+    """Return the positions, (B, T), that say where documents begin: of (4, B, T), those before time, height and width."""
+    return position_ids[0] if position_ids.ndim == 3 else position_ids
+
+
 def boundary_arguments(config: PreTrainedConfig, batch: dict[str, Any]) -> dict[str, Any]:
     """Return the document boundaries of a batch as arguments of a model of this configuration; empty if it gets a mask."""
-    if config._attn_implementation not in READ_BOUNDARIES:
+    if config.get_text_config()._attn_implementation not in READ_BOUNDARIES:
         return {}
     ends, longest = batch["cu_seqlens"], batch["max_seqlen"]
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}

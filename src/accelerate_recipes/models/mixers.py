@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.models.documents import boundaries
+from accelerate_recipes.models.documents import boundaries, text_positions
 from accelerate_recipes.upstream import CACHES
 
 # Arguments of a mixer that describe whole rows. A single document has no boundaries inside, no padding, no earlier state.
@@ -138,7 +138,7 @@ def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple,
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     is_cached = any(kwargs.get(name) is not None for name in CACHES)
     is_padded = isinstance(mask, torch.Tensor) and mask.ndim == 2
-    _documents = None if positions is None or is_cached or is_padded else documents_of(positions)
+    _documents = None if positions is None or is_cached or is_padded else documents_of(text_positions(positions))
     return None if _documents is None else (args, kwargs | {"use_cache": False})
 
 

@@ -13,7 +13,10 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
@@ -230,9 +233,10 @@ def described(
 
 
 def is_decoder(model: PreTrainedModel) -> bool:
-    """Tell whether the class of a model is one of causal language models."""
+    """Tell whether the class of a model is one of causal language models, or of models that also see images."""
     # By name: MODEL_FOR_CAUSAL_LM_MAPPING would import the code of all 200 models, for seconds.
-    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    mappings = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return any(type(model).__name__ in names.values() for names in mappings)
 
 
 def untrained(rest: Iterable[str], name: str) -> str:

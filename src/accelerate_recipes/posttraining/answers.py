@@ -25,7 +25,8 @@ from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.checkpoint.exported import as_exported, shown_ends
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.messages import NUM_COMPARED
-from accelerate_recipes.data.rendering import IS_RESERVED, RESERVED, Rendering
+from accelerate_recipes.data.rendering import Rendering
+from accelerate_recipes.data.template_values import IS_RESERVED, RESERVED
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.generation import drawn_by, numbers_of, own_draws
 from accelerate_recipes.models.weights import seed_of

@@ -22,7 +22,7 @@ from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.formats import JUDGED, PAIR, SCORES
 from accelerate_recipes.data.messages import select, without_added_nulls
-from accelerate_recipes.data.rendering import SETTINGS
+from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop

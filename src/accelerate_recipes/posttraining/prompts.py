@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.messages import TEXT
 from accelerate_recipes.data.passes import BATCH
-from accelerate_recipes.data.rendering import SETTINGS, added_begin, prompts_alone, render_read
+from accelerate_recipes.data.rendering import added_begin, prompts_alone, render_read
+from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.posttraining.trained_rows import first_refused, tell_of_prompts

@@ -26,8 +26,9 @@ from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.messages import NUM_COMPARED, TEXT, has_unweighted, missing_answers, select
 from accelerate_recipes.data.passes import chosen_rows, made_of, rows_in
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
-from accelerate_recipes.data.rendering import SETTINGS, Rendering, render_read, texts_read
+from accelerate_recipes.data.rendering import Rendering, render_read, texts_read
 from accelerate_recipes.data.rows import RowLoader, Rows, make_eval_loader
+from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.errors import ConfigError, printable
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.metrics import Flops, flops_per_token

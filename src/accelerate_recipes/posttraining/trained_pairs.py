@@ -18,7 +18,8 @@ from accelerate_recipes.data.messages import NUM_COMPARED
 from accelerate_recipes.data.passes import chosen_rows, rows_in
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.data.reading import without_nulls
-from accelerate_recipes.data.rendering import SETTINGS, Rendering, first_difference, render_read, texts_read
+from accelerate_recipes.data.rendering import Rendering, first_difference, render_read, texts_read
+from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.posttraining.preferences import PairTrainer
 from accelerate_recipes.posttraining.trained_rows import (

@@ -26,9 +26,10 @@ from accelerate_recipes.data import NUM_ROWS, rendering
 from accelerate_recipes.data.messages import TEXT
 from accelerate_recipes.data.passes import made_of
 from accelerate_recipes.data.prepared import check_content, chunks_of, content_of, lengths_of
-from accelerate_recipes.data.rendering import SETTINGS, Rendering
+from accelerate_recipes.data.rendering import Rendering
 from accelerate_recipes.data.rows import Rows, StepLoader, make_train_loader
 from accelerate_recipes.data.shown import HasRows
+from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.errors import ConfigError, DataError, raise_problems
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.composites import placeholders, stands_for_image
@@ -278,7 +279,7 @@ def check_no_placeholders(rows: datasets.Dataset, tokenizer: PreTrainedTokenizer
 def check_rows_are_left(
     given: Mapping[str, datasets.Dataset], prepared: Mapping[str, datasets.Dataset], longest: int | None
 ) -> None:
-    """Check that trl has left rows of each side, `train` and `test`, of those that were given.
+    """Check that cutting has left rows of each side, `train` and `test`, of those that were given.
 
     Raises:
         ConfigError: for a side without rows.
@@ -286,8 +287,8 @@ def check_rows_are_left(
     for name, rows in prepared.items():
         if not len(rows):
             raise ConfigError(
-                f"none of {len(given[name]):,} rows is left to {USES[name]} on: trl leaves out rows that have no target "
-                f"within --max_length {longest}; raise it, or see the weights of the messages"
+                f"none of {len(given[name]):,} rows is left to {USES[name]} on: rows that have no target within "
+                f"--max_length {longest} are left out; raise it, or see the weights of the messages"
             )
 
 

@@ -191,7 +191,7 @@ def page_of(seen: Seen) -> list[Html]:
             html_table(heads, ([row["step"], *map(row.get, names)] for row in rows), sorts=True),
         ]
     if (file := seen.folder / "result.png").exists() and seen.status.get("state") == "finished":
-        parts += [element("h2", "Result"), picture(file, is_chart=True)]
+        parts += [element("h2", "Result"), picture(file.read_bytes(), file.name, is_chart=True)]
     if (file := seen.folder / "samples.jsonl").exists() and file.stat().st_size:
         samples = lines_of(file, {"step": int, "source": str, "rewards": dict})[: -MOST_SAMPLES - 1 : -1]
         parts += [element("h2", "Samples, newest first"), sample_table(samples)]
@@ -201,7 +201,7 @@ def page_of(seen: Seen) -> list[Html]:
             folded("The first rows as they are trained", element("pre", file.read_text("utf-8"))),
         ]
     if (file := seen.folder / "rows.png").exists():
-        parts += [element("h2", "Data"), picture(file)]
+        parts += [element("h2", "Data"), picture(file.read_bytes(), file.name)]
     if traces := sorted(f"profile/{file.name}" for file in seen.folder.glob("profile/*.trace.json.gz")):
         parts += [element("h2", "Profile"), element("p", f"{', '.join(traces)}, for https://ui.perfetto.dev")]
     parts += attempts_of(seen)

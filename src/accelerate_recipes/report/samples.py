@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.checkpoint.files import step_of
-from accelerate_recipes.data.rendering import SETTINGS
+from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.disk import naming, read_json_lines, write_atomically
 from accelerate_recipes.life.page import element, write_page
 from accelerate_recipes.report.report import sample_table

@@ -1,0 +1,143 @@
+"""Fine-tune a model that sees images and writes text, on conversations with images.
+
+    accelerate launch --config_file accelerate_configs/fsdp_full.yaml --num_processes 8 recipes/sft_vlm.py \\
+        --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --train_files rows.jsonl --packing --max_length 4096
+
+A row has `messages`, whose contents are lists of parts, `{"type": "image"}` and `{"type": "text", "text": ...}`, and
+`images`: files, relative to the file of rows, or their bytes. Rows as those of ShareGPT and LLaVA, with `<image>` in their
+texts, are converted (docs/vlm.md). Documents are joined in rows without padding; each is computed as it would be alone.
+Every argument of trl's SFTConfig about data and loss is also an argument here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import trl
+
+from accelerate_recipes.args import arg
+from accelerate_recipes.arguments.declaring import Range
+from accelerate_recipes.data.image_rows import ImageRowArgs
+from accelerate_recipes.data.rows import num_steps
+from accelerate_recipes.engine import evaluate_loss, train
+from accelerate_recipes.losses import count_next_tokens
+from accelerate_recipes.models.adapters import add_adapters
+from accelerate_recipes.models.images import IMAGES_AND_TEXT, ImageModelArgs, load_image_model
+from accelerate_recipes.models.processors import load_image_tokenizer, load_processor
+from accelerate_recipes.models.shared_rows import balance_weight
+from accelerate_recipes.posttraining.settings import TrainerArgs, make_config, set_up_by_trl
+from accelerate_recipes.posttraining.supervised import SupervisedLoss, nll_sum
+from accelerate_recipes.posttraining.supervised_images import flops_with_images, prepare_with_images
+from accelerate_recipes.posttraining.trained_rows import compare_finished, usual_value
+from accelerate_recipes.recipe import Requirements, run_recipe
+from accelerate_recipes.run import finish, start
+
+TEMPLATES = (".jinja", ".j2")
+
+
+@dataclass
+class Args(ImageRowArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig):
+    output_dir: str = "outputs/sft_vlm"
+    tokenizes_first = True
+    dataloader_num_workers: int = 2  # images are decoded there
+    image_max_pixels: int | None = arg(
+        None,
+        "Most pixels of an image, to which larger ones are scaled, for models that read images of any size.",
+        group="data",
+    )
+    assistant_only_loss: str = arg(
+        "auto",
+        "Train the answers of conversations alone (true, auto), or everything but images (false).",
+        choices=("auto", "true", "false"),
+        fixed=False,
+        group="task",
+    )
+
+    fixed = frozenset({"chat_template_path", "eos_token", "max_length", "packing", "image_max_pixels"})
+    owned_elsewhere = TrainerArgs.owned_elsewhere | {
+        "accept_training_template": "remove it: answers are found with the model's own template",
+        "dataset_kwargs": "remove it: rows are always prepared here",
+        "dataset_text_field": "remove it: rows are conversations",
+        "shuffle_dataset": "remove it: the order of the rows follows from --seed",
+        "truncation_mode": "remove it: a row is cut at its end, behind a whole image",
+        "packing_strategy": "remove it: documents stay whole",
+        "padding_free": "remove it: rows have no padding",
+        "router_aux_loss_coef": "remove it: the tokens of blank images would count in the balance of experts",
+        "pad_to_multiple_of": "remove it: rows have no padding",
+    }
+    groups = TrainerArgs.groups | {"packing": "task"}
+    ranges = TrainerArgs.ranges | {
+        "dataset_num_proc": Range(min=1),
+        "max_length": Range(min=2),
+        "image_max_pixels": Range(min=1),
+    }
+    template_model = ""
+    router_aux_loss_coef = 0.0
+
+    @property
+    def has_boundaries(self) -> bool:
+        return True
+
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size) + self.image_model_problems()
+        if self.packing and not self.max_length:
+            found.append("--packing fills rows of --max_length tokens, which is none; give a number")
+        if self.chat_template_path:
+            found += self.file_problems("chat_template_path", TEMPLATES)
+        return found
+
+    def settle(self, saved: Mapping[str, Any]) -> list[str]:
+        if self.assistant_only_loss == "auto":
+            self.assistant_only_loss = usual_value(saved.get("assistant_only_loss", "auto"))
+        return super().settle(saved)
+
+
+def requirements(args: Args) -> Requirements:
+    return Requirements(models=[args.base_model], datasets=args.row_datasets, kind=IMAGES_AND_TEXT)
+
+
+def main(args: Args) -> None:
+    run = start(args)
+
+    # Processor and model
+    tokenizer = load_image_tokenizer(args.model_name_or_path)
+    config = make_config(run)
+    model = load_image_model(args)
+    run.adapter = add_adapters(model, args)
+    base_stops = set_up_by_trl(args, config, model, tokenizer)
+    processor = load_processor(args.model_name_or_path, tokenizer, args.image_max_pixels)
+    if balance_weight(model.config, None):
+        run.print("Experts are not balanced: the tokens of blank images would count")
+    loss = SupervisedLoss(args, model.config)
+
+    # Rows as the model reads them
+    args.settle_date(tokenizer)
+    rows = prepare_with_images(run, config, model, processor, base_stops)
+    run.show_rows(tokenizer, rows.first, rows.num_targets, rows.counts)
+    num_train, num_heldout = rows.num_read["train"], rows.num_read["test"]
+    run.print(
+        f"Data: {num_train:,} rows to train on, {num_heldout:,} held out; {len(rows.train):,} sequences of at most "
+        f"{args.max_length} tokens"
+    )
+    train_loader, heldout_loader = rows.make_loader(), rows.make_heldout_loader()
+
+    # Training and evaluation
+    flops_fn = flops_with_images(args, rows.train, rows.num_targets.sum())
+    run.prepare(model, processor, num_steps(args, len(rows.train)), flops_fn)
+
+    def evaluate_fn(step: int) -> dict[str, float]:
+        return {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, nll_sum, count_next_tokens)}
+
+    loss_fn, count_fn = loss.sum_parts, loss.count_parts
+    records = train(
+        run, train_loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, values_fn=loss.values
+    )
+
+    # Result
+    description = f"{args.base_model}, fine-tuned on {num_train:,} rows with images of {args.source}."
+    finish(run, records, description)
+    compare_finished(run)
+
+
+if __name__ == "__main__":
+    run_recipe(main, Args, requirements)

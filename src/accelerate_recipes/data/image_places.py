@@ -1,0 +1,187 @@
+"""Conversations with images as they are written: divided into texts, with a mark where an image stands, and the images.
+
+With marks in their place, conversations are texts: what reads, checks and divides these serves both.
+"""
+
+import bisect
+import json
+import os
+import sys
+from functools import partial
+from typing import Any
+
+import datasets
+import pyarrow as pa
+
+from accelerate_recipes.data.messages import ANY, EITHER, LISTS, TEXT, TEXTS, WRITTEN, from_json
+from accelerate_recipes.data.messages import IMAGES as OF_IMAGES
+from accelerate_recipes.data.passes import made_of, rows_in
+from accelerate_recipes.data.pictures import URL
+from accelerate_recipes.errors import DataError
+
+PLACE = "<image>"  # where an image stands in a text, as LLaVA and LLaMA-Factory write it
+SEEN = "\ue001"  # the mark that stands there while rows are read: a character that no text has
+COLUMNS = ("images", "image")
+OF_TEXT = ("text", "input_text", "output_text")  # types of parts
+# Columns that may hold texts, and become messages of these roles.
+ROLES = {"prompt": "user", "completion": "assistant"}
+BATCH = 100  # rows whose images are in memory together
+IMAGES = {"images": datasets.List({"path": TEXT, "bytes": datasets.Value("binary")}), "row": datasets.Value("int64")}
+UNUSED = {*OF_IMAGES, *IMAGES}  # columns that the texts of a row do not have
+
+
+def texts_and_images(rows: datasets.Dataset, args: Any, side: str) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Divide rows into all their texts, with SEEN in the place of an image, and their `images`, each with its `row`."""
+    features = datasets.Features({name: undecoded(feature) for name, feature in rows.features.items()})
+    forms = {args.mapping.get(name, name): name for form in args.forms for name in (*form.needs, *form.takes)}
+    said = {name: forms[name] for name in features if name in forms and features[name] != datasets.Value("null")}
+    kinds = {name: kind_of_texts(features[name], form) for name, form in said.items()}
+    others = {name: feature for name, feature in features.items() if name not in UNUSED}
+    found = made_of(
+        rows,
+        partial(
+            divided, features=features, said=said, kinds=kinds, folders=args.folders(side), source=args.sources[side]
+        ),
+        datasets.Features(others | kinds | IMAGES),
+        code=(sys.modules[__name__],),
+        num_proc=args.dataset_num_proc,
+        desc="Reading rows",
+        batch=BATCH,
+    )
+    return found.remove_columns([*IMAGES]), found.select_columns([*IMAGES])
+
+
+def undecoded(feature: Any) -> Any:
+    """Return the type of a column, in which images stay files."""
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, dict):
+        return {name: undecoded(value) for name, value in feature.items()}
+    return datasets.List(undecoded(feature.feature)) if isinstance(feature, datasets.List) else feature
+
+
+def kind_of_texts(feature: Any, form: str) -> Any:
+    """Return the type that a column gets which is `form` in a form of rows: one for messages, or for a text."""
+    if form in (*LISTS, *ROLES) or isinstance(feature, datasets.List):
+        return ANY
+    return TEXT if feature in TEXTS else datasets.Json()
+
+
+def divided(
+    table: pa.Table,
+    first: int,
+    features: datasets.Features,
+    said: dict[str, str],
+    kinds: dict[str, Any],
+    folders: list[tuple[int, str]],
+    source: str,
+) -> pa.Table:
+    """Divide rows: return their columns without images, those of texts with SEEN where an image stands, and IMAGES."""
+    made: dict[str, list] = {name: [] for name in (*said, *IMAGES)}
+    for number, row in enumerate(rows_in(table, features), first):
+        folder = folders[bisect.bisect_right(folders, number, key=lambda entry: entry[0]) - 1][1]
+        try:
+            named: list[Any] = []
+            for column, form in said.items():
+                value = row[column]
+                made[column].append(
+                    mark_places(messages_or_text(row, column, form), named) if value is not None else None
+                )
+            made["images"].append([file_of(image, folder) for image in images_of(row, named)])
+        except ValueError as error:
+            raise DataError(f"{source}, row {number + 1}: {error}") from None
+        made["row"].append(number + 1)
+    kept = [name for name in table.column_names if name not in UNUSED]
+    written: Any = datasets.Dataset.from_dict(made, features=datasets.Features(kinds | IMAGES)).data.table
+    made_columns = dict(zip(written.column_names, written.columns, strict=True))
+    return pa.table({name: table.column(name) for name in kept} | made_columns)
+
+
+def messages_or_text(row: dict, column: str, form: str) -> Any:
+    """Return the value of a column; messages also for the text of a prompt or a completion, and from a JSON text."""
+    value = row[column]
+    if isinstance(value, str) and (form in LISTS or (form in EITHER and WRITTEN.match(value))):
+        value = from_json(row, column)
+    if isinstance(value, str) and form in ROLES:
+        return [{"role": ROLES[form], "content": value}]
+    if isinstance(value, dict):
+        return [value] if form in (*LISTS, *ROLES) else value
+    if not isinstance(value, str | list):
+        raise ValueError(f"{column!r} is {value!r:.60}; it must be a text or messages")
+    return value
+
+
+def mark_places(value: Any, named: list[Any]) -> Any:
+    """Return a text, a message or a list of these with SEEN where an image stands.
+
+    `named` gets the image that a part names, or None, for each of these places.
+    """
+    if isinstance(value, str):
+        if SEEN in value:
+            raise ValueError(f"a text holds \\u{ord(SEEN):x}, a character for private use; remove it: {value!r:.60}")
+        named += [None] * value.count(PLACE)
+        return value.replace(PLACE, SEEN)
+    if isinstance(value, list):
+        return [mark_places(entry, named) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    content = next((name for name in ("content", "value") if value.get(name) is not None), None)
+    if content is None:
+        return value
+    parts = value[content] if isinstance(value[content], list) else [value[content]]
+    texts = [marked_part(part, named) for part in parts]
+    return value | {content: "".join(texts) if all(isinstance(text, str) for text in texts) else texts}
+
+
+def marked_part(part: Any, named: list[Any]) -> Any:
+    if not isinstance(part, dict):
+        return mark_places(part, named)
+    kind = part.get("type", "text")
+    if kind in OF_TEXT and isinstance(part.get("text"), str):
+        return mark_places(part["text"], named)
+    if kind not in ("image", "image_url", "input_image"):
+        raise ValueError(f"a message has a part that is no text and no image, {part!r:.60}; remove the row")
+    if (place := part.get("index")) not in (None, len(named)):
+        raise ValueError(
+            f"the image of index {place} stands at place {len(named)}; put images in the order of their places"
+        )
+    image = next((part[name] for name in ("image", "path", "bytes", "url", "image_url") if part.get(name)), None)
+    named.append(image["url"] if isinstance(image, dict) and "url" in image else image)
+    return SEEN
+
+
+def images_of(row: dict, named: list[Any]) -> list[Any]:
+    """Return the images of a row: those of its column, or those that parts of its messages name."""
+    given = [name for name in COLUMNS if row.get(name)]
+    if len(given) > 1:
+        raise ValueError("it has images in both columns, images and image; remove one")
+    value = row[given[0]] if given else []
+    if isinstance(value, str) and value.startswith("["):  # a cell of a CSV file
+        value = json.loads(value)
+    found = value if isinstance(value, list) else [value]
+    inside = [image for image in named if image is not None]
+    if inside and (found or len(inside) < len(named)):
+        raise ValueError(
+            f"{len(inside)} of {len(named)} places name their image, and the column of images holds {len(found)}; name "
+            "all of them in one way"
+        )
+    return inside or found
+
+
+def file_of(image: Any, folder: str) -> dict[str, Any]:
+    """Return an image as IMAGES holds it, with its absolute path."""
+    found = {"path": None, "bytes": None}
+    if isinstance(image, dict):
+        found |= {name: image.get(name) for name in found}
+    elif isinstance(image, str | bytes):
+        found["path" if isinstance(image, str) else "bytes"] = image
+    path, content = found["path"], found["bytes"]
+    if isinstance(content, bytes):
+        return found
+    if content is not None or not path or not isinstance(path, str):
+        raise ValueError(f"an image is {image!r:.60}; give the path of a file, or bytes")
+    if not URL.match(path) and not os.path.isabs(path):
+        if not folder:
+            raise ValueError(f"the path of the image {path} does not say where it begins; give --image_folder")
+        found["path"] = os.path.join(folder, path)
+    return found

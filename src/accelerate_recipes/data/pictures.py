@@ -1,0 +1,223 @@
+"""Images of rows: their sizes, the text that stands for them, and the values that a model's processor makes of them.
+
+The tokens of an image follow from its size alone. So rows are made from sizes, and only a data worker decodes images.
+"""
+
+import contextlib
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from PIL import Image, ImageOps
+from tqdm import tqdm
+from transformers import ProcessorMixin
+
+from accelerate_recipes.data.image_texts import ImageTexts, Size, render_documents
+from accelerate_recipes.data.rendering import Rendering, first_difference
+from accelerate_recipes.errors import DataError
+from accelerate_recipes.ranks import is_first
+
+ORIENTATION = 0x0112  # EXIF's number of the field that says how a camera was held
+SIDEWAYS = (5, 6, 7, 8)
+OF_EXIF = (b"eXIf", b"exif", b"adobe.xmp")  # one of these stands in a PNG that has EXIF, or the same in XMP
+ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}  # stand near the end of a whole file
+# Kinds of pixels with more than 8 bits: PIL would make all that is brighter than 255 white.
+DEEP = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+URL = re.compile(r"[a-z][a-z0-9+.-]*://|data:", re.I)
+
+
+def image_bytes(image: dict[str, Any], place: str) -> bytes:
+    """Read the bytes of an image: {"path": ..., "bytes": ...}, of which one is None. `place` is its row, for errors.
+
+    Raises:
+        DataError: for a URL, and for a file that cannot be read.
+    """
+    if image["bytes"] is not None:
+        return image["bytes"]
+    path = image["path"]
+    if URL.match(path):
+        raise DataError(f"{place}: the image {path!r:.80} is a URL, which is not read; give the path of a file")
+    try:
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:  # a path with a null character
+        said = getattr(error, "strerror", None) or error
+        raise DataError(f"{place}: the image {path} cannot be read: {said}; put it there, or remove the row") from None
+
+
+def checked_image(image: dict[str, Any], expected: str, place: str) -> bytes:
+    """Read the bytes of an image, as `image_bytes` does, and check that they are those that were measured.
+
+    Raises:
+        DataError: for a file that has changed, or cannot be read.
+    """
+    content = image_bytes(image, place)
+    if (found := image_checksum(content)) != expected:
+        raise DataError(
+            f"{place}: the image {image['path'] or 'in it'} has changed since the rows were prepared: its checksum is "
+            f"{found}, was {expected}; put it back, or start the run anew with the new one"
+        )
+    return content
+
+
+def upright_size(content: bytes, place: str) -> tuple[int, int]:
+    """Return width and height of an image as it is seen: a camera that was held upright writes the image sideways.
+
+    It reads the header, and decodes only an image that seems to lack its end.
+
+    Raises:
+        DataError: for bytes that are no image, or a part of one.
+    """
+    with reading_image(place), open_image(content) as image:
+        if ENDS.get(image.format or "", b"") not in content[-64:]:
+            image.load()
+        width, height = image.size
+        # Of a TIFF, PIL turns the size itself. In a PNG, EXIF may stand at the end: PIL would decode it all to look there.
+        is_upright = image.format == "TIFF" or (image.format == "PNG" and not any(mark in content for mark in OF_EXIF))
+        is_sideways = not is_upright and image.getexif().get(ORIENTATION) in SIDEWAYS
+    return (height, width) if is_sideways else (width, height)
+
+
+def decoded(content: bytes, place: str) -> Image.Image:
+    """Decode an image as transformers does: upright, red, green and blue, the first picture of several.
+
+    Raises:
+        DataError: for bytes that are no image, or a part of one.
+    """
+    with reading_image(place), open_image(content) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def open_image(content: bytes) -> Image.Image:
+    image = Image.open(io.BytesIO(content))
+    if image.mode in DEEP:
+        raise ValueError(
+            f"its pixels have more than 8 bits ({image.mode}), and most would become white; save it with 8"
+        )
+    return image
+
+
+@contextlib.contextmanager
+def reading_image(place: str) -> Iterator[None]:
+    """Turn any error of PIL, whose formats raise many kinds, into a DataError with `place`."""
+    try:
+        yield
+    except Exception as error:
+        said = str(error).partition(" <")[0] or type(error).__name__
+        raise DataError(f"{place}: the image cannot be read: {said}; mend the file, or remove the row") from None
+
+
+def image_checksum(content: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(content)
+
+
+class Pictures:
+    """Values and texts that a model's processor makes of images, without the texts around them."""
+
+    def __init__(self, processor: ProcessorMixin):
+        self.processor = processor
+        # By width, height, and whether there are others: of what was asked for, the text, and the inputs of the image alone
+        # or of two, in which pixels have no values.
+        self.texts: dict[tuple[int, int, bool], str] = {}
+        self.shapes: dict[tuple[int, int, bool], dict[str, torch.Tensor]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return self.processor.model_input_names
+
+    def texts_for(self, documents: Iterable[tuple[str, Sequence[Size]]]) -> ImageTexts:
+        """Make the texts that stand for the images of documents, whose places (for errors) and sizes of images are given.
+
+        Raises:
+            DataError: for a size that the processor refuses.
+        """
+        bar = tqdm(desc="Sizes of images", unit=" sizes", disable=None if is_first() else True, delay=10)
+        for place, sizes in documents:
+            # A part of the row may have the first image alone.
+            for size, is_among_others in [
+                *((size, len(sizes) > 1) for size in sizes),
+                *((size, False) for size in sizes[:1]),
+            ]:
+                bar.update((*size, is_among_others) not in self.texts)
+                try:
+                    self.text_of(*size, is_among_others)
+                except ValueError as error:
+                    raise DataError(f"{place}: {error}") from error
+        bar.close()
+        return ImageTexts(self.processor.image_token, self.texts)
+
+    def text_of(self, width: int, height: int, is_among_others: bool) -> str:
+        """Return the text that stands for an image. LLaVA-OneVision divides an image into tiles only if it is alone.
+
+        Raises:
+            ValueError: for a size that the processor refuses.
+        """
+        key = width, height, is_among_others
+        if key not in self.texts:
+            blank = Image.new("RGB", (width, height))
+            try:
+                values, (self.texts[key], *_) = self.processed([blank, blank] if is_among_others else [blank])
+            except Exception as error:  # processors raise errors of many kinds
+                raise ValueError(
+                    f"the processor of the model refuses an image of {width} x {height} pixels: {error}; give another "
+                    "image, or remove the row"
+                ) from error
+            values = {name: torch.as_tensor(value) for name, value in values.items() if name in self.names}
+            self.shapes[key] = {
+                name: value.to("meta") if name == "pixel_values" else value for name, value in values.items()
+            }
+        return self.texts[key]
+
+    def processed(self, images: Sequence[Image.Image]) -> tuple[dict[str, Any], list[str]]:
+        """Process the images of one document; also return the text that stands for each."""
+        settings = self.processor._merge_kwargs(tokenizer_init_kwargs={}, return_tensors="pt")["images_kwargs"]
+        return self.processor._process_images([[*images]], **settings)
+
+    def inputs(self, images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+        """Compute what the model reads of the images of a document."""
+        if not images:
+            return {}
+        processed, _ = self.processed(images)
+        return {name: torch.as_tensor(value) for name, value in processed.items() if name in self.names}
+
+    def types_of(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Tell for tokens, (1, L), which of them stand for images, by the name under which the model wants it."""
+        names = {"token_type_ids", "mm_token_type_ids"} & {*self.names}
+        known = torch.tensor([token for token in self.processor.image_token_ids if token is not None])
+        return {name: torch.isin(ids, known).long() for name in names}
+
+
+def render_with_images(row: dict, processor: ProcessorMixin, **settings: Any) -> list[Rendering]:
+    """Render a row with `messages` and `images` as documents; the processor must make the same tokens of the whole row.
+
+    Raises:
+        ValueError: if it does not, and like `image_texts.render_documents`.
+        DataError: for an image that cannot be read.
+    """
+    tokenizer = processor.tokenizer
+    place = "one of the first rows"
+    images = [decoded(image_bytes(image, place), f"{place}, {image['path']}") for image in row["images"]]
+    sizes = [image.size for image in images]
+    row = row | {"widths": [width for width, _ in sizes], "heights": [height for _, height in sizes]}
+    documents = render_documents(row, tokenizer, Pictures(processor).texts_for([(place, sizes)]), **settings)
+    if documents:
+        given = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}
+        text = tokenizer.apply_chat_template(row["messages"], tokenize=False, **given)
+        (ids,) = processor(text=[text], images=[images] if images else None, **{"add_special_tokens": False})[
+            "input_ids"
+        ]
+        if (place := first_difference(documents[-1].ids, [*ids])) is not None:
+            raise ValueError(
+                f"token {place + 1} is another one of the processor: images stand elsewhere than in training"
+            )
+    return [Rendering(*document[:3]) for document in documents]
+
+
+def marks_of(processor: ProcessorMixin) -> list[str]:
+    """List the texts that a processor or its model reads as an image, a video or a sound, longest first."""
+    names = {getattr(processor, f"{kind}_token", None) for kind in ("image", "video", "audio")}
+    known = {token for token in processor.image_token_ids if token is not None}
+    return sorted({*filter(None, names), *map(processor.tokenizer.convert_ids_to_tokens, known)}, key=len, reverse=True)

@@ -1,0 +1,284 @@
+"""Models that also see images, trained whole: loading, parts, and what they read of a row of several documents."""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from accelerate_recipes import upstream
+from accelerate_recipes.args import arg
+from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.attention import choose, class_of, sees_images_whole
+from accelerate_recipes.models.composites import IMAGE_MODELS, children_of, sees_images
+from accelerate_recipes.models.documents import READ_BOUNDARIES, boundaries, boundary_arguments, text_positions
+from accelerate_recipes.models.loading import made, read_model, tie_as_read
+from accelerate_recipes.models.pretrained import Kind, generation_config, load_config
+from accelerate_recipes.models.probes import Packing, packing_of
+from accelerate_recipes.models.tokenizers import load_tokenizer
+from accelerate_recipes.ranks import ranks_a_row
+from accelerate_recipes.upstream import CACHES
+
+PARTS = ("vision_tower", "multi_modal_projector", "language_model")
+# Outputs of processors that have a value for each token.
+OF_TOKENS = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")
+
+
+def join_documents(base: PreTrainedModel, documents: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Join documents in one row, which a model computes as it computes each of them alone.
+
+    Args:
+        base: the model without its output layer, on any device: it knows the positions of an image's tokens.
+        documents: each as the model's processor gives it, without a mask: `input_ids` and other values of tokens, (1, L),
+            and the values of its images, if it has any.
+
+    Returns:
+        Values of tokens, (1, T), values of images, and where documents begin, if the attention of the base asks for that.
+        `position_ids` are (1, T), or (4, 1, T): those of the text, which begin with 0 in each document and alone say where
+        it begins, then time, height and width.
+    """
+    joined = {"position_ids": torch.cat([positions_of(base, document) for document in documents], -1)}
+    for name in dict.fromkeys(name for document in documents for name in document):
+        values = [document[name] for document in documents if name in document]
+        if name in OF_TOKENS:
+            joined[name] = torch.cat(values, -1)
+        else:
+            # Idefics numbers texts first, then their images; a row is one text.
+            joined[name] = join_images(values, 1 if any("pixel_attention_mask" in d for d in documents) else 0)
+    if base.config.get_text_config()._attn_implementation in READ_BOUNDARIES:
+        joined |= boundary_arguments(base.config, boundaries(text_positions(joined["position_ids"])))
+    return joined
+
+
+def positions_of(base: Any, document: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the positions of a document's tokens, (1, L), or (4, 1, L) for models whose images have height and width."""
+    ids = document["input_ids"]
+    text = torch.arange(ids.shape[-1])[None]
+    if not hasattr(base, "get_rope_index"):
+        return text
+    if "image_grid_thw" not in document:
+        return text.expand(4, *text.shape)
+    settings = {name: document[name] for name in ("mm_token_type_ids", "image_grid_thw")}
+    places, _ = base.get_rope_index(input_ids=ids, **settings)
+    return torch.cat([text[None], places])
+
+
+def join_images(values: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Concatenate what belongs to images. A smaller one is padded with zeros, as processors pad the images of one text."""
+    sizes = [max(lengths) for lengths in zip(*(value.shape for value in values), strict=True)]
+    padded = []
+    for value in values:
+        missing = [0 if axis == dim else size - value.shape[axis] for axis, size in enumerate(sizes)]
+        padded.append(pad(value, [length for missed in reversed(missing) for length in (0, missed)]))
+    return torch.cat(padded, dim)
+
+
+def image_masks(config: PreTrainedConfig, batch: dict[str, Any]) -> dict[str, Any]:
+    """Make the masks of a model in which the tokens of an image see each other, as arguments of the model; else none.
+
+    In transformers 5.24 (masking_utils), packed rows of these models are wrong: images of one document are looked up at
+    places of another.
+
+    Returns:
+        For each kind of layer (B, 1, T, T), true where a token sees another.
+    """
+    if not sees_images_whole(config):
+        return {}
+    text = config.get_text_config()
+    positions = text_positions(batch["position_ids"])
+    is_first = positions == 0
+    document = is_first.cumsum(-1)
+    types = batch.get("token_type_ids", batch.get("mm_token_type_ids"))
+    is_image = torch.zeros_like(is_first) if types is None else (types == 1) | (types == 2)
+    # An image begins behind another token, or with its document.
+    begins = is_image & (is_first | ~pad(is_image, (1, -1)))
+    image = begins.cumsum(-1)
+    place = torch.arange(positions.shape[-1], device=positions.device)
+    distance = place[:, None] - place
+    same_image = (image[:, :, None] == image[:, None]) & is_image[:, :, None] & is_image[:, None]
+    causal = (distance >= 0).expand_as(same_image)
+    window = distance < text.sliding_window
+    in_all_layers = config.model_type == "gemma3"
+    seen = {"full_attention": causal | same_image if in_all_layers else causal}
+    seen["sliding_attention"] = (causal | same_image) & window
+    inside = document[:, :, None] == document[:, None]
+    masks = {kind: (mask & inside)[:, None] for kind, mask in seen.items()}
+    if text._attn_implementation == "eager":  # it adds its mask to the scores
+        dtype = text.dtype or torch.float32
+        lowest = torch.finfo(dtype).min
+        masks = {kind: (~mask).to(dtype) * lowest for kind, mask in masks.items()}
+    return {"attention_mask": masks}
+
+
+def patches_of(config: PreTrainedConfig, inputs: dict[str, torch.Tensor]) -> list[int]:
+    """Count the patches of each image of a document, or of each of its tiles, which the tower computes together.
+
+    `inputs` are what the model reads of the images, such as those of blank images of the same sizes.
+    """
+    if "image_grid_thw" in inputs:
+        return inputs["image_grid_thw"].prod(-1).tolist()
+    values, vision = inputs["pixel_values"], config.vision_config
+    if "image_position_ids" in inputs:  # of patches, padded to a fixed number
+        return [values.shape[-2]] * values.shape[0]
+    size = vision.patch_size
+    width = size if isinstance(size, int) else math.prod(size) ** 0.5
+    if "image_sizes" in inputs and values.ndim == 4:  # Mistral 3 leaves out what pads an image
+        return [int(height * breadth / width**2) for height, breadth in inputs["image_sizes"].tolist()]
+    tiles = math.prod(values.shape[:-3])
+    return [int(values.shape[-1] * values.shape[-2] / width**2)] * tiles
+
+
+def weights_by_part(model: PreTrainedModel) -> dict[str, list[nn.Parameter]]:
+    """Divide the weights of a model that sees images, by the names of its parts; those that hear sound are left out.
+
+    A projector lies beside the tower, or inside it, as the mergers of Qwen-VL and GLM do.
+    """
+    text, tower = children_of(model)
+    found: dict[str, list[nn.Parameter]] = {part: [] for part in PARTS}
+    for name, parameter in model.base_model.named_parameters():
+        child, *rest = name.split(".")
+        in_projector = child != tower or any("merger" in part for part in rest)
+        part = "language_model" if child == text else "multi_modal_projector" if in_projector else "vision_tower"
+        if "audio" not in child:
+            found[part].append(parameter)
+    found["language_model"] += model.get_output_embeddings().parameters()
+    return found
+
+
+def unused_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """List the weights of a model that sees images which no forward pass uses, or only one with sound.
+
+    Such are the pooled output of a SigLIP, and what lies behind the layer that a LLaVA reads.
+    """
+    _, tower = children_of(model)
+    parts = dict(model.base_model.named_children())
+    unused = [part for name, part in parts.items() if "audio" in name]
+    unused += [part for part in parts[tower].modules() if type(part).__name__.endswith("PoolingHead")]
+    number = getattr(model.config.vision_config, "num_hidden_layers", 0)
+    read = getattr(model.config, "vision_feature_layer", None)
+    if read is not None:
+        # Of the states before the first layer and behind each.
+        last = max(place % (number + 1) for place in (read if isinstance(read, list | tuple) else [read]))
+        lists = [part for part in parts[tower].modules() if isinstance(part, nn.ModuleList) and len(part) == number]
+        unused += [*lists[0][last:], *(part for name, part in parts[tower].named_modules() if name == "post_layernorm")]
+    return [parameter for part in unused for parameter in part.parameters()]
+
+
+@dataclass
+class ImageModelArgs:
+    """Arguments of a recipe that trains a model which sees images: which of its parts are trained."""
+
+    group = "model"
+    freeze_vision_tower: bool = arg(True, "Leave the part that reads images as it is.")
+    freeze_multi_modal_projector: bool = arg(
+        False, "Leave what translates images for the text part as it is, such as Qwen-VL's mergers."
+    )
+    freeze_language_model: bool = arg(False, "Leave the text part as it is, with embedding and output layer.")
+
+    def image_model_problems(self) -> list[str]:
+        """List problems of these arguments, and of others that do not fit such a model, one sentence each."""
+        args: Any = self
+        found = []
+        if all(getattr(args, f"freeze_{part}") for part in PARTS):
+            found.append("--freeze_language_model with the other two leaves nothing to train; remove one")
+        if args.use_peft and args.freeze_language_model:
+            found.append(
+                "--freeze_language_model: the adapters of --use_peft lie in the text part; remove one of the two"
+            )
+        if args.load_in_4bit:
+            found.append("--load_in_4bit does not work yet with a model that sees images; remove it")
+        if args.text_only_export:
+            found.append("--text_only_export: the whole model is trained, not its text part alone; remove it")
+        return found
+
+
+def freeze(model: PreTrainedModel, args: Any) -> PreTrainedModel:
+    """Freeze the parts of a model that `args` name, and what no forward pass uses, in place; return the model."""
+    model.requires_grad_(False)
+    for part, parameters in weights_by_part(model).items():
+        for parameter in parameters:
+            parameter.requires_grad_(parameter.is_floating_point() and not getattr(args, f"freeze_{part}"))
+    for parameter in unused_parameters(model):
+        parameter.requires_grad_(False)
+    return model
+
+
+def check_image_model(config: PreTrainedConfig, name: str) -> None:
+    """Raise ConfigError for a model that cannot be trained on images, and for rows that ranks share."""
+    if not sees_images(config):
+        raise ConfigError(
+            f"{name} is a {config.model_type}; rows with images train these types of models: {', '.join(IMAGE_MODELS)}"
+        )
+    if ranks_a_row() > 1:
+        raise ConfigError(
+            f"parallelism_config_cp_size is {ranks_a_row()}, but ranks cannot share rows with images; remove it"
+        )
+
+
+def check_text_part(config: PreTrainedConfig, name: str, attention: str) -> None:
+    """Check that the text part, which may be of any class, keeps attention inside the documents of a packed row.
+
+    Raises:
+        ConfigError: if a tiny model does not, by positions alone, or cannot be made.
+    """
+    text = copy.deepcopy(config.get_text_config())
+    text._attn_implementation = attention
+    if class_of(text) is not None and packing_of(text) is not Packing.POSITIONS:  # else it is of the type itself
+        raise ConfigError(
+            f"the text part of {name} is a {text.model_type}, and nothing shows that its attention stays inside a document "
+            "of a packed row; give another model"
+        )
+
+
+def load_image_model(args: Any) -> PreTrainedModel:
+    """Load a model that sees images, whole, with frozen parts; its rows are those of `join_documents`.
+
+    `args` are those of a recipe (`TrainArgs`) with `ImageModelArgs`, `model_name_or_path` and `attn_implementation`.
+    --data_only makes it on the meta device. Under FSDP2 it has no values until `distributed.prepare` has sharded it.
+
+    Raises:
+        ConfigError: for a model that cannot be loaded, or not be trained on images.
+    """
+    name, settings = args.model_name_or_path, load_settings(args)
+    config = load_config(name)
+    check_image_model(config, name)
+    attention, _ = choose(args.attn_implementation, config, settings["dtype"], args.has_boundaries)
+    check_text_part(config, name, attention)
+    settings |= {"attn_implementation": {"text_config": attention, "vision_config": "sdpa"}}
+    if args.data_only:
+        model = image_model_on_meta(config, **settings)
+        model.generation_config = generation_config(model, name)
+        return model
+    model = tie_as_read(read_model(AutoModelForImageTextToText, config, name, settings))
+    # Some classes name parts of a layer, or modules that are never called.
+    layers = {type(module).__name__ for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
+    model._no_split_modules = sorted(layers)
+    upstream.keep_lone_token(model)
+    if sees_images_whole(config):
+        model.register_forward_pre_hook(add_image_masks, with_kwargs=True)
+    return freeze(model, args)
+
+
+def image_model_on_meta(config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
+    """Make a model that sees images without values: it knows positions; see `join_documents`."""
+    with torch.device("meta"):
+        return made(AutoModelForImageTextToText, config, **settings)
+
+
+@torch.compiler.disable
+def add_image_masks(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Give a model the masks of packed rows before it computes them; a text that it generates has another mask."""
+    is_other = any(kwargs.get(name) is not None for name in ("attention_mask", *CACHES))
+    if is_other or kwargs.get("position_ids") is None:
+        return None
+    return args, kwargs | image_masks(model.config, kwargs)
+
+
+IMAGES_AND_TEXT = Kind(AutoModelForImageTextToText, load_tokenizer, check_image_model)

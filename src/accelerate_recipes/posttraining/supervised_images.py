@@ -1,0 +1,332 @@
+"""Supervised fine-tuning on rows with images: from their files to batches of whole documents, each with its images.
+
+The order and the tokens of rows follow from texts and sizes of images alone. Data workers read and decode the images.
+"""
+
+import io
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from PIL import Image
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from trl import SFTConfig
+
+from accelerate_recipes.checkpoint.exported import Exported, as_exported, stops_of
+from accelerate_recipes.data import image_texts, rendering
+from accelerate_recipes.data.image_rows import load_image_sides
+from accelerate_recipes.data.image_texts import DOCUMENTS, ImageTexts, Size, cut_documents, rendered_documents
+from accelerate_recipes.data.messages import NUM_COMPARED
+from accelerate_recipes.data.packing import pack
+from accelerate_recipes.data.passes import made_of
+from accelerate_recipes.data.pictures import Pictures, checked_image, decoded, image_checksum
+from accelerate_recipes.data.prepared import lengths_of
+from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.metrics import Flops, flops_of_images
+from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.documents import text_positions
+from accelerate_recipes.models.images import image_model_on_meta, join_documents, patches_of
+from accelerate_recipes.posttraining.supervised import SupervisedRows, as_rendered, ends_of, flops_of_rows
+from accelerate_recipes.posttraining.trained_rows import (
+    USES,
+    check_rows_are_left,
+    check_same_targets,
+    check_same_template,
+    compare_with_rendering,
+    content_of_sides,
+    count_targets_of,
+    cut_at,
+    of_answers,
+    tell_of_parts,
+)
+from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
+from accelerate_recipes.run import Run
+
+NO_LIMIT = 1 << 40  # tokens of a document
+SMALL = (96, 96)
+BLANK = (32, 32)  # size of the image of a batch without images
+
+
+class PackedDocuments(Sequence):
+    """Rows of whole documents: numbers of rows of `tokens`, whose images lie in `read`, rows of `source`."""
+
+    def __init__(
+        self, tokens: datasets.Dataset, read: datasets.Dataset, documents: Sequence[Sequence[int]], source: str
+    ):
+        self.tokens, self.documents, self.source = tokens, documents, source
+        self.patches: list[int] = []  # of the tiles of all images
+        self.read = read.select_columns(["images", "row"])
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        found = self.tokens[[*self.documents[number]]]
+        read = [self.read[source] for source in found["source"]]
+        return {
+            "input_ids": [token for ids in found["input_ids"] for token in ids],
+            "labels": [label for labels in found["labels"] for label in labels],
+            "seq_lengths": [*map(len, found["input_ids"])],
+            "images": [row["images"][: len(sums)] for row, sums in zip(read, found["checksums"], strict=True)],
+            "checksums": found["checksums"],
+            "image_begins": found["image_begins"],
+            "places": [f"{self.source}, row {row['row']}" for row in read],
+        }
+
+    def sum_of(self, counts: np.ndarray) -> np.ndarray:
+        """Sum a number of each document over the documents of each row."""
+        return np.array([counts[[*numbers]].sum() for numbers in self.documents])
+
+
+class ImageCollator:
+    """Collator of rows of documents: joins them in one row, (1, T), with what the model reads of their images.
+
+    A batch without an image gets a blank one, as a further document without targets: under FSDP, all ranks must compute the
+    parts of the model that see images. Its parts are made when they are needed, in each data worker.
+    """
+
+    def __init__(self, processor: ProcessorMixin, config: PreTrainedConfig):
+        self.processor, self.config = processor, config
+
+    def __reduce__(self):
+        return ImageCollator, (self.processor, self.config)
+
+    @cached_property
+    def pictures(self) -> Pictures:
+        return Pictures(self.processor)
+
+    @cached_property
+    def base(self) -> Any:
+        return image_model_on_meta(self.config).base_model
+
+    @cached_property
+    def blank(self) -> dict[str, torch.Tensor]:
+        image = Image.new("RGB", BLANK)
+        text = self.pictures.text_of(*BLANK, False)
+        ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.document(ids, [IGNORE_INDEX] * len(ids), [image])  # pyright: ignore[reportArgumentType]
+
+    def document(self, ids: list[int], labels: list[int], images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+        tokens = {"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels])}
+        return tokens | self.pictures.types_of(tokens["input_ids"]) | self.pictures.inputs(images)
+
+    def documents(self, row: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
+        ends, images = itertools.accumulate(row["seq_lengths"]), self.images_in(row)
+        for end, length, own in zip(ends, row["seq_lengths"], row["images"], strict=True):
+            part = slice(end - length, end)
+            yield self.document(row["input_ids"][part], row["labels"][part], [*itertools.islice(images, len(own))])
+
+    def images_in(self, row: dict[str, Any]) -> Iterator[Image.Image]:
+        """Read and decode the images of a row.
+
+        Raises:
+            DataError: for a file that has changed since the rows were prepared.
+        """
+        for images, checksums, place in zip(row["images"], row["checksums"], row["places"], strict=True):
+            for number, (image, of_image) in enumerate(zip(images, checksums, strict=True), 1):
+                said = f"{place}, image {number}"
+                yield decoded(checked_image(image, of_image, said), said)
+
+    def show(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Make a batch to show: rows with padding, and small images, by the places of their tokens in a row."""
+        longest = max(len(row["input_ids"]) for row in rows)
+        filled: dict[str, list] = {
+            name: [] for name in ("input_ids", "labels", "attention_mask", "position_ids", "images")
+        }
+        for row in rows:
+            padding = longest - len(row["input_ids"])
+            places = [place for length in row["seq_lengths"] for place in range(length)]
+            labels = [IGNORE_INDEX if place == 0 else label for place, label in zip(places, row["labels"], strict=True)]
+            filled["input_ids"].append(row["input_ids"] + [0] * padding)
+            filled["labels"].append(labels + [IGNORE_INDEX] * padding)
+            filled["attention_mask"].append([1] * len(places) + [0] * padding)
+            filled["position_ids"].append(places + [1] * padding)
+            starts = itertools.accumulate(row["seq_lengths"], initial=0)
+            begins = [start + begin for start, some in zip(starts, row["image_begins"], strict=False) for begin in some]
+            filled["images"].append(dict(zip(begins, map(small, self.images_in(row)), strict=True)))
+        return {name: values if name == "images" else torch.tensor(values) for name, values in filled.items()}
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        try:
+            documents = [document for row in rows for document in self.documents(row)]
+        except DataError as error:
+            return {"error": str(error)}
+        if not any("pixel_values" in document for document in documents):
+            documents.append(self.blank)
+        batch = join_documents(self.base, documents)
+        batch["labels"][text_positions(batch["position_ids"]) == 0] = IGNORE_INDEX
+        return batch
+
+
+def prepare_with_images(
+    run: Run[Any], config: SFTConfig, model: PreTrainedModel, processor: ProcessorMixin, base_stops: set[int]
+) -> SupervisedRows:
+    """Read rows with images, render, cut and pack them; count them, and compare the first with the export's rendering.
+
+    The base stops at `base_stops`.
+
+    Raises:
+        ConfigError: like `supervised.prepare_supervised`, and if the images of each row leave no room for an answer.
+        DataError: for rows and images that cannot be read.
+    """
+    args, tokenizer = run.args, processor.tokenizer
+    stops = base_stops | stops_of(tokenizer)
+    sides, written = on_first_of_machine_before_others(lambda: load_image_sides(args, processor, stops))
+    if run.resumed_from:
+        check_same_template(tokenizer, run.resumed_from)
+        check_same_targets(args, sides["train"].features, run.resumed_from)
+    sizes = itertools.chain(*(sizes_in(rows, args.sources[side] or args.source) for side, rows in sides.items()))
+    texts, patches = on_first_rank(lambda: texts_and_patches(Pictures(processor), sizes, model.config))
+    how = {"assistant_only": of_answers(args, sides["train"].features), "stops": sorted(stops)}
+    longest = config.max_length or NO_LIMIT
+    whole, cut, packed, first, added = {}, {}, {}, [], 0
+    for side, rows in sides.items():
+        whole[side] = found = render_image_side(run, side, rows, tokenizer, texts, how)
+        check_room(found, longest)
+        if side == "train":
+            sources = found.data.column("source").to_numpy()
+            added = tell_of_parts(run, found, sources)
+            first = [as_rendered(row) for row in found.select(range(int((sources < NUM_COMPARED).sum())))]
+        cut_all = partial(made_of, found, partial(cut_documents, longest=longest), DOCUMENTS, desc="Cutting documents")
+        cut[side] = on_first_of_machine_before_others(cut_all)
+        check_rows_are_left(sides, {side: cut[side]}, config.max_length)
+        is_packed = config.packing if side == "train" or config.eval_packing is None else config.eval_packing
+        lengths = lengths_of(cut[side]).tolist()
+        pieces = pack(lengths, longest) if is_packed else [[(number,)] for number in range(len(lengths))]
+        documents = [[number for number, *_ in row] for row in pieces]
+        packed[side] = PackedDocuments(cut[side], rows, documents, args.sources[side] or args.source)
+    content = content_of_sides(run, cut["train"], cut["test"])
+    exported = Exported(*as_exported(model, tokenizer)[:3], processor)
+    targets, num_ended, ends = count_targets_of(cut["train"], exported.stops)
+    if not num_ended:
+        num_ended, ends = ends_of(config, cut["train"], first, exported)
+    place = run, exported, base_stops
+    on_first_rank(lambda: compare_with_rendering(*place, with_files(run, written), first, ends, **how))
+    counts = {"with an end": num_ended} | ({"packed from": len(cut["train"])} if config.packing else {})
+    counts |= {"left out": len(sides["train"]) - len(cut["train"]) + added}
+    counts |= cut_at(lengths_of(whole["train"]), config.max_length)
+    counts |= {"images": sum(len(sums) for sums in cut["train"]["checksums"])}
+    num_read = {side: len(rows) for side, rows in sides.items()}
+    collate = ImageCollator(processor, model.config)
+    counted = {"num_read": num_read, "num_targets": packed["train"].sum_of(targets), "counts": counts}
+    packed["train"].patches = patches_in(cut["train"], sides["train"], patches)
+    return SupervisedRows(run, packed["train"], packed["test"], collate, content, collate.show, **counted)
+
+
+Patches = dict[tuple[int, int, bool], list[int]]  # by width, height, and whether the image is among others
+
+
+def texts_and_patches(
+    pictures: Pictures, sizes: Iterable[tuple[str, list[Size]]], config: PreTrainedConfig
+) -> tuple[ImageTexts, Patches]:
+    """Make the texts that stand for images of these sizes, and count their patches, by tiles that are computed together."""
+    texts = pictures.texts_for(sizes)
+    counts = {key: patches_of(config, inputs) for key, inputs in pictures.shapes.items()}
+    return texts, {key: found[: len(found) // 2] if key[2] else found for key, found in counts.items()}
+
+
+def patches_in(documents: datasets.Dataset, read: datasets.Dataset, patches: Patches) -> list[int]:
+    """List the patches of all tiles of the images of documents."""
+    read = read.select_columns(["widths", "heights"])
+    found = []
+    for source, sums in zip(documents["source"], documents["checksums"], strict=True):
+        row = read[source]
+        for width, height, _ in zip(row["widths"], row["heights"], sums, strict=False):
+            found += patches[width, height, len(sums) > 1]
+    return found
+
+
+def flops_with_images(args: Any, rows: PackedDocuments, num_targets: int) -> Callable[[PreTrainedModel], Flops]:
+    """Return a function that counts the training FLOPs of a model per target of packed documents, images too, for MFU."""
+    of_texts = flops_of_rows(args, rows.tokens, num_targets)
+    ends, begins = (sum(map(sum, rows.tokens[name])) for name in ("image_ends", "image_begins"))
+
+    def flops_fn(model: PreTrainedModel) -> Flops:
+        of_images = flops_of_images(model, rows.patches, ends - begins) / max(1, num_targets)
+        attended, full_rows = of_texts(model)
+        return Flops(attended + of_images, full_rows and full_rows + of_images)
+
+    return flops_fn
+
+
+def small(image: Image.Image) -> bytes:
+    """Return an image as the content of a PNG file of at most SMALL pixels."""
+    image.thumbnail(SMALL)
+    image.save(file := io.BytesIO(), "PNG")
+    return file.getvalue()
+
+
+def sizes_in(rows: datasets.Dataset, source: str) -> Iterator[tuple[str, list[Size]]]:
+    """Yield the place of each row, for errors, and the sizes of its images."""
+    for number, widths, heights in zip(rows["row"], rows["widths"], rows["heights"], strict=True):
+        yield f"{source}, row {number}", [*zip(widths, heights, strict=True)]
+
+
+def render_image_side(
+    run: Run[Any],
+    side: str,
+    rows: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: ImageTexts,
+    settings: dict[str, Any],
+) -> datasets.Dataset:
+    """Render the rows of a side as documents; see `image_texts.rendered_documents`.
+
+    Raises:
+        ConfigError: for a row that cannot be rendered, and if none has a target.
+    """
+    args = run.args
+    given = {"features": rows.features, "tokenizer": tokenizer, "date": args.template_date, "texts": texts}
+    make = partial(rendered_documents, **given, source=args.sources[side] or args.source, **settings)
+    use = f"rows to {USES[side]} on"
+    how = {"code": (image_texts, rendering), "num_proc": args.dataset_num_proc, "desc": f"Tokenizing {use}"}
+    found = on_first_of_machine_before_others(partial(made_of, rows, make, DOCUMENTS, **how))
+    if not len(found):
+        raise ConfigError(
+            f"none of {len(rows):,} {use} has an answer that is a target, which is a message of the role 'assistant' with a "
+            "text; give rows with answers, or train everything by --assistant_only_loss false"
+        )
+    return found
+
+
+def check_room(documents: datasets.Dataset, longest: int) -> None:
+    """Check that the images of some document leave room for a target.
+
+    Raises:
+        ConfigError: if none does.
+    """
+    begins, ends = (np.array([sum(numbers) for numbers in documents[name]]) for name in ("image_begins", "image_ends"))
+    fewest, most = (ends - begins).min(), (ends - begins).max()
+    if fewest >= longest:
+        raise ConfigError(
+            f"the images of a row take {fewest:,} to {most:,} tokens, and --max_length is {longest:,}: no answer is left; "
+            "raise it, or give smaller images (--image_max_pixels)"
+        )
+
+
+def with_files(run: Run[Any], rows: list[dict]) -> list[dict]:
+    """Return rows whose images are files: those that are not are written into the output directory.
+
+    Raises:
+        ConfigError: if a file of the user is in the way.
+    """
+    folder, found = run.output_dir.resolve() / "images", []
+    for row in rows:
+        images = []
+        for image in row["images"]:
+            # Beside the bytes there may be a path, that of a file elsewhere.
+            if image["bytes"] is not None and not run.args.data_only:
+                file = folder / image_checksum(image["bytes"])
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                except FileExistsError:
+                    raise ConfigError(f"{folder} is a file, where images are to be written; move it away") from None
+                file.write_bytes(image["bytes"])
+                image = {"path": str(file), "bytes": None}
+            images.append(image)
+        found.append(row | {"images": images})
+    return found

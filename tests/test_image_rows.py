@@ -1,0 +1,447 @@
+"""Tests of rows with images: the forms in which people have them, their errors, and tokens that follow from sizes alone."""
+
+import base64
+import io
+import json
+import os
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import tiny_images
+import torch
+from conversations import TOOL, call
+from PIL import Image
+from tiny_images import picture
+
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.data import image_rows
+from accelerate_recipes.data.image_places import PLACE, SEEN
+from accelerate_recipes.data.image_rows import ImageRowArgs, load_image_sides
+from accelerate_recipes.data.messages import TEXT
+from accelerate_recipes.data.pictures import ORIENTATION, Pictures, checked_image, decoded, image_checksum, upright_size
+from accelerate_recipes.errors import ConfigError, DataError
+
+SIZES = {"a.png": (24, 16), "b.png": (16, 32), "c.png": (40, 20)}
+IMAGE = {"type": "image"}
+ANSWER = {"role": "assistant", "content": "A cat."}
+
+
+@dataclass
+class Args(ImageRowArgs, TrainArgs):
+    """Arguments of a recipe that reads rows with images."""
+
+    completion_only_loss: bool | None = None
+    assistant_only_loss: str = "auto"
+    dataset_num_proc: int | None = None
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return tiny_images.processor("qwen2_vl")
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Return a folder with three images, and a row to evaluate on."""
+    for seed, (name, size) in enumerate(SIZES.items()):
+        picture(*size, seed).save(tmp_path / name)
+    write(tmp_path / "eval.jsonl", [{"messages": [user("Held out?", 1), ANSWER], "images": ["a.png"]}])
+    return tmp_path
+
+
+def user(text: str, num_images: int = 0, before: bool = True) -> dict:
+    parts = [IMAGE] * num_images
+    said = [{"type": "text", "text": text}]
+    return {"role": "user", "content": parts + said if before else said + parts}
+
+
+def asking(text: str = "What?", num_images: int = 1, **columns) -> dict:
+    return {"messages": [user(text, num_images), ANSWER]} | columns
+
+
+def write(file: Path, rows: list[dict]) -> str:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def load(folder: Path, processor, rows: list[dict] | Path, **settings):
+    file = rows if isinstance(rows, Path) else write(folder / "rows.jsonl", rows)
+    args = Args(train_files=[str(file)], **{"eval_files": [str(folder / "eval.jsonl")]} | settings)
+    return load_image_sides(args, processor, {4})
+
+
+def as_parts(role: str, *parts: str) -> dict:
+    return {"role": role, "content": [IMAGE if part == PLACE else {"type": "text", "text": part} for part in parts]}
+
+
+CAT = as_parts("assistant", "A cat.")
+# What people have in a row, the messages that it becomes, and the files of its images.
+FORMS = {
+    "LLaVA": (
+        {"image": "a.png", "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]},
+        [as_parts("user", PLACE, "\nWhat?"), CAT], "a",
+    ),
+    "LLaMA-Factory": (
+        {"images": ["b.png", "a.png"], "messages": [{"role": "user", "content": "<image> or <image>?"}, ANSWER]},
+        [as_parts("user", PLACE, " or ", PLACE, "?"), CAT], "ba",
+    ),
+    "parts and a column": (
+        {"images": ["c.png"], "messages": [user("What?", 1, before=False), ANSWER]},
+        [as_parts("user", "What?", PLACE), CAT], "c",
+    ),
+    "parts with indices and nulls": (
+        {"images": ["c.png", "a.png"], "messages": [
+            {"role": "user", "content": [
+                {"type": "image", "text": None, "index": 0}, {"type": "text", "text": "What?", "index": None},
+                {"type": "image", "text": None, "index": 1}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "A cat.", "index": None}]}]},
+        [as_parts("user", PLACE, "What?", PLACE), CAT], "ca",
+    ),
+    "parts that name images": (
+        {"messages": [{"role": "user", "content": [
+            {"type": "image", "path": "a.png"}, {"type": "text", "text": "or"}, {"type": "image", "image": "b.png"},
+            {"type": "image_url", "image_url": {"url": "c.png"}}]}, ANSWER]},
+        [as_parts("user", PLACE, "or", PLACE, PLACE), CAT], "abc",
+    ),
+    "texts of prompt and completion": (
+        {"image": {"path": "a.png"}, "prompt": "<image>What?", "completion": "A cat."},
+        [as_parts("user", PLACE, "What?"), CAT], "a",
+    ),
+    "prompt with an earlier answer": (
+        {"images": ["a.png"], "prompt": [user("What?", 1), ANSWER, user("Sure?")], "completion": [ANSWER]},
+        [as_parts("user", PLACE, "What?"), CAT | {"weight": 0}, as_parts("user", "Sure?"), CAT], "a",
+    ),
+    "question and answer": (
+        {"image": "a.png", "question": "<image>", "answer": "A cat."}, [as_parts("user", PLACE), CAT], "a",
+    ),
+    "Alpaca, with what was said before": (
+        {"images": ["a.png", "b.png", "c.png"], "system": "Be brief.", "history": [["<image>?", "A dog."]],
+         "instruction": "And <image>", "input": "<image>", "output": "A cat."},
+        [as_parts("system", "Be brief."), as_parts("user", PLACE, "?"), as_parts("assistant", "A dog."),
+         as_parts("user", "And ", PLACE, "\n", PLACE), CAT], "abc",
+    ),
+    "an answer with an image": (
+        {"images": ["a.png"], "messages": [user("Draw."), {"role": "assistant", "content": "Here: <image>"}]},
+        [as_parts("user", "Draw."), as_parts("assistant", "Here: ", PLACE)], "a",
+    ),
+    "calls of tools": (
+        {"images": ["a.png"], "tools": json.dumps([TOOL]), "messages": [
+            user("Weather?", 1), call("weather", town="Bern"), {"role": "tool", "content": "4"}, ANSWER]},
+        [as_parts("user", PLACE, "Weather?"), call("weather", town="Bern") | {"content": None}, as_parts("tool", "4"), CAT], "a",
+    ),
+    "other columns": (
+        asking(images=["a.png"], row=7, checksums="x", pixel_values=[1]), [as_parts("user", PLACE, "What?"), CAT], "a",
+    ),
+    "text alone": ({"messages": [user("Who?"), ANSWER], "images": []}, [as_parts("user", "Who?"), CAT], ""),
+}  # fmt: skip
+WITH_TOOLS = "{% if tools %}{{ tools }}{% endif %}{% for m in messages %}{{ m.tool_calls }}{% endfor %}"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(name, folder, processor, monkeypatch):
+    row, messages, files = FORMS[name]
+    if "tools" in row:
+        monkeypatch.setattr(processor.tokenizer, "chat_template", WITH_TOOLS + processor.tokenizer.chat_template)
+    plain = {"messages": [user("Plain?"), ANSWER]} if "messages" in row else {}
+    sides, first = load(folder, processor, [row] + [plain] * bool(plain))
+    found = sides["train"][0]
+    without = [{name: value for name, value in m.items() if value is not None} for m in found["messages"]]
+    assert without == [{name: value for name, value in m.items() if value is not None} for m in messages]
+    names = [f"{letter}.png" for letter in files]
+    assert found["images"] == [{"path": str(folder / name), "bytes": None} for name in names]
+    assert list(zip(found["widths"], found["heights"], strict=True)) == [SIZES[name] for name in names]
+    assert found["checksums"] == [image_checksum((folder / name).read_bytes()) for name in names]
+    assert found["row"] == 1 and len(sides["test"]) == 1
+    assert found.get("tools") == ([TOOL] if "tools" in row else None)
+    written = [{name: value for name, value in m.items() if value is not None} for m in first[0]["messages"]]
+    assert (written, first[0]["images"], first[0].get("tools")) == (without, found["images"], row.get("tools"))
+
+
+TURNS = datasets.List({"from": TEXT, "value": TEXT})
+BYTES = datasets.Value("binary")
+STRUCTURE = {"bytes": BYTES, "path": TEXT}
+
+
+@pytest.mark.parametrize("feature", [datasets.Image(), BYTES, STRUCTURE], ids=["Image", "bytes", "structure"])
+@pytest.mark.parametrize("where", ["image", "images", "part"])
+def test_parquet(feature, where, folder, processor, monkeypatch):
+    """Bytes in a file stay as they are: no image is decoded."""
+    content = (folder / "a.png").read_bytes()
+    value: object = content if feature == BYTES else {"bytes": content, "path": "elsewhere/a.png"}
+    turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "A cat."}]
+    if where == "part":
+        parts = [{"type": "image", "text": None, "image": value}], [{"type": "text", "text": "A cat.", "image": None}]
+        rows = {
+            "messages": [
+                {"role": role, "content": part} for role, part in zip(("user", "assistant"), parts, strict=True)
+            ]
+        }
+        content_type = datasets.List({"type": TEXT, "text": TEXT, "image": feature})
+        features = {"messages": datasets.List({"role": TEXT, "content": content_type})}
+    else:
+        rows = {"conversations": turns, where: value if where == "image" else [value]}
+        features = {"conversations": TURNS, where: feature if where == "image" else datasets.List(feature)}
+    table = datasets.Dataset.from_list([rows] * 2, features=datasets.Features(features))
+    table.to_parquet(folder / "rows.parquet")
+    monkeypatch.setattr(Image.Image, "load", None)
+    found = load(folder, processor, folder / "rows.parquet")[0]["train"][1]
+    assert found["images"][0]["bytes"] == content and found["messages"] == [as_parts("user", PLACE), CAT]
+    assert (found["widths"], found["heights"], found["checksums"]) == ([24], [16], [image_checksum(content)])
+
+
+DEEP = Image.fromarray((np.arange(800).reshape(20, 40) * 80).astype(np.uint16))
+WRONG = {
+    "more places": (asking(num_images=2, images=["a.png"]), {}, ["2 places", "1 images"]),
+    "more images": (asking(images=["a.png", "b.png"]), {}, ["1 places", "2 images"]),
+    "no place": (asking(num_images=0, image="a.png"), {}, ["0 places", "1 images"]),
+    "a place in a text, no image": (asking("See <image>.", 0), {}, ["1 places", "0 images"]),
+    "URL": (asking(images=["https://a.b/c.png"]), {}, ["https://a.b/c.png", "URL"]),
+    "data": (asking(images=["data:image/png;base64," + base64.b64encode(b"12").decode()]), {}, ["data:image", "URL"]),
+    "URL in a part": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}, ANSWER]},
+        {}, ["http://a/b", "URL"],
+    ),
+    "missing": (asking(images=["d.png"]), {}, ["d.png", "No such file"]),
+    "a folder": (asking(images=["."]), {}, ["directory"]),
+    "broken": (asking(images=["broken.png"]), {}, ["broken.png", "cannot identify"]),
+    "16 bits": (asking(images=["deep.png"]), {}, ["deep.png", "I;16"]),
+    "typed": (asking("A <|image_pad|>?", images=["a.png"]), {}, ["<|image_pad|>"]),
+    "typed and kept": (asking("A <|image_pad|>?", images=["a.png"]), {"control_tokens": "keep"}, ["<|image_pad|>", "A "]),
+    "a typed video": (asking("<|video_pad|>", images=["a.png"]), {"control_tokens": "keep"}, ["<|video_pad|>"]),
+    "video": (
+        {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}, ANSWER]}, {}, ["video", "a.mp4"],
+    ),
+    "two columns": (asking(images=["a.png"], image="b.png"), {}, ["images and image"]),
+    "another order": (
+        {"messages": [{"role": "user", "content": [IMAGE | {"index": 1}, IMAGE | {"index": 0}]}, ANSWER],
+         "images": ["a.png", "b.png"]}, {}, ["index 1", "place 0"],
+    ),
+    "half of the places name their image": (
+        {"messages": [{"role": "user", "content": [IMAGE | {"path": "a.png"}, IMAGE]}, ANSWER]}, {}, ["1 of 2"],
+    ),
+    "a number": (asking(images=[3]), {}, ["3"]),
+    "null": (asking(images=[None]), {}, ["None"]),
+    "private character": (asking(f"A{SEEN}", images=["a.png"]), {}, ["e001"]),
+    "messages that are a number": ({"messages": 3}, {}, ["3"]),
+    "no role": ({"messages": [{"content": "Who?"}, ANSWER]}, {}, ["role"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_name_file_and_row(name, folder, processor):
+    (folder / "broken.png").write_bytes(b"no image")
+    DEEP.save(folder / "deep.png")
+    row, settings, facts = WRONG[name]
+    with pytest.raises(DataError) as error:
+        load(folder, processor, [asking("First?", images=["a.png"]), row], **settings)
+    for fact in (f"{folder}/rows.jsonl, row 2", *facts):
+        assert fact in str(error.value)
+
+
+def test_in_processes(folder, processor, monkeypatch, worker_server):
+    """Rows and errors are the same in several processes."""
+    rows = [asking(f"{number}?", images=["abc"[number % 3] + ".png"]) for number in range(250)]
+    found = []
+    for number in (1, 2):
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / f"cache of {number}")
+        sides, first = load(folder, processor, rows, dataset_num_proc=number)
+        found.append(({name: [*side] for name, side in sides.items()}, first))
+    assert found[0] == found[1]
+    rows[220] = asking(num_images=2, images=["a.png"])
+    with pytest.raises(DataError, match=r"row 221 has 2 places .* 1 images"):
+        load(folder, processor, rows, dataset_num_proc=2)
+
+
+def test_runs_without_images_or_template(folder, processor, monkeypatch):
+    write(folder / "eval.jsonl", [{"messages": [user("Held out?"), ANSWER]}])
+    with pytest.raises(ConfigError, match=r"recipes/sft\.py"):
+        load(folder, processor, [asking(num_images=0)])
+    monkeypatch.setattr(processor.tokenizer, "chat_template", None)
+    with pytest.raises(ConfigError, match="--chat_template_path"):
+        load(folder, processor, [asking(images=["a.png"])])
+
+
+def test_everything_trained_with_a_prompt(folder, processor):
+    row = {"prompt": [user("What?", 1)], "completion": [ANSWER], "image": "a.png"}
+    with pytest.raises(ConfigError, match="--assistant_only_loss"):
+        load(folder, processor, [row], assistant_only_loss="false")
+    with pytest.raises(ConfigError, match="--completion_only_loss"):
+        load(folder, processor, [asking(images=["a.png"])], completion_only_loss=True)
+
+
+def test_paths_begin_in_the_folder_of_their_file(folder, processor):
+    """Also with files in two folders, and not with --image_folder."""
+    for number, name in enumerate(("one", "two")):
+        (folder / name).mkdir()
+        picture(10 + number, 20).save(folder / name / "same.png")
+        write(folder / name / "rows.jsonl", [asking(f"{name} {i}?", images=["same.png"]) for i in range(2 + number)])
+    files = [str(folder / name / "rows.jsonl") for name in ("one", "two")]
+    args = Args(train_files=files, eval_files=[str(folder / "eval.jsonl")])
+    train = load_image_sides(args, processor, {4})[0]["train"]
+    assert [row["widths"] for row in train] == [[10]] * 2 + [[11]] * 3
+    write(folder / "eval.jsonl", [asking("Held out?", images=["same.png"])])
+    args = Args(train_files=files, eval_files=args.eval_files, image_folder=str(folder / "two"))
+    assert [row["widths"] for row in load_image_sides(args, processor, {4})[0]["train"]] == [[11]] * 5
+    assert "--image_folder" in "".join(Args(train_files=files, image_folder=str(folder / "none")).problems(1))
+
+
+def test_rows_with_control_tokens_are_left_out_with_their_images(folder, processor):
+    rows = [
+        asking("One?", images=["a.png"]), asking("<|im_end|>", images=["b.png"]), asking("Two?", images=["c.png"]),
+    ]  # fmt: skip
+    train, first = load(folder, processor, rows, control_tokens="drop_rows")
+    assert [(row["row"], row["widths"]) for row in train["train"]] == [(1, [24]), (3, [40])]
+    assert [row["messages"][0]["content"][1]["text"] for row in first] == ["One?", "Two?"]
+    assert first[1]["images"][0]["path"].endswith("c.png")
+
+
+def test_sides_follow_from_images_and_question(folder, processor):
+    """Rows with the same images and question lie on one side, wherever the files lie; other images may lie on the other."""
+    names = [f"{number}.png" for number in range(24)]
+    for number, name in enumerate(names):
+        picture(16, 16, number).save(folder / name)
+    answers = [ANSWER, {"role": "assistant", "content": "No."}]
+    rows = [{"messages": [user("What?", 1), answer], "images": [name]} for name in names for answer in answers]
+    sides, _ = load(folder, processor, rows, eval_files=[], heldout_share=0.3)
+    heldout = [*sides["test"]["row"]]
+    assert 0 < len(heldout) < 48 and heldout == [row for n in range(1, 49, 2) if n in heldout for row in (n, n + 1)]
+    (elsewhere := folder / "elsewhere").mkdir()
+    for number, name in enumerate(names):
+        (folder / name).rename(elsewhere / f"x{number}.png")
+    rows = [row | {"images": [f"x{name}" for name in row["images"]]} for row in rows]
+    again, _ = load(elsewhere, processor, rows, eval_files=[], heldout_share=0.3)
+    assert [*again["test"]["row"]] == heldout
+
+
+def test_images_are_measured_again_once_they_change(folder, processor, monkeypatch):
+    rows = [asking(images=["a.png"])]
+    before = load(folder, processor, rows)[0]["train"][0]
+
+    def refuse(*_):
+        raise AssertionError("measured again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(image_rows, "upright_size", refuse)
+        assert load(folder, processor, rows)[0]["train"][0] == before
+    image, known = before["images"][0], before["checksums"][0]
+    assert checked_image(image, known, "rows.jsonl, row 1") == (folder / "a.png").read_bytes()
+    picture(24, 16, 9).save(folder / "a.png")
+    now = image_checksum((folder / "a.png").read_bytes())
+    with pytest.raises(DataError) as error:
+        checked_image(image, known, "rows.jsonl, row 1")
+    for fact in ("rows.jsonl, row 1", "a.png", known, now):
+        assert fact in str(error.value)
+    os.utime(folder / "a.png", (1, 1))
+    assert load(folder, processor, rows)[0]["train"][0]["checksums"] == [now]
+    (folder / "a.png").unlink()
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 1: .*a\.png"):
+        checked_image(image, known, "rows.jsonl, row 1")
+
+
+# Images of all kinds
+
+
+def saved(image: Image.Image, kind: str, **settings) -> bytes:
+    image.save(content := io.BytesIO(), kind, **settings)
+    return content.getvalue()
+
+
+def turned(kind: str, orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    return saved(picture(40, 20), kind, exif=exif)
+
+
+SMALL = picture(40, 20)
+KINDS = {
+    **{
+        f"{kind}, turned {way}": turned(kind, way)
+        for kind in ("JPEG", "PNG", "WEBP", "TIFF")
+        for way in (1, 3, 5, 6, 8)
+    },
+    "palette": saved(SMALL.quantize(16), "PNG"),
+    "palette with transparency": saved(SMALL.quantize(16), "PNG", transparency=bytes(range(16))),
+    "alpha": saved(SMALL.convert("RGBA"), "PNG"),
+    "gray with alpha": saved(SMALL.convert("LA"), "PNG"),
+    "black and white": saved(SMALL.convert("1"), "PNG"),
+    "CMYK": saved(SMALL.convert("CMYK"), "JPEG"),
+    "GIF of two": saved(SMALL.quantize(16), "GIF", save_all=True, append_images=[picture(40, 20, 1).quantize(16)]),
+    "one pixel": saved(picture(1, 1), "PNG"),
+    "three rows": saved(picture(17, 3), "PNG"),
+    "a strip": saved(picture(10_000, 10), "PNG"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes(kind):
+    """The size, of the header alone, is that of the decoded image."""
+    image = decoded(KINDS[kind], "row 1")
+    assert image.size == upright_size(KINDS[kind], "row 1") and image.mode == "RGB"
+    if "turned" in kind:
+        assert image.size == ((20, 40) if kind[-1] in "568" else (40, 20))
+
+
+BY_SIZE = ("qwen2_vl", "gemma3", "smolvlm", "llava_onevision", "mistral3")
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in tiny_images.FAMILIES if name not in BY_SIZE]
+
+
+@pytest.mark.parametrize("name", [*BY_SIZE, *MORE])
+def test_blank_ids_are_real_ids(name):
+    """Tokens made from sizes alone are those that the processor makes of the images; so are its refusals."""
+    processor = tiny_images.processor(name)
+    pictures, mark, refused = Pictures(processor), tiny_images.FAMILIES[name]["written"], []
+    others = [decoded(KINDS["alpha"], ""), decoded(KINDS["CMYK"], "")]
+    for kind, content in KINDS.items():
+        image, size = decoded(content, ""), upright_size(content, "")
+        for images in [[image], [others[0], image, others[1]]]:
+            sizes = [size if one is image else one.size for one in images]
+            text = "A" + f"{mark} b\n" * len(images)
+            try:
+                texts = pictures.texts_for([("row 9", sizes)]).of(sizes)
+            except DataError as error:
+                refused.append(kind)
+                assert f"{size[0]} x {size[1]}" in str(error) and "row 9" in str(error)
+                with pytest.raises(ValueError):
+                    processor(text=text, images=images)
+                continue
+            parts = zip(text.split(processor.image_token), [*texts, ""], strict=True)
+            ids = processor.tokenizer("".join(map("".join, parts)), add_special_tokens=False)["input_ids"]
+            real = processor(text=text, images=[images], add_special_tokens=False)["input_ids"]
+            assert ids == torch.as_tensor(real)[0].tolist(), kind
+    assert refused == ["a strip"] * 2 * name.startswith(("qwen", "glm", "mistral"))
+
+
+@pytest.mark.parametrize("kind", ["truncated", "truncated PNG", "empty", "text", "16 bits", "bomb"])
+def test_broken_images(kind, monkeypatch):
+    whole = KINDS["JPEG, turned 1"]
+    content = {
+        "truncated": whole[: len(whole) // 2],
+        "truncated PNG": KINDS["alpha"][:300],
+        "empty": b"",
+        "text": b"no",
+        "16 bits": saved(DEEP, "PNG"),
+    }
+    if kind == "bomb":
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    for read in (decoded, upright_size):
+        with pytest.raises(DataError, match=r"^rows\.jsonl, row 7: ") as error:
+            read(content.get(kind, whole), "rows.jsonl, row 7")
+        assert kind != "bomb" or all(number in str(error.value) for number in ("800", "200"))
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "smolvlm"])
+def test_processors_are_sent_to_workers(name):
+    pictures = pickle.loads(pickle.dumps(Pictures(tiny_images.processor(name))))
+    wanted = Pictures(tiny_images.processor(name))
+    assert pictures.text_of(24, 16, False) == wanted.text_of(24, 16, False)
+    found, values = pictures.inputs([SMALL]), wanted.inputs([SMALL])
+    assert found.keys() == values.keys() and all((found[key] == values[key]).all() for key in values)

@@ -1,0 +1,383 @@
+"""Tests of recipes/sft_vlm.py: tokens and targets of documents with images, their batches, runs of it, and exports."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_images
+import torch
+from datasets import Dataset
+from helpers import ROOT, STEPS, launch_ok, log_of, losses
+from PIL import Image
+from safetensors.torch import load_file
+from tiny_images import picture
+from transformers import AutoTokenizer
+
+from accelerate_recipes.args import resolve
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.checkpoint.check_export import check_export
+from accelerate_recipes.checkpoint.published import Published
+from accelerate_recipes.data.image_texts import DOCUMENTS, ImageTexts, cut_documents, expanded, render_documents
+from accelerate_recipes.data.pictures import Pictures, image_checksum
+from accelerate_recipes.data.rendering import Part
+from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.documents import text_positions
+from accelerate_recipes.models.pretrained import load_config
+from accelerate_recipes.models.processors import load_image_tokenizer, load_processor
+from accelerate_recipes.posttraining.supervised_images import ImageCollator, PackedDocuments, check_room, with_files
+
+SCRIPT = ROOT / "recipes/sft_vlm.py"
+FEW = ["qwen2_5_vl", "gemma3", "smolvlm", "llava_onevision", "mistral3"]
+IMAGE = {"type": "image"}
+SIZES = [(24, 16), (16, 32), (40, 20)]
+NO_MARKS = ("{% generation %}", "{% endgeneration %}")
+
+
+def text(said: str) -> dict:
+    return {"type": "text", "text": said}
+
+
+def row_of(num_images: int, *more: dict, **fields) -> dict:
+    """Make a row with two answers and its images behind each other, as `load_image_sides` returns it."""
+    parts = [part for number in range(num_images) for part in (IMAGE, text(f"look {number} "))]
+    messages = [
+        {"role": "user", "content": [*parts[:2], text("what?")]},
+        {"role": "assistant", "content": [text("a cat")]},
+        {"role": "user", "content": [*parts[2:], text("and now?")]},
+        {"role": "assistant", "content": [text("a dog")]},
+        *more,
+    ]
+    widths, heights = ([size[i] for size in SIZES[:num_images]] for i in (0, 1))
+    return {"messages": messages, "widths": widths, "heights": heights} | fields
+
+
+def texts_for(processor, *rows: dict):
+    sizes = [[*zip(row["widths"], row["heights"], strict=True)] for row in rows]
+    return Pictures(processor).texts_for(("here", size) for size in sizes)
+
+
+def trained_texts(tokenizer, document) -> list[str]:
+    """Return the runs of targets of a document as texts."""
+    found, last = [], None
+    for place, (token, is_target) in enumerate(zip(document.ids, document.targets, strict=True)):
+        if is_target:
+            found = [*found[:-1], found[-1] + [token]] if last == place - 1 else [*found, [token]]
+            last = place
+    return [tokenizer.decode(ids) for ids in found]
+
+
+@pytest.mark.parametrize("way", ["marks", "rule", "everything"])
+@pytest.mark.parametrize("name", FEW)
+def test_tokens_are_those_of_the_processor(name, way):
+    """Documents with none to three images have the tokens that the processor makes; their answers, and no image, are targets."""
+    processor = tiny_images.processor(name)
+    tokenizer = processor.tokenizer
+    if way == "rule":
+        for mark in NO_MARKS:
+            tokenizer.chat_template = tokenizer.chat_template.replace(mark, "")
+    rows = [row_of(number) for number in range(4)]
+    texts = texts_for(processor, *rows)
+    for number, row in enumerate(rows):
+        stops = [tokenizer.eos_token_id]
+        (found,) = render_documents(row, tokenizer, texts, assistant_only=way != "everything", stops=stops)
+        images = [picture(*size) for size in SIZES[:number]]
+        written = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        wanted = processor(text=[written], images=[images] if images else None, add_special_tokens=False)
+        assert found.ids == [*wanted["input_ids"][0]]
+        placeholders = np.isin(found.ids, [token for token in processor.image_token_ids if token is not None])
+        assert not (placeholders & found.targets).any() and placeholders.any() == bool(images)
+        inside = np.zeros(len(found.ids), bool)
+        for first, last in found.images:
+            inside[first:last] = True
+        assert len(found.images) == number and (inside >= placeholders).all()
+        if way == "everything":
+            assert (inside != found.targets).all()
+        else:
+            assert trained_texts(tokenizer, found) == ["a cat<|im_end|>", "a dog<|im_end|>"]
+
+
+def test_what_is_no_target():
+    """A message of weight 0 is none; a row without an answer gives no document."""
+    processor = tiny_images.processor("qwen2_vl")
+    row = row_of(2)
+    texts = texts_for(processor, row)
+    row["messages"][1]["weight"] = 0
+    render = partial(render_documents, tokenizer=processor.tokenizer, texts=texts, assistant_only=True, stops=[4])
+    (found,) = render(row)
+    assert trained_texts(processor.tokenizer, found) == ["a dog<|im_end|>"]
+    assert render(row | {"messages": row["messages"][:1], "widths": [24], "heights": [16]}) == []
+    with pytest.raises(ValueError, match=r"2 places for images .* 1 images"):
+        render(row | {"widths": [24], "heights": [16]})
+
+
+def test_an_earlier_answer_has_its_own_images():
+    """If a template writes an answer otherwise once others follow, the part until it has the first images alone."""
+    processor = tiny_images.processor("llava_onevision")
+    template = processor.tokenizer.chat_template
+    for mark in NO_MARKS:
+        template = template.replace(mark, "")
+    said = "{{ said(message['content']) + '<|im_end|>' }}{% else %}"
+    assert said in template
+    processor.tokenizer.chat_template = template.replace(said, "{{ 'hm' if loop.last }}" + said)
+    row = row_of(2)
+    texts = texts_for(processor, row)
+    first, whole = render_documents(row, processor.tokenizer, texts, assistant_only=True, stops=[4])
+    assert len(first.images) == 1 and len(whole.images) == 2
+    sizes = [*zip(row["widths"], row["heights"], strict=True)]
+    assert first.ids[slice(*first.images[0])] == processor.tokenizer(texts.of(sizes[:1]))["input_ids"][0]
+    assert first.images[0] != whole.images[0], "this family divides an image that is alone"
+
+
+def test_places_move_with_the_texts_of_images():
+    """Answers that begin behind an image, or end with one, keep their places."""
+    texts = ImageTexts("<i>", {(1, 1, False): "IMAGE", (1, 1, True): "II"})
+    part = Part("a<i>bc<i>d", [(4, 6), (5, 9), (9, 10)])
+    text, answers, images = expanded(part, [(1, 1), (1, 1)], texts)
+    assert text == "aIIbcIId" and [text[slice(*place)] for place in images] == ["II", "II"]
+    assert [text[slice(*place)] for place in answers] == ["bc", "cII", "d"]
+    assert expanded(Part("<i>", [(0, 3)]), [(1, 1)], texts) == ("IMAGE", [(0, 5)], [(0, 5)])
+
+
+def cut(longest: int, differs_alone: bool = False) -> dict | None:
+    """Cut a document: text, an image, text, an answer, an image, text, an answer, with ten tokens each, and text."""
+    targets = [False, False, False, True, False, False, True, False]
+    ids = list(range(80))
+    labels = [token if targets[token // 10] else IGNORE_INDEX for token in ids]
+    row = {
+        "input_ids": ids,
+        "labels": labels,
+        "source": 0,
+        "opened": "",
+        "image_begins": [10, 40],
+        "image_ends": [20, 50],
+    }
+    row |= {"checksums": ["a", "b"], "differs_alone": differs_alone}
+    found = cut_documents(Dataset.from_list([row], features=DOCUMENTS).data.table, 0, longest).to_pylist()
+    return found[0] if found else None
+
+
+def test_a_document_is_cut_behind_a_target():
+    """A cut document ends with a target and holds whole images; without a target, it is left out."""
+    assert cut(80)["input_ids"] == list(range(80)), "it is not cut"
+    for longest, kept, images in ((79, 70, 2), (65, 65, 2), (60, 40, 1), (45, 40, 1), (35, 35, 1)):
+        found = cut(longest)
+        assert found["input_ids"] == list(range(kept)), longest
+        assert found["labels"][-1] == kept - 1
+        assert [len(found[name]) for name in ("image_begins", "image_ends", "checksums")] == [images] * 3
+    for longest in (30, 15, 5):
+        assert cut(longest) is None
+    assert cut(60, differs_alone=True) is None and cut(65, differs_alone=True) is not None
+
+
+def test_images_must_leave_room():
+    rows = {"image_begins": [[1, 20], [1]], "image_ends": [[11, 40], [12]]}
+    check_room(Dataset.from_dict(rows), 12)
+    with pytest.raises(ConfigError, match=r"11 to 30 tokens.*--max_length is 11.*--image_max_pixels"):
+        check_room(Dataset.from_dict(rows), 11)
+
+
+def packed_rows(tmp_path, processor) -> PackedDocuments:
+    """Make a row of three documents with two, no and one image, and one of a document alone without images."""
+    rows, tokens = [], []
+    for number, num_images in enumerate((2, 0, 1, 0)):
+        images = []
+        for place in range(num_images):
+            picture(*SIZES[place], seed=10 * number + place).save(file := tmp_path / f"{number}_{place}.png")
+            images.append({"path": str(file), "bytes": None})
+        rows.append(row_of(num_images, images=images, row=number + 1))
+    texts = texts_for(processor, *rows)
+    for number, row in enumerate(rows):
+        (found,) = render_documents(row, processor.tokenizer, texts, assistant_only=False)
+        labels = [
+            token if is_target else IGNORE_INDEX for token, is_target in zip(found.ids, found.targets, strict=True)
+        ]
+        begins, ends = ([place[i] for place in found.images] for i in (0, 1))
+        sums = [image_checksum(Path(image["path"]).read_bytes()) for image in row["images"]]
+        tokens.append((found.ids, labels, number, "", begins, ends, sums, False))
+    columns = dict(zip(DOCUMENTS, map(list, zip(*tokens, strict=True)), strict=True))
+    read = Dataset.from_list([{name: row[name] for name in ("images", "row")} for row in rows])
+    return PackedDocuments(Dataset.from_dict(columns, features=DOCUMENTS), read, [[0, 1, 2], [3]], "rows.jsonl")
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_batches(name, tmp_path):
+    """A batch has each document's own images in their order, and a blank one where it has none."""
+    processor = tiny_images.processor(name)
+    rows = packed_rows(tmp_path, processor)
+    collate = ImageCollator(processor, tiny_images.config(name))
+    batch = collate([rows[0]])
+    starts = [0, *np.cumsum(rows[0]["seq_lengths"])]
+    assert (text_positions(batch["position_ids"])[0] == 0).nonzero()[:, 0].tolist() == starts[:-1]
+    assert (batch["labels"][0, starts[:-1]] == IGNORE_INDEX).all()
+    seen = [[picture(*SIZES[0], 0), picture(*SIZES[1], 1)], [picture(*SIZES[0], 20)]]
+    wanted = torch.cat(
+        [processor.image_processor(images, return_tensors="pt")["pixel_values"].flatten() for images in seen]
+    )
+    if name in ("qwen2_5_vl", "gemma3"):  # others pad images beside each other
+        assert torch.equal(batch["pixel_values"].flatten(), wanted)
+    alone = collate([rows[1]])
+    assert alone["input_ids"].shape[1] > len(rows[1]["input_ids"]) and not alone["pixel_values"].isnan().any()
+    behind = alone["labels"][0, len(rows[1]["input_ids"]) :]
+    assert (behind == IGNORE_INDEX).all() and text_positions(alone["position_ids"])[0, len(rows[1]["input_ids"])] == 0
+    both = collate([rows[1], rows[0]])
+    assert both["input_ids"].shape[1] == sum(len(row["input_ids"]) for row in (rows[0], rows[1])), "no blank is needed"
+    Image.new("RGB", SIZES[0]).save(tmp_path / "0_0.png")
+    assert "rows.jsonl, row 1, image 1" in collate([rows[0]])["error"]
+
+
+def test_images_in_rows_become_files(tmp_path):
+    """The check of an export reads images of the first rows from files, also those whose bytes came with a name."""
+    run: Any = SimpleNamespace(output_dir=tmp_path, args=SimpleNamespace(data_only=False))
+    images = [{"path": None, "bytes": b"a"}, {"path": "b.png", "bytes": b"b"}, {"path": "/c.png", "bytes": None}]
+    (row,) = with_files(run, [{"images": images}])
+    assert [image["bytes"] for image in row["images"]] == [None] * 3 and row["images"][2] == images[2]
+    assert [Path(image["path"]).read_bytes() for image in row["images"][:2]] == [b"a", b"b"]
+    run.output_dir = tmp_path / "mine"
+    run.output_dir.mkdir()
+    (run.output_dir / "images").touch()
+    with pytest.raises(ConfigError, match="images is a file"):
+        with_files(run, [{"images": images}])
+
+
+def test_the_template_is_that_of_the_processor(tmp_path):
+    """A base of transformers 4 has another template for its tokenizer; its export writes images by both."""
+    base = tiny_images.save_base(tmp_path / "base", "qwen2_vl")
+    (base / "chat_template.jinja").rename(tmp_path / "template")
+    template = (tmp_path / "template").read_text(encoding="utf-8")
+    (base / "chat_template.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
+    for own in (None, "{% for message in messages %}{{ message['content'] }}{% endfor %}"):
+        settings = json.loads((base / "tokenizer_config.json").read_text())
+        (base / "tokenizer_config.json").write_text(json.dumps(settings | ({"chat_template": own} if own else {})))
+        tokenizer = load_image_tokenizer(str(base))
+        assert tokenizer.chat_template == template
+        for changed in (template, f"{template}!"):
+            tokenizer.chat_template = changed
+            config = load_config(str(base))
+            out = tmp_path / f"export{len(changed)}{bool(own)}"
+            config.save_pretrained(out)
+            Published(config, load_processor(str(base), tokenizer)).save_pretrained(out)
+            assert AutoTokenizer.from_pretrained(out).chat_template == changed
+            assert load_image_tokenizer(str(out)).chat_template == changed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Make rows with images of several sizes; in some batches all, some or none have images."""
+    place = tmp_path_factory.mktemp("rows")
+    (place / "images").mkdir()
+    rows = []
+    for number in range(30):
+        images = []
+        for image in range((0, 0, 1, 2, 0)[number % 5]):
+            picture(*SIZES[(number + image) % 3], seed=31 * number + image).save(place / f"images/{number}_{image}.png")
+            images.append(f"images/{number}_{image}.png")
+        asked = [*([IMAGE] * len(images)), text(f"question {number}")]
+        answer = {"role": "assistant", "content": [text(f"answer {number % 7}")]}
+        rows.append({"messages": [{"role": "user", "content": asked}, answer], "images": images})
+    for name, some in (("train", rows[:24]), ("test", rows[24:])):
+        (place / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in some), encoding="utf-8")
+    for name in ("qwen2_5_vl", "gemma3"):
+        tiny_images.save_base(place / name, name)
+    return place
+
+
+def arguments(folder, name: str) -> list:
+    return [
+        "--model_name_or_path", folder / name, "--train_files", folder / "train.jsonl", "--eval_files",
+        folder / "test.jsonl", "--max_length", 64, "--total_batch_size", 6, "--per_device_train_batch_size", 1,
+        "--per_device_eval_batch_size", 2, "--learning_rate", "1e-3", "--adam_epsilon", "1e-3", "--logging_steps", 1,
+        "--max_steps", STEPS, "--save_steps", 3, "--async_save", "false", "--dataloader_num_workers", 0,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def both(folder, killed_and_resumed):
+    """Run the recipe under FSDP on two ranks, once without end, and once killed, with data workers, and resumed."""
+    return killed_and_resumed(SCRIPT, *arguments(folder, "qwen2_5_vl"))
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_resumed(both, folder):
+    """The resumed run has the same weights, bit for bit; what is frozen is as in the base."""
+    whole, out = (load_file(run / "export/model.safetensors") for run in both)
+    base = load_file(folder / "qwen2_5_vl/model.safetensors")
+    assert whole.keys() == out.keys() == base.keys()
+    changed = {name for name in base if not torch.equal(base[name], out[name])}
+    assert all(torch.equal(whole[name], out[name]) for name in base)
+    assert all(base[name].shape == out[name].shape and base[name].dtype == out[name].dtype for name in base)
+    assert changed == {name for name in base if "visual" not in name or "merger" in name}
+
+
+@pytest.mark.slow
+def test_an_export_is_read_by_transformers(both, folder):
+    """The export has its processor, which makes the trained tokens of rows; check-export answers with an image."""
+    export = both[1] / "export"
+    said = check_export(export, None, 3)
+    assert "The export renders the first 16 rows as they were trained" in said and "Answer: " in said
+    image = folder / "images/3_0.png"
+    said = check_export(export, ["question 3"], 3, [image, image])
+    assert said.count("<|image_pad|>...") == 2 and "question 3" in said
+    with pytest.raises(DataError, match=r"rows.jsonl.* cannot be read"):
+        check_export(export, ["question 3"], 3, [folder / "rows.jsonl"])
+    shutil.copytree(export, other := both[1].parent / "moved/export")
+    shutil.copy(both[1] / "rows.json", other.parent)
+    settings = json.loads((other / "processor_config.json").read_text())
+    settings["image_processor"]["size"] = {"shortest_edge": 64, "longest_edge": 256}
+    (other / "processor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="row 3"):
+        check_export(other, None, 3)
+    rows = (other.parent / "rows.json").read_text()
+    (other.parent / "rows.json").write_text(rows.replace("/images/", "/gone/"))
+    said = check_export(other, ["question 3"], 3)
+    assert "not compared" in said and "gone/2_0.png" in said and "Answer: " in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config, num_processes", [("fsdp_full", 3), ("ddp", 2)])
+def test_any_number_of_ranks(forks, both, folder, tmp_path, config, num_processes):
+    """Steps of which all, some or no ranks have images are the same on any number of ranks."""
+    forks.succeed(tmp_path / "out", *arguments(folder, "qwen2_5_vl"), config=config, num_processes=num_processes)
+    assert losses(tmp_path / "out") == pytest.approx(losses(both[0]), rel=2e-5)
+
+
+@pytest.mark.slow
+def test_gemma(folder, tmp_path):
+    """A Gemma 3, whose images see themselves whole, trains packed with recomputation as it does alone."""
+    more = ["--logging_steps", 1, "--packing", "--max_steps", 2, "--output_dir"]
+    launch_ok(tmp_path, "single", SCRIPT, *arguments(folder, "gemma3"), *more, tmp_path / "one")
+    flags = ("--num_processes", "2", "--fsdp_activation_checkpointing", "true")
+    launch_ok(tmp_path, "fsdp_full", SCRIPT, *arguments(folder, "gemma3"), *more, tmp_path / "two", flags=flags)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-5)
+    page = (tmp_path / "two/rows.html").read_text()
+    assert page.count("<img") >= 3 and "x 4" in (tmp_path / "two/rows.txt").read_text()
+
+
+@pytest.mark.slow
+def test_adapters(forks, folder, tmp_path):
+    """An export of adapters alone, without a config.json, renders rows with images and answers."""
+    out = tmp_path / "out"
+    said = forks.succeed(out, *arguments(folder, "qwen2_5_vl"), "--use_peft", "--max_steps", 1)
+    assert "The export renders the first 16 rows as they were trained" in said
+    assert not (out / "export/config.json").exists()
+    said = check_export(out / "export", ["question 3"], 3, [folder / "images/3_0.png"])
+    assert "<|image_pad|>..." in said and "Answer: " in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("longest, kind", [(12, "24 rows is left to train"), (30, "6 rows is left to evaluate")])
+def test_no_row_is_left(forks, folder, tmp_path, longest, kind):
+    out = tmp_path / "out"
+    assert forks.run(out, *arguments(folder, "qwen2_5_vl"), "--max_length", longest) == 2
+    log = log_of(out)
+    assert f"none of {kind} on" in log and f"--max_length {longest}" in log and "Traceback" not in log
+
+
+def test_a_setting_without_effect_is_refused():
+    problems = resolve(shipped.load(SCRIPT).Args, ["--shuffle_dataset"], world_size=1)[1]
+    assert "is not an argument of the recipe" in problems[0] and "--seed" in problems[0]
