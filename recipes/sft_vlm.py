@@ -44,6 +44,7 @@ class Args(ImageRowArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig):
         None,
         "Most pixels of an image, to which larger ones are scaled, for models that read images of any size.",
         group="data",
+        min=1,
     )
     assistant_only_loss: str = arg(
         "auto",
@@ -66,11 +67,7 @@ class Args(ImageRowArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig):
         "pad_to_multiple_of": "remove it: rows have no padding",
     }
     groups = TrainerArgs.groups | {"packing": "task"}
-    ranges = TrainerArgs.ranges | {
-        "dataset_num_proc": Range(min=1),
-        "max_length": Range(min=2),
-        "image_max_pixels": Range(min=1),
-    }
+    ranges = dict.fromkeys(("dataset_num_proc",), Range(min=1)) | {"max_length": Range(min=2)}
     template_model = ""
     router_aux_loss_coef = 0.0
 

@@ -497,7 +497,7 @@ def test_rows_to_evaluate_on(tmp_path, capsys):
     few = [rows[1], *({"prompt": f"Other {i}", "completion": " No."} for i in range(9))]
     prepare(folder, rows, "--eval_files", str(write(tmp_path / "eval.jsonl", few)))  # a published split may repeat some
     assert "1 of 10 rows of " in (said := capsys.readouterr().out) and "the first is 'Question 1'" in said
-    with pytest.raises(ConfigError, match=r"none of 3 rows is left to train on: .*within --max_length 2 .*raise it"):
+    with pytest.raises(ConfigError, match=r"none of 3 rows is left to train on: .*within --max_length 2; raise it"):
         prepare(
             folder,
             rows,

@@ -287,8 +287,8 @@ def check_rows_are_left(
     for name, rows in prepared.items():
         if not len(rows):
             raise ConfigError(
-                f"none of {len(given[name]):,} rows is left to {USES[name]} on: rows that have no target within "
-                f"--max_length {longest} are left out; raise it, or see the weights of the messages"
+                f"none of {len(given[name]):,} rows is left to {USES[name]} on: none has a target within --max_length "
+                f"{longest}; raise it, or see the weights of the messages"
             )
 
 
