@@ -38,6 +38,7 @@ TEMPLATES = (".jinja", ".j2")
 @dataclass
 class Args(ImageRowArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig):
     output_dir: str = "outputs/sft_vlm"
+    model_name_or_path: str = arg("", "Model that sees images and writes text: a name on the Hub, or a folder.")
     tokenizes_first = True
     dataloader_num_workers: int = 2  # images are decoded there
     image_max_pixels: int | None = arg(

@@ -102,6 +102,16 @@ def test_tokens_are_those_of_the_processor(name, way):
             assert trained_texts(tokenizer, found) == ["a cat<|im_end|>", "a dog<|im_end|>"]
 
 
+def test_a_mark_of_no_message():
+    """A part that a template marks, though it belongs to no message, is a target where all answers are."""
+    processor = tiny_images.processor("qwen2_vl")
+    alone = "{% generation %}|{% endgeneration %}"
+    processor.tokenizer.chat_template = alone + "{% for m in messages %}{{ m['role'] }}{% endfor %}<|image_pad|>"
+    row = row_of(1)
+    (found,) = render_documents(row, processor.tokenizer, texts_for(processor, row), assistant_only=True)
+    assert trained_texts(processor.tokenizer, found) == ["|"]
+
+
 def test_what_is_no_target():
     """A message of weight 0 is none; a row without an answer gives no document."""
     processor = tiny_images.processor("qwen2_vl")

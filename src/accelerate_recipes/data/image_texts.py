@@ -17,6 +17,7 @@ from accelerate_recipes.data.rendering import (
     HAS_MARKS,
     Part,
     answers_in,
+    has_untrained,
     marked,
     places_without_weight,
     ranges_in,
@@ -104,7 +105,7 @@ def conversation_texts(
     if not HAS_MARKS.search(tokenizer.get_chat_template(None, settings["tools"])):
         return written_by_rule(tokenizer, [messages], [answers], settings, stops)[0]
     text, places = marked(tokenizer, messages, **settings)
-    _, without = places_without_weight(tokenizer, messages, **settings)
+    without = places_without_weight(tokenizer, messages, **settings)[1] if has_untrained(messages) else []
     if not any(begin < end for begin, end in places):
         raise ValueError("the template marks none of its answers")
     return [Part(text, [place for place in places if place not in without])]

@@ -44,6 +44,11 @@ def is_trained(message: dict) -> bool:
     return is_answer(message) and not any(weight == 0 for weight in weights_of(message))
 
 
+def has_untrained(messages: Sequence[dict]) -> bool:
+    """Tell whether a message of an assistant is no target."""
+    return not all(is_trained(message) for message in messages if message["role"] == "assistant")
+
+
 def added_begin(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the begin token that the tokenizer would add to a text that has it already; "" if it adds none."""
     begin: Any = tokenizer.bos_token
@@ -217,7 +222,7 @@ def marked_targets(
     targets = [*map(bool, mask)]
     if not any(targets):
         raise ValueError("the template marks none of its answers")
-    if not all(is_trained(message) for message in messages if message["role"] == "assistant"):
+    if has_untrained(messages):
         text, places = places_without_weight(tokenizer, messages, **settings)
         encoded = tokenizer(text, add_special_tokens=False)
         for token in {encoded.char_to_token(place) for begin, end in places for place in range(begin, end)} - {None}:
