@@ -17,6 +17,7 @@ import trl
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range
+from accelerate_recipes.checkpoint.processor_files import processor_files
 from accelerate_recipes.data.image_rows import ImageRowArgs
 from accelerate_recipes.data.rows import num_steps
 from accelerate_recipes.engine import evaluate_loss, train
@@ -121,7 +122,8 @@ def main(args: Args) -> None:
 
     # Training and evaluation
     flops_fn = flops_with_images(args, rows.train, rows.num_targets.sum())
-    run.prepare(model, processor, num_steps(args, len(rows.train)), flops_fn)
+    files = processor_files(args.model_name_or_path, processor)
+    run.prepare(model, tokenizer, num_steps(args, len(rows.train)), flops_fn, files)
 
     def evaluate_fn(step: int) -> dict[str, float]:
         return {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, nll_sum, count_next_tokens)}

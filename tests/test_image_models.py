@@ -22,25 +22,22 @@ from trl.trainer.utils import add_fused_lm_head
 from accelerate_recipes.arguments.adapters import AdapterArgs
 from accelerate_recipes.checkpoint import export
 from accelerate_recipes.checkpoint.files import read_marker
-from accelerate_recipes.checkpoint.published import Published
+from accelerate_recipes.checkpoint.processor_files import processor_files
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.metrics import flops_of_images, flops_per_token
+from accelerate_recipes.metrics import flops_per_token
 from accelerate_recipes.models import IGNORE_INDEX, attention, images
 from accelerate_recipes.models.adapters import targets
 from accelerate_recipes.models.attention import beyond_documents, choose, sees_images_whole
+from accelerate_recipes.models.composites import PARTS_OF_WHOLE, freeze, unused_parameters, weights_by_part
 from accelerate_recipes.models.documents import DOCUMENTS
 from accelerate_recipes.models.images import (
     IMAGE_MODELS,
-    PARTS,
     ImageModelArgs,
     check_image_model,
-    freeze,
     image_model_on_meta,
     join_documents,
     load_image_model,
     patches_of,
-    unused_parameters,
-    weights_by_part,
 )
 from accelerate_recipes.models.loading import load_model
 from accelerate_recipes.models.mixers import unpack_documents
@@ -49,6 +46,7 @@ from accelerate_recipes.models.probes import mixers_in
 from accelerate_recipes.models.processors import load_processor
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.settings import OUTPUTS
+from accelerate_recipes.posttraining.supervised_images import flops_of_images
 
 FEW = ["gemma3", "llava_next", "mistral3", "qwen3_5", "qwen3_vl", "smolvlm"]
 SETTINGS = ["--learning_rate", 1e-3, "--adam_epsilon", 1e-3, "--no_freeze_vision_tower", "--max_steps", 4]
@@ -56,7 +54,7 @@ SCRIPT = CHILDREN / "image_steps.py"
 
 
 def args_of(model: object, **changes: object) -> SimpleNamespace:
-    usual = {f"freeze_{part}": False for part in PARTS}
+    usual = {f"freeze_{part}": False for part in PARTS_OF_WHOLE}
     usual |= {"use_peft": False, "load_in_4bit": False, "data_only": False, "has_boundaries": True}
     usual |= {"param_dtype": torch.float32, "attn_implementation": "sdpa", "model_name_or_path": str(model)}
     return SimpleNamespace(**usual | changes)
@@ -187,7 +185,7 @@ def test_transformers_cannot_read_a_lone_token_of_an_image(bases):
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4", "idefics3", "llava_next", "qwen2_5_vl"])
 def test_parts_are_frozen(name, bases):
-    for frozen in PARTS:
+    for frozen in PARTS_OF_WHOLE:
         model = load_image_model(args_of(bases(name), **{f"freeze_{frozen}": True}))
         unused = {id(parameter) for parameter in unused_parameters(model)}
         for part, parameters in weights_by_part(model).items():
@@ -319,7 +317,7 @@ def test_processor_files_say_the_most_pixels(bases, tmp_path):
         base = older(base) if name == "older" else base
         processor = load_processor(str(base), load_tokenizer(str(base)), max_pixels=512)
         processor.tokenizer.chat_template = "{{ 'new' }}"
-        files = Published(load_config(str(base)), processor).files
+        files = processor_files(str(base), processor)
         assert json.loads(files.get("chat_template.json", b'{"chat_template": ""}'))["chat_template"] in (
             "",
             "{{ 'new' }}",

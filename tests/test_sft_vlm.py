@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 from accelerate_recipes.args import resolve
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.check_export import check_export
+from accelerate_recipes.checkpoint.processor_files import processor_files
 from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.data.image_texts import DOCUMENTS, ImageTexts, cut_documents, expanded, render_documents
 from accelerate_recipes.data.pictures import Pictures, image_checksum
@@ -271,7 +272,8 @@ def test_the_template_is_that_of_the_processor(tmp_path):
             config = load_config(str(base))
             out = tmp_path / f"export{len(changed)}{bool(own)}"
             config.save_pretrained(out)
-            Published(config, load_processor(str(base), tokenizer)).save_pretrained(out)
+            files = processor_files(str(base), load_processor(str(base), tokenizer))
+            Published(config, tokenizer, files).save_pretrained(out)
             assert AutoTokenizer.from_pretrained(out).chat_template == changed
             assert load_image_tokenizer(str(out)).chat_template == changed
 

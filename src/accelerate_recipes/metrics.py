@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import re
 import resource
 import sys
 import time
@@ -21,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from accelerate_recipes.arguments.gpus import bf16_peak
 from accelerate_recipes.disk import naming, read_json_lines, write_atomically
 from accelerate_recipes.models.attention import of_layers, width_of_heads
-from accelerate_recipes.models.composites import sees_images
+from accelerate_recipes.models.composites import sees_images, weights_by_part
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -43,41 +42,10 @@ def flops_per_token(model: PreTrainedModel, document_length: float, row_length: 
     """
     size, share, config = model.num_parameters(), trained_share(model), model.config
     if sees_images(config):
-        from accelerate_recipes.models.images import weights_by_part  # text alone needs neither it nor what it imports
-
         is_tied, config = config.tie_word_embeddings, copy.copy(config.get_text_config())
         config.tie_word_embeddings = is_tied
         size, share = size_and_share(weights_by_part(model)["language_model"])
     return Flops(*(decoder_flops(config, size, length, share) for length in (document_length, row_length)))
-
-
-def flops_of_images(model: PreTrainedModel, patches: Iterable[int], num_tokens: int) -> float:
-    """Count the training FLOPs of the tower and the projector of a model that is not sharded yet, for some images.
-
-    As in `decoder_flops`; a tower that is not trained has no backward pass.
-
-    Args:
-        patches: numbers of patches of the images, or of their tiles; see `images.patches_of`.
-        num_tokens: tokens that stand for the images.
-    """
-    from accelerate_recipes.models.images import weights_by_part
-
-    parts, vision = weights_by_part(model), model.config.vision_config
-    # Tables of positions, and the unused pooled output of a SigLIP, multiply no patch.
-    left_out = {id(p) for name, p in model.named_parameters() if re.search(r"pos_embed|position|\.head\.", name)}
-    multiply = [p for p in parts["vision_tower"] if p.ndim > 1 and id(p) not in left_out]
-    size, share = size_and_share(multiply)
-    projector, share_of_projector = size_and_share(parts["multi_modal_projector"])
-    layers = getattr(vision, "num_hidden_layers", None) or vision.depth
-    hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
-    width = getattr(vision, "head_dim", 0) * getattr(vision, "num_attention_heads", 0) or hidden
-    # In most layers of a Qwen2.5-VL, a patch sees those of its window.
-    full = getattr(vision, "fullatt_block_indexes", None)
-    num_full = layers if full is None else len(full)
-    window = layers if full is None else (vision.window_size // vision.patch_size) ** 2
-    attended = sum(n * (num_full * n + (layers - num_full) * min(n, window)) for n in patches)
-    of_tower = (2 + 4 * share) * (size * sum(patches)) + (4 + 8 * share) * width * attended
-    return of_tower + (2 + 2 * share_of_projector + 2 * max(share, share_of_projector)) * projector * num_tokens
 
 
 def size_and_share(parameters: Iterable[nn.Parameter]) -> tuple[int, float]:

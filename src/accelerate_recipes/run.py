@@ -13,17 +13,18 @@ import copy
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes import ranks
 from accelerate_recipes.args import Args
@@ -209,13 +210,14 @@ class Run(Generic[Args]):
     def prepare(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | BaseImageProcessor | ProcessorMixin,
+        tokenizer: PreTrainedTokenizerBase | BaseImageProcessor,
         total_steps: int,
         flops_fn: Callable[[PreTrainedModel], Flops] | None = None,
+        files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """Make everything that is trained, saved and restored, from a model that is not sharded yet.
 
-        `flops_fn(model)` counts the training FLOPs per target token, for MFU.
+        `flops_fn(model)` counts the training FLOPs per target token, for MFU. Checkpoints and export hold `files` too.
 
         Raises:
             ConfigError: if adapters, strategy or settings do not fit the model.
@@ -232,7 +234,7 @@ class Run(Generic[Args]):
         generation = [model.generation_config] if model.can_generate() else []
         self.artifacts = copy.deepcopy([model.config, *generation])
         if self.is_first:  # Published comes last, since it rewrites files that the others have written
-            self.artifacts.append(Published(self.artifacts[0], tokenizer))
+            self.artifacts.append(Published(self.artifacts[0], tokenizer, files))
         self.flops = flops_fn(model) if flops_fn else None
         self.shard(model)
         name = self.args.attn_implementation

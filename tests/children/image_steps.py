@@ -17,6 +17,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.checkpoint.export import export
+from accelerate_recipes.checkpoint.processor_files import processor_files
 from accelerate_recipes.data.pictures import Pictures
 from accelerate_recipes.distributed import fsdp_units, make_accelerator
 from accelerate_recipes.engine import on_this_rank, train_step
@@ -93,7 +94,7 @@ def main(args: Args) -> None:
             (out / name).mkdir()
             args.output_dir = str(out / name)
             processor = load_processor(folder, load_tokenizer(folder), args.image_max_pixels)
-            run.prepare(model, processor, len(STEPS))
+            run.prepare(model, processor.tokenizer, len(STEPS), files=processor_files(folder, processor))
         else:
             run.shard(model)
         run.model.train()

@@ -8,15 +8,15 @@ forms are written.
 
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from accelerate_recipes.disk import read_json
-from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models.composites import is_text_part
 from accelerate_recipes.models.pretrained import load_config, load_text_config
@@ -41,25 +41,23 @@ OLD_ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 class Published:
-    """Artifact that writes a tokenizer or a processor, and rewrites the config.json that transformers has written.
+    """Artifact that writes a tokenizer or image processor, and rewrites the config.json that transformers has written.
 
-    The constructor reads the base, because the base may be gone when the run saves.
+    `files` are written too: the content of each, by name. The constructor reads the base, because the base may be gone when
+    the run saves.
     """
 
-    def __init__(self, config: PreTrainedConfig, tokenizer: Any):
+    def __init__(self, config: PreTrainedConfig, tokenizer: Any, files: Mapping[str, bytes] = MappingProxyType({})):
         self.config, name = config, config.name_or_path
         of_base = files_of_base(name, [CONFIG])
         self.base = json.loads(of_base[CONFIG]) if of_base else {}
         # What this version of transformers reads from it.
         self.before = whole_content(AutoConfig.from_pretrained(name, **cache.pinned(name))) if of_base else {}
-        processor = tokenizer if isinstance(tokenizer, ProcessorMixin) else None
-        tokenizer = processor.tokenizer if processor else tokenizer
         is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
         self.files = tokenizer_files(tokenizer) if is_tokenizer else written(tokenizer)
         if name and cache.folder("model", name) and is_text_part(config, load_config(name)):
             self.files |= composite_files(config, tokenizer)
-        if processor:
-            self.files |= processor_files(name, processor)
+        self.files |= files
 
     def save_pretrained(self, folder: str | Path) -> None:
         folder = Path(folder)
@@ -98,44 +96,6 @@ def composite_files(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
     if TEMPLATE in files:
         files |= template_file(name, tokenizer)
     return {f"{COMPOSITE}/{file}": content for file, content in files.items()}
-
-
-def processor_files(name: str, processor: ProcessorMixin) -> dict[str, bytes]:
-    """Return the processor files of a model that sees images, by name: those of its base, with the run's changes.
-
-    Raises:
-        ConfigError: if the files cannot say these changes.
-    """
-    from accelerate_recipes.models.processors import load_processor  # text alone does not need it
-
-    files, now = files_of_base(name, PROCESSORS), settings_of_images(processor)
-    before = settings_of_images(load_processor(name, processor.tokenizer))
-    changed = {field: value for field, value in now.items() if before.get(field) != value}
-    for file in files.keys() & {"preprocessor_config.json", "processor_config.json"} if changed else ():
-        content = json.loads(files[file])
-        nested = content if file.startswith("pre") else content.get("image_processor")
-        if nested is not None:
-            nested |= changed
-            for bound, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
-                if bound in nested:  # an older name, which transformers prefers
-                    nested[bound] = now["size"][edge]
-            files[file] = as_bytes(content)
-    if TEMPLATE in files:
-        files |= template_file(name, processor.tokenizer)
-    with tempfile.TemporaryDirectory() as folder:
-        for file, content in (files | files_of_base(name, [CONFIG])).items():
-            (Path(folder) / file).write_bytes(content)
-        if (read := settings_of_images(load_processor(folder, processor.tokenizer))) != now:
-            differ = sorted(field for field in now if read.get(field) != now[field])
-            raise ConfigError(
-                f"the processor files of {name} cannot say how this run processes images ({', '.join(differ)} would differ "
-                "in the export); leave out the arguments that change it, such as --image_max_pixels"
-            )
-    return files
-
-
-def settings_of_images(processor: ProcessorMixin) -> dict[str, Any]:
-    return json.loads(processor.image_processor.to_json_string())
 
 
 def template_file(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import adapters
-from accelerate_recipes.models.composites import layers_in_whole, name_in_whole, places_of_parts, sees_images
+from accelerate_recipes.models.composites import freeze, layers_in_whole, name_in_whole, places_of_parts, sees_images
 from accelerate_recipes.models.pretrained import NUM_NAMED, conversions, model_class, output_is_embedding
 from accelerate_recipes.models.untrained import Base, as_in_files, form_differences, kept_in_fp32, parts_in_files
 
@@ -75,8 +75,6 @@ def write_safetensors(
 
 def dtypes_of_frozen(model: PreTrainedModel, checkpoint: Path, base: Base) -> dict[str, torch.dtype]:
     """Map the weights that the run has frozen, of a model that sees images, to their dtypes in the files of the base."""
-    from accelerate_recipes.models.images import freeze  # text alone needs neither it nor what it imports
-
     freeze(model, SimpleNamespace(**saved_arguments(checkpoint)))
     kept = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return {name: base.weights[tensor].dtype for tensor, name, *_ in conversions(model, base.weights) if name in kept}

@@ -27,6 +27,8 @@ IMAGE_MODELS = (
     "gemma3", "gemma4", "glm46v", "glm4v", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3",
     "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
 )  # fmt: skip
+# Parts of such a model, as --freeze_vision_tower and others name them.
+PARTS_OF_WHOLE = ("vision_tower", "multi_modal_projector", "language_model")
 # Text parts without a class that has an output layer, and the type that computes the same for texts. In an image, a token
 # has three positions; in a text it has one, and so has its rotary embedding.
 SAME_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
@@ -80,6 +82,53 @@ def layers_of_text(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     part = model.base_model.get_submodule(children_of(model)[0])
     path = next(path for path, module in model.named_modules() if module is part)
     return [name for name in names if name.startswith(f"{path}.")]
+
+
+def weights_by_part(model: PreTrainedModel) -> dict[str, list[nn.Parameter]]:
+    """Divide the weights of a model that sees images, by the names of its parts; those that hear sound are left out.
+
+    A projector lies beside the tower, or inside it, as the mergers of Qwen-VL and GLM do.
+    """
+    text, tower = children_of(model)
+    found: dict[str, list[nn.Parameter]] = {part: [] for part in PARTS_OF_WHOLE}
+    for name, parameter in model.base_model.named_parameters():
+        child, *rest = name.split(".")
+        in_projector = child != tower or any("merger" in part for part in rest)
+        part = "language_model" if child == text else "multi_modal_projector" if in_projector else "vision_tower"
+        if "audio" not in child:
+            found[part].append(parameter)
+    found["language_model"] += model.get_output_embeddings().parameters()
+    return found
+
+
+def unused_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """List the weights of a model that sees images which no forward pass uses, or only one with sound.
+
+    Such are the pooled output of a SigLIP, and what lies behind the layer that a LLaVA reads.
+    """
+    _, tower = children_of(model)
+    parts = dict(model.base_model.named_children())
+    unused = [part for name, part in parts.items() if "audio" in name]
+    unused += [part for part in parts[tower].modules() if type(part).__name__.endswith("PoolingHead")]
+    number = getattr(model.config.vision_config, "num_hidden_layers", 0)
+    read = getattr(model.config, "vision_feature_layer", None)
+    if read is not None:
+        # Of the states before the first layer and behind each.
+        last = max(place % (number + 1) for place in (read if isinstance(read, list | tuple) else [read]))
+        lists = [part for part in parts[tower].modules() if isinstance(part, nn.ModuleList) and len(part) == number]
+        unused += [*lists[0][last:], *(part for name, part in parts[tower].named_modules() if name == "post_layernorm")]
+    return [parameter for part in unused for parameter in part.parameters()]
+
+
+def freeze(model: PreTrainedModel, args: Any) -> PreTrainedModel:
+    """Freeze the parts of a model that `args` name, and what no forward pass uses, in place; return the model."""
+    model.requires_grad_(False)
+    for part, parameters in weights_by_part(model).items():
+        for parameter in parameters:
+            parameter.requires_grad_(parameter.is_floating_point() and not getattr(args, f"freeze_{part}"))
+    for parameter in unused_parameters(model):
+        parameter.requires_grad_(False)
+    return model
 
 
 def placeholders(config: PreTrainedConfig) -> dict[int, str]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.functional import pad
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -17,7 +16,7 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import choose, class_of, sees_images_whole
-from accelerate_recipes.models.composites import IMAGE_MODELS, children_of, sees_images
+from accelerate_recipes.models.composites import IMAGE_MODELS, PARTS_OF_WHOLE, freeze, sees_images
 from accelerate_recipes.models.documents import READ_BOUNDARIES, boundaries, boundary_arguments, text_positions
 from accelerate_recipes.models.loading import made, read_model, tie_as_read
 from accelerate_recipes.models.pretrained import Kind, generation_config, load_config
@@ -26,7 +25,6 @@ from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.upstream import CACHES
 
-PARTS = ("vision_tower", "multi_modal_projector", "language_model")
 # Outputs of processors that have a value for each token.
 OF_TOKENS = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")
 
@@ -135,42 +133,6 @@ def patches_of(config: PreTrainedConfig, inputs: dict[str, torch.Tensor]) -> lis
     return [int(values.shape[-1] * values.shape[-2] / width**2)] * tiles
 
 
-def weights_by_part(model: PreTrainedModel) -> dict[str, list[nn.Parameter]]:
-    """Divide the weights of a model that sees images, by the names of its parts; those that hear sound are left out.
-
-    A projector lies beside the tower, or inside it, as the mergers of Qwen-VL and GLM do.
-    """
-    text, tower = children_of(model)
-    found: dict[str, list[nn.Parameter]] = {part: [] for part in PARTS}
-    for name, parameter in model.base_model.named_parameters():
-        child, *rest = name.split(".")
-        in_projector = child != tower or any("merger" in part for part in rest)
-        part = "language_model" if child == text else "multi_modal_projector" if in_projector else "vision_tower"
-        if "audio" not in child:
-            found[part].append(parameter)
-    found["language_model"] += model.get_output_embeddings().parameters()
-    return found
-
-
-def unused_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
-    """List the weights of a model that sees images which no forward pass uses, or only one with sound.
-
-    Such are the pooled output of a SigLIP, and what lies behind the layer that a LLaVA reads.
-    """
-    _, tower = children_of(model)
-    parts = dict(model.base_model.named_children())
-    unused = [part for name, part in parts.items() if "audio" in name]
-    unused += [part for part in parts[tower].modules() if type(part).__name__.endswith("PoolingHead")]
-    number = getattr(model.config.vision_config, "num_hidden_layers", 0)
-    read = getattr(model.config, "vision_feature_layer", None)
-    if read is not None:
-        # Of the states before the first layer and behind each.
-        last = max(place % (number + 1) for place in (read if isinstance(read, list | tuple) else [read]))
-        lists = [part for part in parts[tower].modules() if isinstance(part, nn.ModuleList) and len(part) == number]
-        unused += [*lists[0][last:], *(part for name, part in parts[tower].named_modules() if name == "post_layernorm")]
-    return [parameter for part in unused for parameter in part.parameters()]
-
-
 @dataclass
 class ImageModelArgs:
     """Arguments of a recipe that trains a model which sees images: which of its parts are trained."""
@@ -186,7 +148,7 @@ class ImageModelArgs:
         """List problems of these arguments, and of others that do not fit such a model, one sentence each."""
         args: Any = self
         found = []
-        if all(getattr(args, f"freeze_{part}") for part in PARTS):
+        if all(getattr(args, f"freeze_{part}") for part in PARTS_OF_WHOLE):
             found.append("--freeze_language_model with the other two leaves nothing to train; remove one")
         if args.use_peft and args.freeze_language_model:
             found.append(
@@ -197,17 +159,6 @@ class ImageModelArgs:
         if args.text_only_export:
             found.append("--text_only_export: the whole model is trained, not its text part alone; remove it")
         return found
-
-
-def freeze(model: PreTrainedModel, args: Any) -> PreTrainedModel:
-    """Freeze the parts of a model that `args` name, and what no forward pass uses, in place; return the model."""
-    model.requires_grad_(False)
-    for part, parameters in weights_by_part(model).items():
-        for parameter in parameters:
-            parameter.requires_grad_(parameter.is_floating_point() and not getattr(args, f"freeze_{part}"))
-    for parameter in unused_parameters(model):
-        parameter.requires_grad_(False)
-    return model
 
 
 def check_image_model(config: PreTrainedConfig, name: str) -> None:

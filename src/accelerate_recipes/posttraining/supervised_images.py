@@ -5,6 +5,7 @@ The order and the tokens of rows follow from texts and sizes of images alone. Da
 
 import io
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -26,8 +27,9 @@ from accelerate_recipes.data.passes import made_of
 from accelerate_recipes.data.pictures import Pictures, checked_image, decoded, image_checksum
 from accelerate_recipes.data.prepared import lengths_of
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.metrics import Flops, flops_of_images
+from accelerate_recipes.metrics import Flops, size_and_share
 from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.composites import weights_by_part
 from accelerate_recipes.models.documents import text_positions
 from accelerate_recipes.models.images import image_model_on_meta, join_documents, patches_of
 from accelerate_recipes.posttraining.supervised import SupervisedRows, as_rendered, ends_of, flops_of_rows
@@ -251,6 +253,33 @@ def flops_with_images(args: Any, rows: PackedDocuments, num_targets: int) -> Cal
         return Flops(attended + of_images, full_rows and full_rows + of_images)
 
     return flops_fn
+
+
+def flops_of_images(model: PreTrainedModel, patches: Iterable[int], num_tokens: int) -> float:
+    """Count the training FLOPs of the tower and the projector of a model that is not sharded yet, for some images.
+
+    As in `metrics.decoder_flops`; a tower that is not trained has no backward pass.
+
+    Args:
+        patches: numbers of patches of the images, or of their tiles; see `patches_of`.
+        num_tokens: tokens that stand for the images.
+    """
+    parts, vision = weights_by_part(model), model.config.vision_config
+    # Tables of positions, and the unused pooled output of a SigLIP, multiply no patch.
+    left_out = {id(p) for name, p in model.named_parameters() if re.search(r"pos_embed|position|\.head\.", name)}
+    multiply = [p for p in parts["vision_tower"] if p.ndim > 1 and id(p) not in left_out]
+    size, share = size_and_share(multiply)
+    projector, share_of_projector = size_and_share(parts["multi_modal_projector"])
+    layers = getattr(vision, "num_hidden_layers", None) or vision.depth
+    hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
+    width = getattr(vision, "head_dim", 0) * getattr(vision, "num_attention_heads", 0) or hidden
+    # In most layers of a Qwen2.5-VL, a patch sees those of its window.
+    full = getattr(vision, "fullatt_block_indexes", None)
+    num_full = layers if full is None else len(full)
+    window = 0 if full is None else (vision.window_size // vision.patch_size) ** 2
+    attended = sum(n * (num_full * n + (layers - num_full) * min(n, window)) for n in patches)
+    of_tower = (2 + 4 * share) * (size * sum(patches)) + (4 + 8 * share) * width * attended
+    return of_tower + (2 + 2 * share_of_projector + 2 * max(share, share_of_projector)) * projector * num_tokens
 
 
 def small(image: Image.Image) -> bytes:
