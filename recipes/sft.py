@@ -12,10 +12,8 @@ Rows of other forms, such as ShareGPT and Alpaca, are converted to one of these 
 Every argument of trl's SFTConfig about data and loss is also an argument here: --packing, --assistant_only_loss, ...
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import trl
 
@@ -35,28 +33,19 @@ from accelerate_recipes.posttraining.supervised import (
     prepare_supervised,
     supervised_trial,
 )
-from accelerate_recipes.posttraining.trained_rows import compare_finished, usual_value
+from accelerate_recipes.posttraining.trained_rows import TEMPLATES, AnswerArgs, compare_finished
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
 from accelerate_recipes.trial import Trial
 
-TEMPLATES = (".jinja", ".j2")  # trl reads files with these endings as chat templates, other names as models
-
 
 @dataclass
-class Args(FormatArgs, NewModelArgs, trl.SFTConfig):
+class Args(FormatArgs, AnswerArgs, NewModelArgs, trl.SFTConfig):
     output_dir: str = "outputs/sft"
     tokenizes_first = True
     new_tokens: list[str] = arg(
         [],
         "Tokens to add to the vocabulary, such as a template's; their embedding rows are trained, also with adapters.",
-    )
-    assistant_only_loss: str = arg(
-        "auto",
-        "Train the answers of conversations alone (true), or everything (false); auto: true, but false for texts.",
-        choices=("auto", "true", "false"),
-        fixed=False,
-        group="task",
     )
 
     fixed = frozenset({
@@ -94,14 +83,7 @@ class Args(FormatArgs, NewModelArgs, trl.SFTConfig):
             )
         if "" in self.new_tokens or len({*self.new_tokens}) < len(self.new_tokens):
             found.append(f"--new_tokens has an empty token, or one twice: {', '.join(map(repr, self.new_tokens))}")
-        if self.chat_template_path and not self.template_model:
-            found += self.file_problems("chat_template_path", TEMPLATES)
         return found
-
-    def settle(self, saved: Mapping[str, Any]) -> list[str]:
-        if self.assistant_only_loss == "auto":
-            self.assistant_only_loss = usual_value(saved.get("assistant_only_loss", "auto"))
-        return super().settle(saved)
 
     @property
     def template_model(self) -> str:

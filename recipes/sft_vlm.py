@@ -9,9 +9,7 @@ texts, are converted (docs/vlm.md). Documents are joined in rows without padding
 Every argument of trl's SFTConfig about data and loss is also an argument here.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import trl
 
@@ -29,15 +27,13 @@ from accelerate_recipes.models.shared_rows import balance_weight
 from accelerate_recipes.posttraining.settings import TrainerArgs, make_config, set_up_by_trl
 from accelerate_recipes.posttraining.supervised import SupervisedLoss, nll_sum
 from accelerate_recipes.posttraining.supervised_images import flops_with_images, prepare_with_images
-from accelerate_recipes.posttraining.trained_rows import compare_finished, usual_value
+from accelerate_recipes.posttraining.trained_rows import AnswerArgs, compare_finished
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
 
-TEMPLATES = (".jinja", ".j2")
-
 
 @dataclass
-class Args(ImageRowArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig):
+class Args(ImageRowArgs, AnswerArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig):
     output_dir: str = "outputs/sft_vlm"
     model_name_or_path: str = arg("", "Model that sees images and writes text: a name on the Hub, or a folder.")
     tokenizes_first = True
@@ -47,13 +43,6 @@ class Args(ImageRowArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig):
         "Most pixels of an image, to which larger ones are scaled, for models that read images of any size.",
         group="data",
         min=1,
-    )
-    assistant_only_loss: str = arg(
-        "auto",
-        "Train the answers of conversations alone (true, auto), or everything but images (false).",
-        choices=("auto", "true", "false"),
-        fixed=False,
-        group="task",
     )
 
     fixed = frozenset({"chat_template_path", "eos_token", "max_length", "packing", "image_max_pixels"})
@@ -70,7 +59,6 @@ class Args(ImageRowArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig):
     }
     groups = TrainerArgs.groups | {"packing": "task"}
     ranges = dict.fromkeys(("dataset_num_proc",), Range(min=1)) | {"max_length": Range(min=2)}
-    template_model = ""
     router_aux_loss_coef = 0.0
 
     @property
@@ -81,14 +69,7 @@ class Args(ImageRowArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig):
         found = super().problems(world_size) + self.image_model_problems()
         if self.packing and not self.max_length:
             found.append("--packing fills rows of --max_length tokens, which is none; give a number")
-        if self.chat_template_path:
-            found += self.file_problems("chat_template_path", TEMPLATES)
         return found
-
-    def settle(self, saved: Mapping[str, Any]) -> list[str]:
-        if self.assistant_only_loss == "auto":
-            self.assistant_only_loss = usual_value(saved.get("assistant_only_loss", "auto"))
-        return super().settle(saved)
 
 
 def requirements(args: Args) -> Requirements:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from accelerate_recipes.args import arg
 from accelerate_recipes.checkpoint.exported import (
     NUM_SHOWN,
     Exported,
@@ -40,6 +41,7 @@ from accelerate_recipes.run import Run
 
 NUM_LAST = 4  # number of last targets of a row among which its end token is searched
 EVERYTHING = slice(None)
+TEMPLATES = (".jinja", ".j2")  # trl reads files with these endings as chat templates, other names as models
 USES = {"train": "train", "test": "evaluate"}  # what the rows of a side are for
 
 
@@ -87,6 +89,32 @@ class ReadRows:
         run, rows = self.run, Rows(self.train, numbered_row)
         settings |= {"collate_fn": Numbered(self.collate), "content": self.content}
         return make_train_loader(rows, run.args, run.data_rank, run.data_world_size, **settings)
+
+
+@dataclass
+class AnswerArgs:
+    """Arguments of a recipe that trains answers of conversations. Put it before TrainArgs in the bases of its arguments."""
+
+    assistant_only_loss: str = arg(
+        "auto",
+        "Train the answers of conversations alone (true), or everything (false); auto: true, but false for texts.",
+        choices=("auto", "true", "false"),
+        fixed=False,
+        group="task",
+    )
+
+    template_model = ""  # name or folder of a model whose chat template is used
+
+    def problems(self, world_size: int) -> list[str]:
+        args: Any = self
+        is_file = args.chat_template_path and not args.template_model
+        found = super().problems(world_size)  # pyright: ignore[reportAttributeAccessIssue]
+        return found + (args.file_problems("chat_template_path", TEMPLATES) if is_file else [])
+
+    def settle(self, saved: Mapping[str, Any]) -> list[str]:
+        if self.assistant_only_loss == "auto":
+            self.assistant_only_loss = usual_value(saved.get("assistant_only_loss", "auto"))
+        return super().settle(saved)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def has_chats(features: datasets.Features) -> bool:
