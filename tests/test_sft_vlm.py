@@ -213,7 +213,7 @@ def packed_rows(tmp_path, processor) -> PackedDocuments:
         tokens.append((found.ids, labels, number, "", begins, ends, sums, False))
     columns = dict(zip(DOCUMENTS, map(list, zip(*tokens, strict=True)), strict=True))
     read = Dataset.from_list([{name: row[name] for name in ("images", "row")} for row in rows])
-    return PackedDocuments(Dataset.from_dict(columns, features=DOCUMENTS), read, [[0, 1, 2], [3]], "rows.jsonl")
+    return PackedDocuments(Dataset.from_dict(columns, features=DOCUMENTS), read, [[0, 1, 2], [3]], "rows.jsonl", [])
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -100,9 +100,9 @@ def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
     """Return `target_modules` and `target_parameters` for PEFT: names, or ends of names, of modules and parameters to adapt.
 
     The modules are linear layers. Those of a model that sees images lie in its text part, unless a name is in other parts
-    alone. The parameters are weights of experts: a mixture keeps all experts of a layer in one
-    parameter of three dimensions. The output layer is never included: it may also be the embedding, and a loss without
-    logits calls it in a special way.
+    alone. The parameters are weights of experts: a mixture keeps all experts of a layer in one parameter of three
+    dimensions. The output layer is never included: it may also be the embedding, and a loss without logits calls it in a
+    special way.
 
     Raises:
         ConfigError: for a name that fits neither, and for settings that PEFT's adapters of experts do not support.

@@ -54,13 +54,20 @@ BLANK = (32, 32)  # size of the image of a batch without images
 
 
 class PackedDocuments(Sequence):
-    """Rows of whole documents: numbers of rows of `tokens`, whose images lie in `read`, rows of `source`."""
+    """Rows of whole documents: numbers of rows of `tokens`, whose images lie in `read`, rows of `source`.
+
+    `patches` has those of each tile of the images.
+    """
 
     def __init__(
-        self, tokens: datasets.Dataset, read: datasets.Dataset, documents: Sequence[Sequence[int]], source: str
+        self,
+        tokens: datasets.Dataset,
+        read: datasets.Dataset,
+        documents: Sequence[Sequence[int]],
+        source: str,
+        patches: Sequence[int],
     ):
-        self.tokens, self.documents, self.source = tokens, documents, source
-        self.patches: list[int] = []  # of the tiles of all images
+        self.tokens, self.documents, self.source, self.patches = tokens, documents, source, patches
         self.read = read.select_columns(["images", "row"])
 
     def __len__(self) -> int:
@@ -200,7 +207,8 @@ def prepare_with_images(
         lengths = lengths_of(cut[side]).tolist()
         pieces = pack(lengths, longest) if is_packed else [[(number,)] for number in range(len(lengths))]
         documents = [[number for number, *_ in row] for row in pieces]
-        packed[side] = PackedDocuments(cut[side], rows, documents, args.sources[side] or args.source)
+        source = args.sources[side] or args.source
+        packed[side] = PackedDocuments(cut[side], rows, documents, source, patches_in(cut[side], rows, patches))
     content = content_of_sides(run, cut["train"], cut["test"])
     exported = Exported(*as_exported(model, tokenizer)[:3], processor)
     targets, num_ended, ends = count_targets_of(cut["train"], exported.stops)
@@ -215,7 +223,6 @@ def prepare_with_images(
     num_read = {side: len(rows) for side, rows in sides.items()}
     collate = ImageCollator(processor, model.config)
     counted = {"num_read": num_read, "num_targets": packed["train"].sum_of(targets), "counts": counts}
-    packed["train"].patches = patches_in(cut["train"], sides["train"], patches)
     return SupervisedRows(run, packed["train"], packed["test"], collate, content, collate.show, **counted)
 
 
