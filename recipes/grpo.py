@@ -142,10 +142,9 @@ def main(args: Args) -> None:
         drawn = answers.evaluate(step, Sampling(args.temperature, args.seed))
         return answers.evaluate(step) | {f"sampled_{name}": value for name, value in drawn.items()}
 
-    loss_fn, count_fn, draw_fn, values_fn = trainer.sum_and_count, trainer.count_parts, trainer.draw, trainer.values
-    records = train(
-        run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, draw_fn=draw_fn, values_fn=values_fn
-    )
+    loss_fn, count_fn, draw_fn = trainer.sum_and_count, trainer.count_parts, trainer.draw
+    functions = {"draw_fn": draw_fn, "values_fn": trainer.values, "mark_fn": trainer.mark}
+    records = train(run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, **functions)
 
     # Result
     def result(before: dict, after: dict) -> Result:

@@ -136,9 +136,15 @@ def main(args: Args) -> None:
     def evaluate_fn(step: int) -> dict[str, float]:
         return {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, nll_sum, count_next_tokens)}
 
-    loss_fn, count_fn = loss.sum_parts, loss.count_parts
+    loss_fn, count_fn, values_fn, mark_fn = loss.sum_parts, loss.count_parts, loss.values, loss.mark
     records = train(
-        run, train_loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, values_fn=loss.values
+        run,
+        train_loader,
+        loss_fn=loss_fn,
+        count_fn=count_fn,
+        evaluate_fn=evaluate_fn,
+        values_fn=values_fn,
+        mark_fn=mark_fn,
     )
 
     # Result

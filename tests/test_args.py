@@ -31,6 +31,7 @@ OURS = {
     "merge_adapter",
     "text_only_export",
     "data_only", "profile_steps", "profile_ranks",
+    "spike_factor", "on_spike", "max_skips", "exclude_rows", "verify_replicas",
 }  # fmt: skip
 
 
@@ -92,6 +93,11 @@ DEFAULTS = {
     "merge_adapter": (False, None),
     "text_only_export": (False, None),
     "push_to_hub": ("", None),
+    "spike_factor": (0.0, "at least 0"),
+    "on_spike": ("stop", None),
+    "max_skips": (5, "at least 1"),
+    "exclude_rows": ("", None),
+    "verify_replicas": (0, "at least 0"),
 }
 
 

@@ -40,9 +40,9 @@ from accelerate_recipes.checkpoint import checkpointer, files, resume
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import SaveError, complete_checkpoints, defect
+from accelerate_recipes.checkpoint.non_finite import dump_non_finite
 from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
 from accelerate_recipes.distributed import prepare
-from accelerate_recipes.engine import dump_non_finite
 from accelerate_recipes.errors import ConfigError, NonFiniteError
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import read_status
@@ -453,7 +453,7 @@ def test_a_checkpoint_whose_weights_give_no_finite_loss_is_not_good(make_run):
     def last_good(step: int, *micro_losses: float) -> Path | None:
         batches = [{"row": torch.tensor([3])}] * len(micro_losses)
         error = NonFiniteError("", list(micro_losses))
-        return dump_non_finite(run.accelerator, newest.parent, step, batches, error, newest)[1]
+        return dump_non_finite(newest.parent, step, batches, error, newest)[1]
 
     nan = float("nan")
     assert last_good(20, nan, nan) == older

@@ -28,6 +28,7 @@ from accelerate_recipes.arguments.declaring import (
     read_preset,
     words_of,
 )
+from accelerate_recipes.arguments.health import HealthArgs
 from accelerate_recipes.arguments.help import help_text, recipe_parser
 from accelerate_recipes.disk import IS_POINTER, is_pointer
 from accelerate_recipes.errors import noting, raise_problems
@@ -59,7 +60,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
-class TrainArgs(AdapterArgs):
+class TrainArgs(AdapterArgs, HealthArgs):
     """Arguments that every recipe takes. A step is a completed optimizer step; the size of a batch counts sequences."""
 
     output_dir: str = arg(
@@ -234,7 +235,8 @@ class TrainArgs(AdapterArgs):
 
     def problems(self, world_size: int) -> list[str]:
         """List contradictions between these values, one sentence each. A recipe extends the list."""
-        return [*self.contradictions(world_size), *self.adapter_problems(), *self.batch_problems(world_size)]
+        of_parts = [*self.adapter_problems(), *self.health_problems()]
+        return [*self.contradictions(world_size), *of_parts, *self.batch_problems(world_size)]
 
     def contradictions(self, world_size: int) -> Iterator[str]:
         yield from schedule_problems(self, self.max_steps)

@@ -104,7 +104,7 @@ def main(args: Args) -> None:
             step = train_step(run, [on_this_rank(row, run.accelerator) for row in own], loss_of, count_next_tokens)
             if args.exports:
                 run.scheduler.step()
-            found.append((step.loss.item(), step.grad_norm.item()))
+            found.append((step.loss, step.grad_norm.item()))
         weights = {WRAPPERS.sub("", name): toy.whole(p).contiguous() for name, p in run.model.named_parameters()}
         if run.is_first:
             result = {"steps": found, "units": sorted({type(unit).__name__ for unit in fsdp_units(run.model)})}

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import math
-import random
 import shutil
 import time
 import warnings
@@ -17,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -39,6 +37,7 @@ from accelerate_recipes.distributed import strategy_name
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import update_status
+from accelerate_recipes.life.traces import rng_state, set_rng_state
 from accelerate_recipes.models import adapters
 from accelerate_recipes.models.pretrained import check_generation_config, model_checksum
 from accelerate_recipes.models.weights import WRAPPERS
@@ -399,23 +398,3 @@ def seek(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
     scheduler.last_epoch = step - 1
     scheduler._step_count += 1  # a first step of the schedule before one of the optimizer would be warned of
     scheduler.step()
-
-
-def rng_state() -> dict[str, Any]:
-    """Return the state of every random generator of this process, in a form that `weights_only=True` can load."""
-    kind, keys, *rest = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.copy()), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy(), *rest))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

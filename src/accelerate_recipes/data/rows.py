@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import NUM_ROWS
+from accelerate_recipes.data.excluded import excluded_rows
 from accelerate_recipes.data.prepared import check_content
 from accelerate_recipes.errors import ConfigError, DataError
 
@@ -66,11 +67,15 @@ class StepOrder(Sampler[list[int]]):
         self.rank = rank
         self.world_size = world_size
         self.start_step = 0
+        self.excluded = excluded_rows(args.exclude_rows)
+        if beyond := [row for row in self.excluded if row >= num_rows]:
+            said = f"--exclude_rows {args.exclude_rows} names row {max(beyond)}"
+            raise ConfigError(f"{said}, but the data have {num_rows} rows, from 0; the file belongs to other data")
 
     def __iter__(self) -> Iterator[list[int]]:
         size, step = self.args.per_device_train_batch_size, self.start_step
         while rows := self.rows(step):
-            mine = self.share_of(rows)
+            mine = [-1 if row % self.num_rows in self.excluded else row for row in self.share_of(rows)]
             for start in range(0, len(mine), size):
                 yield mine[start : start + size]
             step += 1

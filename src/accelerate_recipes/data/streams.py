@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data import NUM_ROWS
+from accelerate_recipes.data.excluded import excluded_rows
 from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.data.stream_order import (
     Documents,
@@ -145,6 +146,8 @@ class StreamLoader:
     in host memory, pinned if there is a GPU.
     """
 
+    names = ("epoch", "place")  # numbers by which a batch identifies a row
+
     def __init__(
         self,
         source: Documents,
@@ -164,6 +167,7 @@ class StreamLoader:
         self.document_mask = document_mask
         self.share = args.accumulation_steps(world_size) * args.per_device_train_batch_size
         self.order = Order(num_streams, seed=args.seed, **order)
+        self.excluded = excluded_rows(args.exclude_rows, self.names)
         self.step = 0
         self.consumed = {stream: StreamState() for stream in range(rank, num_streams, world_size)}
         # Each worker writes the entries of its own streams; the main process reads them.
@@ -318,10 +322,13 @@ class StreamLoader:
     def _batch(self, rows: list[list[Row]]) -> dict[str, Any]:
         packed = []
         for parts in rows:
-            tokens = np.concatenate([part.tokens for part in parts])
+            name = parts[0].epoch, parts[0].place
+            if name in self.excluded:
+                name, parts = (-1, -1), []
+            tokens = np.concatenate([part.tokens for part in parts] or [np.empty(0, np.int32)])
             lengths = [length for part in parts for length in part.lengths]
             row = pack_row(tokens, lengths, self.order.max_length, 0, self.document_mask)
-            packed.append(row | {"row": torch.tensor([parts[0].epoch, parts[0].place])})
+            packed.append(row | {"row": torch.tensor(name)})
         return collate(packed)
 
     def state(self) -> dict:

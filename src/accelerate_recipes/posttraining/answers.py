@@ -71,6 +71,8 @@ OVER_TOKENS = {"bnpo", "cispo", "dapo", "vespo"}
 class GRPOArgs(TrainerArgs):
     """Arguments of every recipe on trl's GRPOTrainer, in addition to the fields of GRPOConfig. Put it before that class."""
 
+    has_empty_rows = False
+
     max_prompt_length: int = arg(
         0, "Longest prompt in tokens; longer ones are left out. 0: as long as the model can read.", min=0, group="data"
     )

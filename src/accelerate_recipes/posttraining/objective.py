@@ -18,6 +18,7 @@ import copy
 import fnmatch
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar, TypeVar
 
@@ -178,8 +179,21 @@ class Objective:
                 values = torch.tensor(gathered[name], dtype=torch.float64)
                 gathered[name] = [((values * weights).sum() / weights.sum().clamp(min=1)).item()]
 
+    def mark(self) -> Callable[[], None]:
+        """Return a function that forgets the micro-batches from here on, and what trl has gathered of them."""
+        counted, gathered = [*self.counted], {name: [*values] for name, values in self._metrics["train"].items()}
+
+        def forget() -> None:
+            self.counted[:] = counted
+            self._metrics["train"].clear()
+            self._metrics["train"].update({name: [*values] for name, values in gathered.items()})
+
+        return forget
+
     def values(self, step: int) -> dict[str, float]:
         """Return the means of the values that trl has gathered since the last log line, for the line after `step`."""
+        if not self.counted:  # all steps were left out
+            return {}
         self.weigh()
         self.state.global_step = step
         values: dict[str, Any] = {}

@@ -370,8 +370,15 @@ class SupervisedLoss:
         num_targets = count_next_tokens(batch)
         return torch.stack([*[torch.ones_like(num_targets)] * bool(self.balance), num_targets])
 
+    def mark(self) -> Callable[[], None]:
+        """Return a function that forgets the micro-batches from here on."""
+        before = [*self.measured]
+        return lambda: setattr(self, "measured", before)
+
     def values(self, step: int) -> dict[str, float]:
         """Return the means over the targets since the last log line, and the mean balance of the micro-batches."""
+        if not self.measured:  # all steps were left out
+            return {}
         sums, self.measured = sum_over_ranks(torch.stack(self.measured).sum(0)).tolist(), []
         targets, entropy, most_probable, number, *balance = sums
         means = {"entropy": entropy / max(targets, 1), "mean_token_accuracy": most_probable / max(targets, 1)}

@@ -41,6 +41,12 @@ from accelerate_recipes.run import Run
 
 NUM_LAST = 4  # number of last targets of a row among which its end token is searched
 EVERYTHING = slice(None)
+# Row that fills a place for which there is none. Another row with masked labels would not do: if its activations are
+# infinite, its gradients are not finite.
+EMPTY = {
+    "input_ids": [0], "labels": [IGNORE_INDEX], "seq_lengths": [1],
+    "images": [[]], "checksums": [[]], "image_begins": [[]], "places": [""],
+}  # fmt: skip
 TEMPLATES = (".jinja", ".j2")  # trl reads files with these endings as chat templates, other names as models
 USES = {"train": "train", "test": "evaluate"}  # what the rows of a side are for
 
@@ -192,8 +198,8 @@ def numbered_row(row: dict, number: int) -> tuple[int, dict]:
 
 
 def without_targets(row: dict, number: int) -> dict:
-    """Return a row as trl prepared it; the row of number -1 loses its targets."""
-    return row if number >= 0 else row | {"labels": [IGNORE_INDEX] * len(row["input_ids"])}
+    """Return a row as trl prepared it; for number -1 one of a single token, which is no target and belongs to no row."""
+    return row if number >= 0 else row | {name: value for name, value in EMPTY.items() if name in row}
 
 
 def tell_of_prompts(run: Run[Any], sides: dict[str, datasets.Dataset], tokenizer: PreTrainedTokenizerBase) -> None:
