@@ -1,5 +1,6 @@
 """Calendar of a run: when to log, evaluate, save and stop."""
 
+import contextlib
 import sys
 import time
 import uuid
@@ -11,6 +12,7 @@ from typing import Any
 from accelerate.utils import set_seed
 
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
+from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.checkpoint.replicas import check_replicas
 from accelerate_recipes.checkpoint.resume import check_not_beyond
 from accelerate_recipes.errors import ConfigError, DataError, ReplicaError
@@ -269,6 +271,8 @@ class Agenda:
         try:
             check_replicas(self.accelerator, self.checkpointer.model, self.checkpointer.optimizer)
         except ReplicaError as error:
+            with contextlib.suppress(SaveError):
+                self.checkpointer.wait()
             good = f"Last good checkpoint: {self.checkpointer.newest or 'none yet'}"
             raise ReplicaError(f"step {self.step}: {error}. No checkpoint is saved. {good}") from None
 

@@ -22,7 +22,7 @@ from accelerate_recipes.checkpoint.non_finite import dump_non_finite
 from accelerate_recipes.distributed import accumulate, clip_gradients
 from accelerate_recipes.errors import DataError, NonFiniteError
 from accelerate_recipes.life import stop
-from accelerate_recipes.life.spikes import Spikes, wrong_step
+from accelerate_recipes.life.spikes import Spikes
 from accelerate_recipes.life.traces import MarkFn, Traces
 from accelerate_recipes.metrics import Window
 from accelerate_recipes.models.composites import check_tokens
@@ -217,7 +217,7 @@ def train(
                 error.micro_losses,
             ) from None
         if done.skipped:
-            spikes.skip(wrong_step(step, done.skipped, batches, done.micro_losses.tolist()), run.output_dir)
+            spikes.skip(step + 1, done, batches, run.output_dir)
         train_loader.is_uneven = done.is_uneven
         lr = run.scheduler.get_last_lr()[0]
         run.scheduler.step()

@@ -2,7 +2,7 @@
 
 <output_dir>/rows.jsonl lists the rows of each step. Variables of the environment: TOY_FAULT is where the run dies (see
 faults.py), TOY_FSIZE the largest size of a file in bytes, TOY_HANG a step in which the last rank hangs, TOY_BAD_DATA a step in which
-rank 1's data are bad (0: before training), TOY_POISON a row whose loss is not a number, TOY_WRONG a row whose labels are wrong,
+rank 1's data are bad (0: before training), TOY_POISON a row whose loss is not a number,
 TOY_FLIP bits that hardware flips: "step", "rank", "where" (loss, gradient or weight) and "times"; TOY_PACE extra seconds for each batch.
 """
 
@@ -136,11 +136,6 @@ def train_with_faults(run: Run[Args], loader: StepLoader, *, loss_fn: LossFn, ev
         if run.data_rank == run.data_world_size - 1 and os.environ.get("TOY_HANG") == str(step):
             time.sleep(1000)
         time.sleep(float(os.environ.get("TOY_PACE", 0)))
-        if int(os.environ.get("TOY_WRONG", -2)) in batch["row"]:
-            wrong = torch.where(batch["labels"] == -100, batch["labels"], 4)
-            batch = batch | {
-                "labels": torch.where((batch["row"] == int(os.environ["TOY_WRONG"]))[:, None], wrong, batch["labels"])
-            }
         loss = loss_fn(model, batch)
         if step == flips["step"] and run.rank == flips["rank"] and flips["times"] > 0:
             flips["times"] -= 1

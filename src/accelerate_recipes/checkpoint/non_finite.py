@@ -15,12 +15,12 @@ from accelerate_recipes.ranks import is_first
 def dump_non_finite(
     output_dir: Path, step: int, batches: Sequence[dict[str, Any]], error: NonFiniteError, newest: Path | None
 ) -> tuple[Path, Path | None]:
-    """Write the `wrong_step` the step after `step` to non_finite.json.
+    """Describe the step after `step`, which ended the run, in non_finite.json.
 
     Returns:
         The file, and the last good checkpoint. A checkpoint is not good if its weights give no micro-batch a finite loss.
     """
-    record = wrong_step(step, str(error), batches, error.micro_losses)
+    record = wrong_step(step + 1, str(error), batches, error.micro_losses)
     losses = [float(entry["loss_sum"]) for rank in record["micro_batches_of_ranks"] for entry in rank]
     if newest and step_of(newest) == step and not any(map(math.isfinite, losses)):
         newest = next((path for path in reversed(complete_checkpoints(output_dir)) if step_of(path) < step), None)

@@ -1,8 +1,8 @@
-"""Steps that go wrong: which are not applied, and whether their data or a machine made them so.
+"""Steps that go wrong: which are not applied, and whether hardware made them so.
 
-A step whose loss or gradient norm is not finite, or a spike, is computed once more from the same state. The same numbers
-mean that the data did it. Other numbers mean hardware or a race; then the numbers that come twice in three computations
-count. All values that decide are equal on all ranks, so all ranks decide the same.
+A step whose loss or gradient norm is not finite, or a spike, is computed once more from the same state. Other numbers mean
+hardware or a race; then the numbers that come twice in three computations count. The same numbers mean that the rows did
+it, or the weights. All values that decide are equal on all ranks, so all ranks decide the same.
 """
 
 import json
@@ -24,7 +24,6 @@ LEAST_DEVIATION = 1e-3  # of the median: where all values are almost equal, roun
 # Where sums have no fixed order, as on a GPU without --full_determinism, two values that differ by less are the same.
 NOISE = 0.01
 
-
 # Loss and gradients of one step: `loss` and the gradient's `norm` before clipping, equal on all ranks; `micro_losses`, (M,),
 # the sums of this rank's micro-batches; and whether it `has_targets`.
 Step = TypeVar("Step", bound=Any)
@@ -33,9 +32,9 @@ Step = TypeVar("Step", bound=Any)
 class Spikes:
     """Judge of steps, with the loss and the gradient norm of the last hundred, and what it found so far.
 
-    `factor` is --spike_factor. A run ends at the `fatal`-th step in a row that goes wrong by its data; those before it are
-    skipped. Where a recipe draws what it trains on, as GRPO does, losses are no measure (`by_norm_alone`). `is_exact` says
-    that the same computation gives the same bits.
+    `factor` is --spike_factor. The run ends at the `fatal`-th step in a row that goes wrong, whatever computes it; those
+    before it are skipped. Where a recipe draws what it trains on, as GRPO does, losses are no measure (`by_norm_alone`).
+    `is_exact` says that the same computation gives the same bits.
     """
 
     def __init__(self, factor: float = 0.0, fatal: int = 1, *, by_norm_alone: bool = False, is_exact: bool = True):
@@ -115,9 +114,8 @@ class Spikes:
 
     def agree(self, one: Any, other: Any) -> bool:
         """Tell whether two computations of a step have the same numbers."""
-        if (
-            self.by_norm_alone and not self.is_exact
-        ):  # such losses are sums around zero, of which little is left but noise
+        # Losses of drawn rows are sums around zero, of which little is left but noise.
+        if self.by_norm_alone and not self.is_exact:
             return self.are_same(one.norm, other.norm) and math.isfinite(one.loss) == math.isfinite(other.loss)
         return self.are_same(one.loss, other.loss) and self.are_same(one.norm, other.norm)
 
@@ -126,15 +124,13 @@ class Spikes:
             return math.isfinite(one) == math.isfinite(other)
         return one == other or (not self.is_exact and abs(one - other) <= NOISE * max(abs(one), abs(other)))
 
-    def skip(self, record: dict[str, Any], output_dir: Path) -> None:
-        """Note a step that was skipped, in skipped.jsonl and for the next checkpoint."""
-        self.skipped.append(record)
+    def skip(self, number: int, step: Any, batches: Sequence[dict[str, Any]], output_dir: Path) -> None:
+        """Note step `number`, which was skipped, in skipped.jsonl and for the next checkpoint."""
+        numbers = {"loss": str(step.loss), "grad_norm": str(step.norm)}
+        self.skipped.append(wrong_step(number, step.skipped, batches, step.micro_losses.tolist()) | numbers)
         self.write(output_dir)
         if is_first():
-            print(
-                f"warning: step {record['step']} is skipped: {record['found']}; its rows are in skipped.jsonl",
-                flush=True,
-            )
+            print(f"warning: step {number} is skipped: {step.skipped}; its rows are in skipped.jsonl", flush=True)
 
     def write(self, output_dir: Path) -> None:
         """Write skipped.jsonl, if a step was skipped or an earlier run left such a file."""
@@ -163,11 +159,10 @@ class Spikes:
 
 
 def wrong_step(
-    step: int, found: str, batches: Sequence[dict[str, Any]], micro_losses: Sequence[float]
+    number: int, found: str, batches: Sequence[dict[str, Any]], micro_losses: Sequence[float]
 ) -> dict[str, Any]:
-    """Describe the step after `step`, which went wrong: what was found, and rows and summed loss of each micro-batch."""
+    """Describe step `number`, which went wrong: what was found, and for each rank rows and loss of each micro-batch."""
     rows = [batch["row"].tolist() for batch in batches]
-    ranks = on_all_ranks([{"rows": r, "loss_sum": loss} for r, loss in zip(rows, micro_losses, strict=True)])
     # JSON has no NaN; as text, every reader accepts it.
-    as_text = [[entry | {"loss_sum": str(entry["loss_sum"])} for entry in rank] for rank in ranks]
-    return {"step": step + 1, "found": found, "micro_batches_of_ranks": as_text}
+    own = [{"rows": r, "loss_sum": str(loss)} for r, loss in zip(rows, micro_losses, strict=True)]
+    return {"step": number, "found": found, "micro_batches_of_ranks": on_all_ranks(own)}
