@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zlib
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,7 +148,7 @@ def test_an_earlier_answer_has_its_own_images():
 
 def test_places_move_with_the_texts_of_images():
     """Answers that begin behind an image, or end with one, keep their places."""
-    texts = ImageTexts("<i>", {(1, 1, False): "IMAGE", (1, 1, True): "II"})
+    texts = ImageTexts("<i>", {(1, 1, False): zlib.compress(b"IMAGE"), (1, 1, True): zlib.compress(b"II")})
     part = Part("a<i>bc<i>d", [(4, 6), (5, 9), (9, 10)])
     text, answers, images = expanded(part, [(1, 1), (1, 1)], texts)
     assert text == "aIIbcIId" and [text[slice(*place)] for place in images] == ["II", "II"]

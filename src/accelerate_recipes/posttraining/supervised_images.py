@@ -20,6 +20,7 @@ from trl import SFTConfig
 from accelerate_recipes.checkpoint.exported import Exported, as_exported, stops_of
 from accelerate_recipes.data import image_texts, rendering
 from accelerate_recipes.data.image_rows import load_image_sides
+from accelerate_recipes.data.image_sizes import Patches, known_sizes
 from accelerate_recipes.data.image_texts import DOCUMENTS, ImageTexts, Size, cut_documents, rendered_documents
 from accelerate_recipes.data.messages import NUM_COMPARED
 from accelerate_recipes.data.packing import pack
@@ -31,7 +32,7 @@ from accelerate_recipes.metrics import Flops, size_and_share
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.composites import weights_by_part
 from accelerate_recipes.models.documents import text_positions
-from accelerate_recipes.models.images import image_model_on_meta, join_documents, patches_of
+from accelerate_recipes.models.images import image_model_on_meta, join_documents
 from accelerate_recipes.posttraining.supervised import SupervisedRows, as_rendered, ends_of, flops_of_rows
 from accelerate_recipes.posttraining.trained_rows import (
     USES,
@@ -115,7 +116,7 @@ class ImageCollator:
     @cached_property
     def blank(self) -> dict[str, torch.Tensor]:
         image = Image.new("RGB", BLANK)
-        text = self.pictures.text_of(*BLANK, False)
+        text, _ = self.pictures.of_size(*BLANK, False)
         ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self.document(ids, [IGNORE_INDEX] * len(ids), [image])  # pyright: ignore[reportArgumentType]
 
@@ -189,7 +190,8 @@ def prepare_with_images(
         check_same_template(tokenizer, run.resumed_from)
         check_same_targets(args, sides["train"].features, run.resumed_from)
     sizes = itertools.chain(*(sizes_in(rows, args.sources[side] or args.source) for side, rows in sides.items()))
-    texts, patches = on_first_rank(lambda: texts_and_patches(Pictures(processor), sizes, model.config))
+    know_all = partial(known_sizes, processor, model.config, sizes, args.dataset_num_proc)
+    texts, patches = on_first_of_machine_before_others(know_all)
     how = {"assistant_only": of_answers(args, sides["train"].features), "stops": sorted(stops)}
     longest = config.max_length or NO_LIMIT
     whole, cut, packed, first, added = {}, {}, {}, [], 0
@@ -224,18 +226,6 @@ def prepare_with_images(
     collate = ImageCollator(processor, model.config)
     counted = {"num_read": num_read, "num_targets": packed["train"].sum_of(targets), "counts": counts}
     return SupervisedRows(run, packed["train"], packed["test"], collate, content, collate.show, **counted)
-
-
-Patches = dict[tuple[int, int, bool], list[int]]  # by width, height, and whether the image is among others
-
-
-def texts_and_patches(
-    pictures: Pictures, sizes: Iterable[tuple[str, list[Size]]], config: PreTrainedConfig
-) -> tuple[ImageTexts, Patches]:
-    """Make the texts that stand for images of these sizes, and count their patches, by tiles that are computed together."""
-    texts = pictures.texts_for(sizes)
-    counts = {key: patches_of(config, inputs) for key, inputs in pictures.shapes.items()}
-    return texts, {key: found[: len(found) // 2] if key[2] else found for key, found in counts.items()}
 
 
 def patches_in(documents: datasets.Dataset, read: datasets.Dataset, patches: Patches) -> list[int]:
