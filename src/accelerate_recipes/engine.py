@@ -209,8 +209,9 @@ def dump_non_finite(
     Returns:
         The file, and the last good checkpoint. A checkpoint is not good if its weights give no micro-batch a finite loss.
     """
-    rows = [batch["row"].tolist() for batch in batches]
-    ranks = on_all_ranks([{"rows": r, "loss_sum": loss} for r, loss in zip(rows, error.micro_losses, strict=True)])
+    # A packed row has a place in its file for each document.
+    rows = [{"rows": batch["row"].tolist(), "places": batch.get("places", [])} for batch in batches]
+    ranks = on_all_ranks([row | {"loss_sum": loss} for row, loss in zip(rows, error.micro_losses, strict=True)])
     if newest and step_of(newest) == step and not any(math.isfinite(e["loss_sum"]) for rank in ranks for e in rank):
         newest = next((path for path in reversed(complete_checkpoints(output_dir)) if step_of(path) < step), None)
     file = output_dir / "non_finite.json"

@@ -95,6 +95,8 @@ class PackedDocuments(Sequence):
 class ImageCollator:
     """Collator of rows of documents: joins them in one row, (1, T), with what the model reads of their images.
 
+    `places` of a batch name the file and row of each document.
+
     A batch without an image gets a blank one, as a further document without targets: under FSDP, all ranks must compute the
     parts of the model that see images. Its parts are made when they are needed, in each data worker.
     """
@@ -169,7 +171,7 @@ class ImageCollator:
             documents.append(self.blank)
         batch = join_documents(self.base, documents)
         batch["labels"][text_positions(batch["position_ids"]) == 0] = IGNORE_INDEX
-        return batch
+        return batch | {"places": [place for row in rows for place in row["places"]]}
 
 
 def prepare_with_images(
