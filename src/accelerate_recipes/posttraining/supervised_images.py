@@ -32,6 +32,7 @@ from accelerate_recipes.metrics import Flops, size_and_share
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.composites import weights_by_part
 from accelerate_recipes.models.documents import text_positions
+from accelerate_recipes.models.image_probe import check_whole
 from accelerate_recipes.models.images import image_model_on_meta, join_documents
 from accelerate_recipes.posttraining.supervised import SupervisedRows, as_rendered, ends_of, flops_of_rows
 from accelerate_recipes.posttraining.trained_rows import (
@@ -52,6 +53,7 @@ from accelerate_recipes.run import Run
 NO_LIMIT = 1 << 40  # tokens of a document
 SMALL = (96, 96)
 BLANK = (32, 32)  # size of the image of a batch without images
+SIZES_TO_TRY = [(32, 32), (64, 32)]
 
 
 class PackedDocuments(Sequence):
@@ -174,6 +176,17 @@ class ImageCollator:
         return batch | {"places": [place for row in rows for place in row["places"]]}
 
 
+def documents_to_try(collate: ImageCollator) -> list[dict[str, torch.Tensor]]:
+    """Make documents with two images, with none and with one, of two sizes and colours, for `check_whole`."""
+    tokenizer, found = collate.processor.tokenizer, []
+    for sizes in (SIZES_TO_TRY, [], SIZES_TO_TRY[1:]):
+        texts = [collate.pictures.of_size(*size, len(sizes) > 1)[0] for size in sizes]
+        ids: Any = tokenizer("1".join(["2 ", *texts, " 3 4 5"]), add_special_tokens=False)["input_ids"]
+        images = [Image.new("RGB", size, (10, 20, 30 + 50 * len(found) + size[0])) for size in sizes]
+        found.append(collate.document(ids, ids, images))
+    return found
+
+
 def prepare_with_images(
     run: Run[Any], config: SFTConfig, model: PreTrainedModel, processor: ProcessorMixin, base_stops: set[int]
 ) -> SupervisedRows:
@@ -182,10 +195,14 @@ def prepare_with_images(
     The base stops at `base_stops`.
 
     Raises:
-        ConfigError: like `supervised.prepare_supervised`, and if the images of each row leave no room for an answer.
+        ConfigError: like `supervised.prepare_supervised`, if the images of each row leave no room for an answer, and if a
+            tiny model of this configuration does not compute a packed row with images as its documents.
         DataError: for rows and images that cannot be read.
     """
-    args, tokenizer = run.args, processor.tokenizer
+    args, tokenizer, collate = run.args, processor.tokenizer, ImageCollator(processor, model.config)
+    attention = model.config.get_text_config()._attn_implementation
+    trial = model.config, args.model_name_or_path, attention
+    on_first_rank(lambda: check_whole(*trial, documents_to_try(collate)))
     stops = base_stops | stops_of(tokenizer)
     sides, written = on_first_of_machine_before_others(lambda: load_image_sides(args, processor, stops))
     if run.resumed_from:
@@ -225,7 +242,6 @@ def prepare_with_images(
     counts |= cut_at(lengths_of(whole["train"]), config.max_length)
     counts |= {"images": sum(len(sums) for sums in cut["train"]["checksums"])}
     num_read = {side: len(rows) for side, rows in sides.items()}
-    collate = ImageCollator(processor, model.config)
     counted = {"num_read": num_read, "num_targets": packed["train"].sum_of(targets), "counts": counts}
     return SupervisedRows(run, packed["train"], packed["test"], collate, content, collate.show, **counted)
 
