@@ -346,6 +346,12 @@ def test_an_export_is_read_by_transformers(both, folder):
     (other / "processor_config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match="row 3"):
         check_export(other, None, 3)
+    shutil.copy(export / "processor_config.json", other)
+    settings = json.loads((other / "processor_config.json").read_text())
+    settings["image_processor"]["image_mean"] = [0.4] * 3
+    (other / "processor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"row 3.* other pixel values than in training"):
+        check_export(other, None, 3)
     rows = (other.parent / "rows.json").read_text()
     (other.parent / "rows.json").write_text(rows.replace("/images/", "/gone/"))
     said = check_export(other, ["question 3"], 3)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from PIL import Image, ImageOps
@@ -184,8 +185,16 @@ class Pictures:
         return {name: torch.isin(ids, known).long() for name in names}
 
 
+def pixels_shown(processor: ProcessorMixin, images: Sequence[Image.Image]) -> list[float]:
+    """Return the number of pixel values that a processor makes of images, and some of them, evenly spread."""
+    values = Pictures(processor).inputs(images)["pixel_values"].flatten()
+    return [len(values), *values[:: len(values) // 64 + 1].tolist()]
+
+
 def render_with_images(row: dict, processor: ProcessorMixin, **settings: Any) -> list[Rendering]:
     """Render a row with `messages` and `images` as documents; the processor must make the same tokens of the whole row.
+
+    If the row has `pixels`, those that `pixels_shown` has found in training, they must also be the same.
 
     Raises:
         ValueError: if it does not, and like `image_texts.render_documents`.
@@ -207,6 +216,11 @@ def render_with_images(row: dict, processor: ProcessorMixin, **settings: Any) ->
             raise ValueError(
                 f"token {place + 1} is another one of the processor: images stand elsewhere than in training"
             )
+    if images and row.get("pixels"):
+        before, now = row["pixels"], pixels_shown(processor, images)
+        # Releases of PIL and numpy may round otherwise; another mean, size or filter changes more.
+        if len(before) != len(now) or not np.allclose(before, now, rtol=0, atol=1e-3):
+            raise ValueError(f"its images have other pixel values than in training: {now[:6]}..., were {before[:6]}...")
     return [Rendering(*document[:3]) for document in documents]
 
 

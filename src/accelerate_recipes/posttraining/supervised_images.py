@@ -25,7 +25,7 @@ from accelerate_recipes.data.image_texts import DOCUMENTS, ImageTexts, Size, cut
 from accelerate_recipes.data.messages import NUM_COMPARED
 from accelerate_recipes.data.packing import pack
 from accelerate_recipes.data.passes import made_of
-from accelerate_recipes.data.pictures import Pictures, checked_image, decoded, image_checksum
+from accelerate_recipes.data.pictures import Pictures, checked_image, decoded, image_bytes, image_checksum, pixels_shown
 from accelerate_recipes.data.prepared import lengths_of
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.metrics import Flops, size_and_share
@@ -236,7 +236,11 @@ def prepare_with_images(
     if not num_ended:
         num_ended, ends = ends_of(config, cut["train"], first, exported)
     place = run, exported, base_stops
-    on_first_rank(lambda: compare_with_rendering(*place, with_files(run, written), first, ends, **how))
+
+    def compare() -> None:
+        compare_with_rendering(*place, with_pixels(with_files(run, written), processor), first, ends, **how)
+
+    on_first_rank(compare)
     counts = {"with an end": num_ended} | ({"packed from": len(cut["train"])} if config.packing else {})
     counts |= {"left out": len(sides["train"]) - len(cut["train"]) + added}
     counts |= cut_at(lengths_of(whole["train"]), config.max_length)
@@ -350,6 +354,15 @@ def check_room(documents: datasets.Dataset, longest: int) -> None:
             f"the images of a row take {fewest:,} to {most:,} tokens, and --max_length is {longest:,}: no answer is left; "
             "raise it, or give smaller images (--image_max_pixels)"
         )
+
+
+def with_pixels(rows: list[dict], processor: ProcessorMixin) -> list[dict]:
+    """Return rows with some of the values of their `pixels`; see `pixels_shown`."""
+    found = []
+    for row in rows:
+        images = [decoded(image_bytes(image, "a row"), f"a row, {image['path']}") for image in row["images"]]
+        found.append(row | {"pixels": pixels_shown(processor, images) if images else []})
+    return found
 
 
 def with_files(run: Run[Any], rows: list[dict]) -> list[dict]:
