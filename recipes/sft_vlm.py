@@ -30,6 +30,7 @@ from accelerate_recipes.posttraining.supervised_images import flops_with_images,
 from accelerate_recipes.posttraining.trained_rows import AnswerArgs, compare_finished
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
+from accelerate_recipes.trial import NotSimulatedError, Trial
 
 
 @dataclass
@@ -74,6 +75,13 @@ class Args(ImageRowArgs, AnswerArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig)
 
 def requirements(args: Args) -> Requirements:
     return Requirements(models=[args.base_model], datasets=args.row_datasets, kind=IMAGES_AND_TEXT)
+
+
+def trial(args: Args) -> Trial:
+    raise NotSimulatedError(
+        "sft_vlm.py: a model that sees images computes shapes from values, which a simulation does not have; take two steps "
+        "(--max_steps 2) with the largest images, whose log line names the peak memory"
+    )
 
 
 def main(args: Args) -> None:

@@ -805,6 +805,7 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
         ("fsdp_fp8", C4, "mixed_precision: fp8"),
         ("ddp", [*C4, "--optim", "muon"], "--optim muon under DDP"),
         ("fsdp_full", [str(ROOT / "recipes/template.py")], "template.py: it defines no trial(args)"),
+        ("fsdp_full", [str(ROOT / "recipes/sft_vlm.py"), *SFT[1:], "."], "take two steps (--max_steps 2)"),
         ("fsdp_full", [*GRPO, ".", "--max_prompt_length", "0"], "GRPO with --max_prompt_length 0"),
         ("fsdp_full", [*GRPO, ".", "--use_vllm"], "GRPO with --use_vllm"),
         ("fsdp_full", [*DPO, ".", "--precompute_ref_batch_size", "4"], "DPO with --precompute_ref_batch_size 4"),

@@ -251,6 +251,7 @@ def make_eval_loader(
         rows,
         batch_sampler=batches,
         collate_fn=collate_fn,
+        num_workers=args.dataloader_num_workers,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # evaluation must not change the dropout of later steps
     )

@@ -162,7 +162,8 @@ def wrong_step(
     number: int, found: str, batches: Sequence[dict[str, Any]], micro_losses: Sequence[float]
 ) -> dict[str, Any]:
     """Describe step `number`, which went wrong: what was found, and for each rank rows and loss of each micro-batch."""
-    rows = [batch["row"].tolist() for batch in batches]
+    # A packed row has a place in its file for each document.
+    rows = [{"rows": b["row"].tolist()} | {name: b[name] for name in ("places",) if name in b} for b in batches]
     # JSON has no NaN; as text, every reader accepts it.
-    own = [{"rows": r, "loss_sum": str(loss)} for r, loss in zip(rows, micro_losses, strict=True)]
+    own = [row | {"loss_sum": str(loss)} for row, loss in zip(rows, micro_losses, strict=True)]
     return {"step": number, "found": found, "micro_batches_of_ranks": on_all_ranks(own)}

@@ -330,7 +330,7 @@ def ends_of(
 
 def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
     """Return the inputs of the model in a batch. If ranks share rows, labels are shifted to where they are predicted."""
-    inputs = {name: value for name, value in batch.items() if name not in ("row", "row_position_ids")}
+    inputs = {name: value for name, value in batch.items() if name not in ("row", "row_position_ids", "places")}
     if "sequence_group" in batch:
         inputs["shift_labels"] = inputs.pop("labels")[:, 1:]
     return inputs | {"use_cache": False, "fused_lm_head": True}
