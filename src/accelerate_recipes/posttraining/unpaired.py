@@ -77,7 +77,8 @@ def with_answer_of(row: dict, other: dict) -> dict:
 def make_loaders(run: Run[Any], rows: SupervisedRows) -> tuple[StepLoader, RowLoader]:
     """Make the loaders of this rank's judged answers, to train and to evaluate on."""
     place = run.args, run.data_rank, run.data_world_size
-    collate, heldout = Collator(rows.collate, run.args.max_length), rows.heldout
+    collate = Collator(rows.collate, run.args.max_length)
+    heldout: Any = rows.heldout
     train = NeighbourRows(rows.train, with_answer_of)
     loader = make_train_loader(train, *place, collate_fn=collate, content=rows.content, order_class=WithNeighbours)
     evaluated = Rows(heldout, lambda row, n: with_answer_of(row, heldout[(n - 1) % len(heldout)]) | {"is_row": n >= 0})
@@ -242,7 +243,7 @@ def unpaired_trial(args: Any) -> Trial:
 
     return replace(
         trial,
-        make_model=partial(trial.make_model, disable_dropout=args.disable_dropout),
+        make_model=partial(trial.make_model, disable_dropout=args.disable_dropout),  # pyright: ignore[reportCallIssue]
         loss_fn=loss.sum_parts,
         count_fn=loss.count_parts,
         batch=trial.batch | foreign | judged,
