@@ -608,7 +608,7 @@ def test_hours():
     offloaded = prediction_of(job("fsdp_full", DEEPVIT), replace(slow, host_peak=GIB), GPUS["l4"])
     assert "at least 36 s (plus " in offloaded.report()
     steps.outcome.before = 24
-    assert "; drawing answers takes 24 s of the step" in steps.report()
+    assert "; passes before the micro-batches take 24 s of the step" in steps.report()
 
 
 def test_a_muon_that_costs_too_much_is_named():

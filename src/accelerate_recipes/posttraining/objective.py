@@ -40,7 +40,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes.checkpoint.exported import stops_of
 from accelerate_recipes.models.adapters import WithoutAdapters
-from accelerate_recipes.posttraining.settings import make_model, refused_by_trl, weight_of_balance
+from accelerate_recipes.posttraining.settings import make_model, refused_by_trl, switch_off_dropout, weight_of_balance
 from accelerate_recipes.ranks import data_world_size, sum_over_ranks
 from accelerate_recipes.run import Run
 
@@ -108,6 +108,15 @@ class Outputs:
         return self.last
 
 
+def reference_of(run: Run[Any], temperature: float = 1.0) -> Any:
+    """Return a model that computes as the run's base: the run's own without its adapters, or a second, sharded model."""
+    if run.adapter:
+        return WithoutAdapters(run.model)
+    reference = make_model(run.args)
+    add_fused_lm_head(reference, temperature=temperature)
+    return run.shard_reference(reference)
+
+
 class Objective:
     """Mixin that makes one of trl's trainers a library for the engine. Put it before the trainer in a class's bases.
 
@@ -145,13 +154,8 @@ class Objective:
             self.model = self.run.model
 
     def keep_reference(self) -> None:
-        """Keep a reference model that equals the run's base: the model without its adapters, or a second, sharded model."""
-        if self.run.adapter:
-            self.ref_model = WithoutAdapters(self.run.model)
-        else:
-            reference = make_model(self.run.args)
-            add_fused_lm_head(reference, temperature=self.temperature)
-            self.ref_model = self.run.shard_reference(reference)
+        """Keep a reference model that equals the run's base; see `reference_of`."""
+        self.ref_model = reference_of(self.run, self.temperature)
 
     def balances(self, outputs: Outputs) -> list[torch.Tensor]:
         """Return the weighted loss that balances experts in a micro-batch, as a list; the list is empty without experts."""
@@ -234,4 +238,6 @@ def give_model_to_trl(
     for parameter, data in adapter:
         parameter.data = data  # trl 1.16 rounds it to bf16 for a model in 4 bits: small updates would be lost
     trainer.base_stops = base_stops
+    if trainer.args.disable_dropout:
+        switch_off_dropout(model)
     return trainer

@@ -23,6 +23,7 @@ from accelerate_recipes.checkpoint.exported import Exported, as_exported, shown_
 from accelerate_recipes.data.chats import check_written, without_controls
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.files import check_texts_or_messages
+from accelerate_recipes.data.formats import LABEL
 from accelerate_recipes.data.messages import NUM_COMPARED, TEXT, has_unweighted, missing_answers, select
 from accelerate_recipes.data.passes import chosen_rows, made_of, rows_in
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
@@ -191,7 +192,8 @@ def load_sides(
             )
         check_texts_or_messages(side, columns, source)
         rows[name] = without_controls(side, columns, tokenizer, stops, source, args.control_tokens)
-        read[name] = side = select(rows[name], columns, source)
+        judged = [LABEL] if LABEL in side.column_names else []
+        read[name] = side = select(rows[name], (*columns, *judged), source)
         check_written(side, columns, tokenizer, f"{source}, row", args.template_date)
         if has_unweighted(side, trained, source) and not of_answers(args, features):
             raise ConfigError(
