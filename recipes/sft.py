@@ -20,6 +20,7 @@ import trl
 from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.data.formats import FormatArgs
+from accelerate_recipes.data.mixture import MixtureArgs
 from accelerate_recipes.data.rows import num_steps
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.losses import count_next_tokens
@@ -40,7 +41,7 @@ from accelerate_recipes.trial import Trial
 
 
 @dataclass
-class Args(FormatArgs, AnswerArgs, NewModelArgs, trl.SFTConfig):
+class Args(MixtureArgs, FormatArgs, AnswerArgs, NewModelArgs, trl.SFTConfig):
     output_dir: str = "outputs/sft"
     tokenizes_first = True
     new_tokens: list[str] = arg(

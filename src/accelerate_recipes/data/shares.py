@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Segment(NamedTuple):
+class Stretch(NamedTuple):
     """Places from `begin` on in which the weights stay as they are; sources of weight 0 take none of them."""
 
     begin: int
@@ -16,11 +16,11 @@ class Segment(NamedTuple):
     offsets: np.ndarray  # (K,) in [0, 1): when each source is due first
 
     def due(self, source: int, number: np.ndarray) -> np.ndarray:
-        """Return when a source takes its places of this segment, from number 0; on average, one place is due a unit."""
+        """Return when a source takes its places of this stretch, from number 0; on average, one place is due a unit."""
         return (number + self.offsets[source]) / self.weights[source]
 
     def num_due(self, source: int, time: float, inclusive: bool = False) -> int:
-        """Count the places of this segment that a source takes before a time, or at it too."""
+        """Count the places of this stretch that a source takes before a time, or at it too."""
         if not self.weights[source]:
             return 0
         about = max(0, math.floor(time * self.weights[source] - self.offsets[source]) - 1)
@@ -28,7 +28,7 @@ class Segment(NamedTuple):
         return about + int(((near <= time) if inclusive else (near < time)).sum())
 
     def place_of(self, source: int, number: int) -> int:
-        """Return the place that a source takes as its place `number` of this segment."""
+        """Return the place that a source takes as its place `number` of this stretch."""
         time = float(self.due(source, np.array(number)))
         others = (k for k in range(len(self.weights)) if k != source)
         return self.begin + number + sum(self.num_due(k, time, inclusive=k < source) for k in others)
@@ -67,7 +67,7 @@ class Shares:
     def __init__(
         self, weights: Sequence[tuple[int, Sequence[float]]], limits: Sequence[float], seed: int, stream: int = 0
     ):
-        self.segments: list[Segment] = []
+        self.stretches: list[Stretch] = []
         counts, begin = np.zeros(len(limits), dtype=np.int64), 0
         for place, (first, given) in enumerate(weights):
             end = weights[place + 1][0] if place + 1 < len(weights) else math.inf
@@ -76,14 +76,14 @@ class Shares:
                 left = np.where(counts < limits, np.asarray(given, float), 0)
                 key = np.random.SeedSequence([seed, begin], spawn_key=(stream,))
                 offsets = np.random.Generator(np.random.Philox(key)).random(len(limits))
-                segment = Segment(begin, counts, left / (left.sum() or 1), offsets)
-                self.segments.append(segment)
+                stretch = Stretch(begin, counts, left / (left.sum() or 1), offsets)
+                self.stretches.append(stretch)
                 if not left.any():  # the run ends here, even if later weights would name other sources
                     return
-                # The segment ends behind the last place of the source that ends first.
+                # The stretch ends behind the last place of the source that ends first.
                 ends = [
-                    segment.place_of(k, int(limits[k] - counts[k]) - 1) + 1
-                    for k in np.flatnonzero(left)
+                    stretch.place_of(k, int(limits[k] - counts[k]) - 1) + 1
+                    for k in np.flatnonzero(left).tolist()
                     if math.isfinite(limits[k])
                 ]
                 begin = min([end, *ends])
@@ -95,27 +95,27 @@ class Shares:
 
         Both are integers of the shape (stop - start,); both are -1 where all sources have ended.
         """
-        ends = [*(segment.begin for segment in self.segments[1:]), math.inf]
+        ends = [*(stretch.begin for stretch in self.stretches[1:]), math.inf]
         parts = [
-            segment.take(max(start, segment.begin), int(min(stop, end)))
-            for segment, end in zip(self.segments, ends, strict=True)
-            if segment.begin < stop and start < end
+            stretch.take(max(start, stretch.begin), int(min(stop, end)))
+            for stretch, end in zip(self.stretches, ends, strict=True)
+            if stretch.begin < stop and start < end
         ]
         sources, numbers = (np.concatenate([part[i] for part in parts] or [np.empty(0, int)]) for i in range(2))
         return sources, numbers
 
     def counts(self, place: int) -> np.ndarray:
         """Count the places before `place` that each source takes, (K,) integers."""
-        segment = next(one for one in reversed(self.segments) if one.begin < place or one.begin == 0)
-        if place == segment.begin or not segment.weights.any():
-            return segment.counts
-        (last,), (number,) = segment.take(place - 1, place)
-        time = float(segment.due(last, number - segment.counts[last]))
-        earlier = [segment.num_due(k, time, inclusive=k <= last) for k in range(len(segment.counts))]
-        return segment.counts + np.array(earlier)
+        stretch = next(one for one in reversed(self.stretches) if one.begin < place or one.begin == 0)
+        if place == stretch.begin or not stretch.weights.any():
+            return stretch.counts
+        (last,), (number,) = stretch.take(place - 1, place)
+        time = float(stretch.due(last, number - stretch.counts[last]))
+        earlier = [stretch.num_due(k, time, inclusive=k <= last) for k in range(len(stretch.counts))]
+        return stretch.counts + np.array(earlier)
 
     @property
     def end(self) -> float:
         """First place for which no source is left; infinity if there always is one."""
-        last = self.segments[-1]
+        last = self.stretches[-1]
         return math.inf if last.weights.any() else last.begin
