@@ -338,6 +338,11 @@ class TrainArgs(AdapterArgs):
 
         return {*cls.fixed, *(f.name for f in fields(cls) if is_fixed(f.name))}
 
+    @property
+    def alone(self) -> list[Any]:
+        """Arguments of a run on each of its sources alone; see `data.mixture`."""
+        return [self]
+
     def accumulation_steps(self, world_size: int) -> int:
         """Return the number of forward passes per optimizer step on one process."""
         return self.total_batch_size // (self.per_device_train_batch_size * world_size)

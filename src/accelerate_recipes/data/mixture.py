@@ -35,7 +35,10 @@ class MixedSource(NamedTuple):
 
 
 class MixturePhase(NamedTuple):
-    """What holds from a step on, or, below 1, from a share of the run's steps. Without `weights`, those before hold on."""
+    """Weights and a factor that hold from a step on; `begin` below 1 is a share of the run's steps.
+
+    Without `weights`, those before hold on.
+    """
 
     begin: float
     weights: dict[str, float]
@@ -112,6 +115,9 @@ class MixtureArgs:
     # Names of the arguments that a source of a mixture may set.
     of_source: ClassVar[tuple[str, ...]]
 
+    # Name of the source, in the arguments of a run on it alone.
+    part = ""
+
     # Whether the rows of a source are counted before the run, so that its weight can be that of its size.
     counts_rows: ClassVar[bool] = True
 
@@ -128,8 +134,8 @@ class MixtureArgs:
     def of(self, source: MixedSource) -> Any:
         """Return the arguments of a run on one source alone."""
         args = copy.copy(self)
-        args.mixture = ""
         vars(args).pop("read", None)
+        args.mixture, args.part = "", source.name
         unset = {
             f.name: f.default if f.default_factory is MISSING else f.default_factory()
             for f in fields(self)
