@@ -35,14 +35,14 @@ class MixedSource(NamedTuple):
 
 
 class MixturePhase(NamedTuple):
-    """Weights and a factor that hold from a step on; `begin` below 1 is a share of the run's steps.
+    """Weights and a factor on the learning rate that hold from a step on; `begin` below 1 is a share of the run's steps.
 
-    Without `weights`, those before hold on.
+    Without weights, or without a factor (None), those before hold on.
     """
 
     begin: float
     weights: dict[str, float]
-    lr_factor: float = 1.0
+    lr_factor: float | None
 
     def first_step(self, total_steps: int) -> int:
         return round(self.begin * total_steps if self.begin < 1 else self.begin)
@@ -77,7 +77,8 @@ class Mixture:
 
     def lr_factors(self, total_steps: int) -> list[tuple[int, float]]:
         """List the factors on the schedule's learning rate, each from a step on."""
-        return [(phase.first_step(total_steps), phase.lr_factor) for phase in self.phases]
+        factors = [(phase.first_step(total_steps), phase.lr_factor) for phase in self.phases]
+        return [(step, factor) for step, factor in factors if factor is not None]
 
 
 def shares_of(weights: Mapping[str, float]) -> dict[str, float]:
@@ -130,6 +131,9 @@ class MixtureArgs:
     def alone(self) -> list[Any]:
         """Arguments of a run on each source alone, in the order of `read.sources`; without a mixture, these arguments."""
         return [self.of(source) for source in self.read.sources] if self.mixture else [self]
+
+    def lr_factors(self, total_steps: int) -> list[tuple[int, float]]:
+        return self.read.lr_factors(total_steps)
 
     def of(self, source: MixedSource) -> Any:
         """Return the arguments of a run on one source alone."""
@@ -291,7 +295,7 @@ def read_phase(section: Any, where: str, names: Sequence[str], found: list[str])
     """Read one phase of a mixture; note in `found` what is wrong."""
     if not isinstance(section, dict):
         found.append(f"{where} is {section!r:.60}; it must be a section with from, weights and lr_factor")
-        return MixturePhase(1, {})
+        return MixturePhase(1, {}, None)
     found += unknown_keys(section, ("from", "weights", "lr_factor"), where)
     begin = number_in(section, "from", 0, where, found, above=0)
     if "from" not in section or (begin >= 1 and begin % 1):
@@ -308,7 +312,8 @@ def read_phase(section: Any, where: str, names: Sequence[str], found: list[str])
         found.append(f"{where}: no weight is above 0")
     if not given and "lr_factor" not in section:
         found.append(f"{where} changes nothing; give weights or lr_factor")
-    return MixturePhase(begin, weights, number_in(section, "lr_factor", 1.0, where, found))
+    factor = number_in(section, "lr_factor", 1.0, where, found)
+    return MixturePhase(begin, weights, factor if "lr_factor" in section else None)
 
 
 def check_same_sources(then: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]], file: str) -> None:
