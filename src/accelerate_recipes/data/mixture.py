@@ -174,7 +174,7 @@ class MixtureArgs:
                 remedy = "give max_epochs of each source, or --max_steps" if name[0] == "n" else "name it as a source"
                 yield f"--{name} {shown} has no effect beside --mixture {self.mixture}; {remedy}, and remove it here"
         for source in mixture.sources:
-            if not {*WHICH_DATA[:2]} & {*source.values}:
+            if defaults["dataset_name"] and not {*WHICH_DATA[:2]} & {*source.values}:
                 yield f"{self.mixture}, source {source.name}: it names no data; give dataset_name or train_files"
         if mixture.of_size and not self.counts_rows:
             yield f"{self.mixture}: weight: {SIZE} needs rows that are counted before the run; give numbers"
@@ -265,11 +265,13 @@ def read_source(section: Any, number: int, file: str, args_class: type[MixtureAr
         found.append(f"{where} is {section!r:.60}; it must be a section with a name, a weight and data")
         section = {}
     name = section.get("name")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        begin = " and not begin with eval_, nor be aux" if NAME.fullmatch(f"x{name}") else ""
-        found.append(f"{where}: its name is {name!r}; it must have letters, digits, _, - and . alone{begin}")
-    else:
+    if isinstance(name, str) and NAME.fullmatch(name):
         where = f"{file}, source {name}"
+    else:
+        of_log = "not begin with eval_, nor be aux: the log has such names"
+        must = of_log if isinstance(name, str) and NAME.fullmatch(f"x{name}") else "be letters, digits, _, - and ."
+        found.append(f"{where}: its name is {name if name else 'missing'}; it must {must}")
+        name = f"number {number}"
     if section.get("weight") is None:
         found.append(f"{where}: its weight is missing; give a number, or {SIZE}")
     weight = None if section.get("weight") == SIZE else number_in(section, "weight", 1.0, where, found)
@@ -288,7 +290,7 @@ def read_source(section: Any, number: int, file: str, args_class: type[MixtureAr
         else:
             right.append(group)
     parsed = vars(parser.parse_args(words_of(parser, right)))
-    return MixedSource(str(name), weight, max_epochs, {flag[2:]: parsed[flag[2:]] for flag, *_ in right})
+    return MixedSource(name, weight, max_epochs, {flag[2:]: parsed[flag[2:]] for flag, *_ in right})
 
 
 def read_phase(section: Any, where: str, names: Sequence[str], found: list[str]) -> MixturePhase:
