@@ -61,6 +61,7 @@ class Args(JudgedArgs, AnswerArgs, TrainerArgs, trl.SFTConfig):
     disable_dropout: bool = arg(True, "Train without dropout.", fixed=False, group="rare")
     tokenizes_first = True
     new_tokens = ()
+    has_empty_rows = False
 
     fixed = frozenset({"chat_template_path", "eos_token", "max_length"})
     owned_elsewhere = TrainerArgs.owned_elsewhere | dict.fromkeys(
@@ -123,7 +124,7 @@ def main(args: Args) -> None:
 
     records = train(
         run, loader, loss_fn=loss.sum_parts, count_fn=loss.count_parts, evaluate_fn=evaluate_fn,
-        draw_fn=lambda step, batches: loss.add_references(run.model, batches), values_fn=loss.values,
+        draw_fn=lambda step, batches: loss.add_references(run.model, batches), values_fn=loss.values, mark_fn=loss.mark,
     )  # fmt: skip
 
     # Result

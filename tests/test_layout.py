@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "life": BELOW,
     "args": BELOW | {"arguments"},
     "models": BELOW | {"args", "arguments", "hub.cache", "life", "upstream"},
-    "data": BELOW | {"args", "hub.cache", "life", "models"},
+    "data": BELOW | {"args", "arguments", "hub.cache", "life", "models"},
     "metrics": {"arguments", "disk", "models"},
     "losses": {"errors", "models", "ranks"},
     "optim": {"args", "errors", "models", "ranks"},
@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "run": BELOW | {"args", "checkpoint", "data", "distributed", "hub.cache", "life", "metrics", "models", "optim", "upstream"},
     "engine": {"agenda", "checkpoint", "distributed", "errors", "life", "metrics", "models", "ranks", "run"},
     "trial": {"args", "data", "errors", "hub.cache", "losses", "models"},
-    "report": BELOW | {"agenda", "args", "checkpoint", "data", "life"},
+    "report": BELOW | {"agenda", "args", "checkpoint", "data", "life", "metrics"},
     "chess": BELOW | {"args", "data", "hub.cache", "life", "models"},
     "plan": {
         "args", "arguments", "distributed", "engine", "errors", "launch.checks", "losses", "models", "optim", "ranks", "run",
@@ -247,7 +247,7 @@ MAY_CHANGE = {
     "eval_source_column", "eval_target_column", "metrics", "generation_max_length", "generation_num_beams",
     "generation_length_penalty", "precompute_ref_log_probs", "reward_weights", "stockfish", "stockfish_nodes",
     "rewards", "num_eval_prompts", "num_samples", "label_smoothing", "assistant_only_loss",
-    "image_folder",
+    "image_folder", "mixture",
 }  # fmt: skip
 MAY_CHANGE_IN_C4_ONLY = {"dataset_revision", "dataset_files"}
 FIXED = {"vit": {"train_files", "eval_files"}}

@@ -96,6 +96,11 @@ class FormatArgs(ChatArgs):
         [], "Columns that have other names than in a form, as NAME=COLUMN: prompt=question completion=answer."
     )
 
+    # What a source of a mixture may set, where the recipe takes a mixture.
+    of_source = (
+        "dataset_name", "dataset_config", "train_split", "train_files", "eval_files", "heldout_share", "columns",
+    )  # fmt: skip
+
     @property
     def forms(self) -> Sequence[Form]:
         """Forms that the recipe reads."""

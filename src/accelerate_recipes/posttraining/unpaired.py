@@ -15,7 +15,8 @@ from accelerate_recipes.data.rows import RowLoader, Rows, StepLoader, make_eval_
 from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.posttraining.settings import weight_of_balance
-from accelerate_recipes.posttraining.supervised import SupervisedRows, inputs_of, supervised_trial
+from accelerate_recipes.posttraining.supervised import SupervisedRows
+from accelerate_recipes.posttraining.supervised_loss import inputs_of, supervised_trial
 from accelerate_recipes.posttraining.whole_steps import WholeSteps
 from accelerate_recipes.ranks import data_world_size, sum_over_ranks
 from accelerate_recipes.run import Run
@@ -160,8 +161,15 @@ class UnpairedLoss:
         tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
         return torch.stack([*[one] * bool(self.balance), len(batch[LABEL]) * one, tokens])
 
+    def mark(self) -> Callable[[], None]:
+        """Return a function that forgets the micro-batches from here on."""
+        before = [*self.measured]
+        return lambda: setattr(self, "measured", before)
+
     def values(self, step: int) -> dict[str, float]:
         """Return the means since the last log line: rewards, KL divergence from the reference, and entropy."""
+        if not self.measured:  # all steps were left out
+            return {}
         sums, self.measured = sum_over_ranks(torch.stack(self.measured).sum(0)).tolist(), []
         good, bad, *rewards, kl, entropy, tokens = sums
         values = {"kl": kl / (good + bad), "entropy": entropy / max(tokens, 1)}
