@@ -85,7 +85,7 @@ class ImageStreams(StreamLoader):
     ):
         super().__init__(source, args, rank, world_size, max_length=1, num_streams=num_streams, shuffle_block=block)
 
-    def _batch(self, rows: list[list[Row]]) -> dict[str, Any]:
+    def _batch(self, rows: list[list[Row]], max_length: int) -> dict[str, Any]:
         return default_collate([row.tokens[0] for (row,) in rows])
 
     def counts(self) -> dict[str, int]:
