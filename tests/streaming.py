@@ -29,7 +29,7 @@ def no_retry() -> None:
 def tokens_of(folder, tokenizer, find, settings, *, rank=0, world_size=1, heldout_share=0.0) -> TokenShards:
     """Tokenise the shards that `find()` lists, of a dataset whose arguments are `settings`."""
     args: Any = SimpleNamespace(
-        pretokenize=folder, train_shards=find, is_here=False, text_column="text", share_heldout=heldout_share,
+        pretokenize=folder, train_shards=find, is_here=False, text_column="text", share_left_out=heldout_share,
         dataset_name="", dataset_files=settings, dataset_revision="", train_files=[],
     )  # fmt: skip
     return pretokenize(args, tokenizer, rank, world_size)

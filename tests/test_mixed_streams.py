@@ -3,13 +3,14 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from streaming import OF_ROWS, Numbered, Ranks, no_retry
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data.mixed_streams import MixtureLoader
+from accelerate_recipes.data.mixed_streams import MixedStreamLoader
 from accelerate_recipes.data.mixture import MixedSource, Mixture, MixturePhase
 from accelerate_recipes.data.shares import Shares
 from accelerate_recipes.data.stream_order import StreamState, stream_documents
@@ -33,7 +34,7 @@ def mixture_of(weights=WEIGHTS, phases=(), **max_epochs) -> Mixture:
 def make_loader(
     mixture: Mixture, rank=0, world_size=1, workers=0, sources=SOURCES, batch=BATCH, max_steps=STEPS, streams=STREAMS,
     **changes,
-) -> MixtureLoader:  # fmt: skip
+) -> MixedStreamLoader:  # fmt: skip
     args = TrainArgs(
         total_batch_size=batch,
         per_device_train_batch_size=1,
@@ -44,10 +45,10 @@ def make_loader(
     args.mixture = "mixture.yaml"
     settings = {"max_length": LENGTH, "num_streams": streams, "shuffle_block": 4} | changes
     documents = {name: Numbered(*SOURCES[name]) if name in SOURCES else sources[name] for name in sources}
-    return MixtureLoader(documents, args, rank, world_size, mixture=mixture, **settings)
+    return MixedStreamLoader(documents, args, rank, world_size, mixture=mixture, **settings)
 
 
-def rows_of(loaders: list[MixtureLoader], num_steps: int) -> list[list]:
+def rows_of(loaders: list[MixedStreamLoader], num_steps: int) -> list[list]:
     """Return place, source, tokens and labels of the rows of each step."""
     steps = Ranks(loaders, (*OF_ROWS, "source")).run(num_steps)
     return [
@@ -63,12 +64,12 @@ PHASES = [MixturePhase(23, LATER), MixturePhase(41, {}, max_length=40)]
 ENDS = {"four": 1.5, "tiny": 2.0}  # both end within the run
 
 
-def mixed(*place, **changes) -> MixtureLoader:
+def mixed(*place, **changes) -> MixedStreamLoader:
     return make_loader(mixture_of(phases=PHASES, **ENDS), *place, **changes)
 
 
 @pytest.fixture(scope="module")
-def alone() -> tuple[list[list], MixtureLoader]:
+def alone() -> tuple[list[list], MixedStreamLoader]:
     loader = mixed()
     return rows_of([loader], STEPS), loader
 
@@ -168,9 +169,10 @@ def test_new_weights_hold_from_the_resume_on():
 def test_shares_are_the_weights(seed):
     """Over 10,000 rows, by the order alone: no document is read."""
     loader = make_loader(mixture_of(), batch=10_000)
-    mixing = loader.mixing._replace(seed=seed)
-    counts = mixing.counts(10_000)
-    assert counts.sum() == 10_000
+    counts, asked = replace(loader.mixing, seed=seed).counts(10_000)
+    assert counts.sum() == 10_000 == pytest.approx(asked.sum()) and loader.seen(1)["big_rows"] == pytest.approx(
+        5000, 10
+    )
     assert abs(counts / 10_000 - np.array([*WEIGHTS.values()]) / 10).max() < 1e-3
 
 
@@ -233,7 +235,7 @@ def test_weights_of_sizes():
 def test_a_checkpoint_goes_on_with_longer_rows():
     """Rows of another length, which a resume asks for: each stream goes on in the token in which its last row ended."""
 
-    def one(rank: int, ranks: int, *phases: MixturePhase) -> MixtureLoader:
+    def one(rank: int, ranks: int, *phases: MixturePhase) -> MixedStreamLoader:
         mixture = mixture_of({"one": 1.0}, phases)
         return make_loader(mixture, rank, ranks, sources={"one": Numbered([90, 40], 12)}, batch=12)
 

@@ -338,6 +338,11 @@ class TrainArgs(AdapterArgs):
 
         return {*cls.fixed, *(f.name for f in fields(cls) if is_fixed(f.name))}
 
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest rows of the run, where rows have a length."""
+        return self.max_length
+
     def accumulation_steps(self, world_size: int) -> int:
         """Return the number of forward passes per optimizer step on one process."""
         return self.total_batch_size // (self.per_device_train_batch_size * world_size)

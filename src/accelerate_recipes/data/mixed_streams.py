@@ -8,7 +8,8 @@ this stream reads of it in so many epochs. So no document is trained on more oft
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +18,13 @@ import xxhash
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import NUM_ROWS
-from accelerate_recipes.data.mixture import Mixture, Weights, check_same_sources, continued
+from accelerate_recipes.data.mixture import Mixture, Weights, check_same_sources, continued, shares_of
 from accelerate_recipes.data.shares import Shares
+from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.data.stream_order import Documents, Order, Row, StreamState, stream_rows, tokens_of_epoch
 from accelerate_recipes.data.streams import StreamLoader
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.ranks import on_first_rank
+from accelerate_recipes.ranks import is_first, on_first_rank
 
 ROWS_AT_ONCE = 1024  # of a stream, whose sources are computed together
 
@@ -41,30 +43,41 @@ class MixedDocuments(NamedTuple):
         return {f"{kind} of {name}": value for name, found in versions.items() for kind, value in found.items()}
 
 
-class Mixing(NamedTuple):
-    """What decides the sources of the rows of all streams."""
+@dataclass
+class Mixing:
+    """Sources of the rows of all streams."""
 
     rows: Sequence[tuple[int, Sequence[float]]]  # weights of the K sources, each from a row of the run on
     limits: np.ndarray  # (number of streams, K): most rows of a stream that come from a source; infinity for any number
     seed: int
 
-    def shares(self, stream: int) -> Shares:
-        """Return the sources of the places of a stream."""
-        num_streams = len(self.limits)
-        weights = [(max(0, -(-(row - stream) // num_streams)), some) for row, some in self.rows]
-        return Shares(weights, self.limits[stream].tolist(), self.seed, stream)
+    @property
+    def num_streams(self) -> int:
+        return len(self.limits)
+
+    def place(self, row: int, stream: int) -> int:
+        """Return the place in a stream of its first row that is no earlier row of the run than `row`."""
+        return max(0, -(-(row - stream) // self.num_streams))
+
+    @cached_property
+    def shares(self) -> list[Shares]:
+        """Sources of the places of each stream."""
+        return [
+            Shares([(self.place(row, stream), some) for row, some in self.rows], limits, self.seed, stream)
+            for stream, limits in enumerate(self.limits.tolist())
+        ]
 
     @property
     def end(self) -> float:
         """First row of the run for which no source is left; infinity if there always is one."""
-        num_streams = len(self.limits)
-        return min(self.shares(stream).end * num_streams + stream for stream in range(num_streams))
+        return min(shares.end * self.num_streams + stream for stream, shares in enumerate(self.shares))
 
-    def counts(self, num_rows: int) -> np.ndarray:
-        """Count the rows of each source among the first `num_rows` of the run, (K,)."""
-        num_streams = len(self.limits)
-        places = [max(0, -(-(num_rows - stream) // num_streams)) for stream in range(num_streams)]
-        return np.sum([self.shares(stream).counts(place) for stream, place in enumerate(places)], axis=0)
+    def counts(self, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Count the rows of each source among the first `num_rows` of the run, and those that the weights ask for, (K,)."""
+        places = [self.place(num_rows, stream) for stream in range(self.num_streams)]
+        both = [(shares.counts(place), shares.asked(place)) for shares, place in zip(self.shares, places, strict=True)]
+        counts, asked = np.sum(both, axis=0)
+        return counts.astype(int), asked
 
 
 def mixed_rows(
@@ -80,7 +93,7 @@ def mixed_rows(
     Raises:
         DataError: if a source that is due has no document.
     """
-    shares, place = mixing.shares(stream), sum(state.rows for state in states)
+    shares, place = mixing.shares[stream], sum(state.rows for state in states)
     rows = [
         stream_rows(source, order, stream, state, on_retry)
         for source, order, state in zip(sources, orders, states, strict=True)
@@ -90,11 +103,11 @@ def mixed_rows(
             if source < 0:
                 return
             row = next(rows[source])
-            yield row._replace(epoch=0, place=place * len(mixing.limits) + stream, source=source)
+            yield row._replace(epoch=0, place=place * mixing.num_streams + stream, source=source)
             place += 1
 
 
-class MixtureLoader(StreamLoader):
+class MixedStreamLoader(StreamLoader):
     """StreamLoader of several sources, by name, mixed as a mixture says. `source` of a batch, (B, T), numbers them.
 
     Rows have `max_length` tokens, until a phase gives another length: where a stream stands does not depend on the length
@@ -121,7 +134,7 @@ class MixtureLoader(StreamLoader):
         super().__init__(MixedDocuments(sources), args, rank, world_size, runs_on=True, **settings)
         self.lengths = [(0, self.order.max_length), *mixture.lengths(args.max_steps)]
         sizes, self.limits = on_first_rank(self._counted)
-        self.weights: Weights = mixture.weights(sizes, args.max_steps)
+        self.weights = mixture.weights(sizes, args.max_steps)
 
     @property
     def names(self) -> list[str]:
@@ -150,10 +163,16 @@ class MixtureLoader(StreamLoader):
         return order._replace(seed=xxhash.xxh3_64_intdigest(f"{order.seed} {name}".encode()))
 
     @property
-    def mixing(self) -> Mixing:
+    def weights(self) -> Weights:
+        """Weights of the sources, each from a step on."""
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: Weights) -> None:
+        self._weights = weights
         size = self.args.total_batch_size
-        rows = [(step * size, [weights[name] for name in self.names]) for step, weights in self.weights]
-        return Mixing(rows, self.limits, self.args.seed)
+        rows = [(step * size, [some[name] for name in self.names]) for step, some in weights]
+        self.mixing = Mixing(rows, self.limits, self.args.seed)
 
     def read(self, order: Order) -> Callable[..., Iterator[Row]]:
         orders = [self.of_source(order, name) for name in self.names]
@@ -189,15 +208,23 @@ class MixtureLoader(StreamLoader):
             )
         return self.args.max_steps if self.args.max_steps > 0 else int(possible)
 
-    def first_batch(self, size: int = NUM_ROWS) -> dict[str, Any]:
-        """Make a batch of the first rows of each source, up to `size` each, to show them. Only this process reads them."""
-        rows = []
-        for k, (name, documents) in enumerate(self.source.of.items()):
-            order = self.of_source(self.order, name)
-            for stream in range(min(size, order.num_streams)):
-                row = next(stream_rows(documents, order, stream, StreamState(), lambda: None))
-                rows.append([row._replace(epoch=0, source=k)])
-        return self._batch(rows, self.order.max_length)
+    @property
+    def first(self) -> dict[str, HasRows]:
+        return {f"Training, {name}": FirstOfSource(self, name) for name in self.names}
+
+    def described(self, num_steps: int) -> list[str]:
+        found = []
+        for name, count in zip(self.names, self.mixing.counts(num_steps * self.args.total_batch_size)[0], strict=True):
+            share = count / (num_steps * self.args.total_batch_size)
+            found.append(f"Source {name}: {len(self.source.of[name].shards):,} shards; {share:.2%} of the run's rows")
+        return found
+
+    def seen(self, step: int) -> dict[str, float]:
+        num_rows = step * self.args.total_batch_size
+        found = {}
+        for name, count, asked in zip(self.names, *self.mixing.counts(num_rows), strict=True):
+            found |= {f"{name}_rows": int(count), f"{name}_share": count / num_rows, f"{name}_asked": asked / num_rows}
+        return found
 
     def _batch(self, rows: list[list[Row]], max_length: int) -> dict[str, Any]:
         sources = torch.tensor([row.source for (row,) in rows])
@@ -212,8 +239,16 @@ class MixtureLoader(StreamLoader):
 
     def start_at(self, step: int, states: list[dict]) -> None:
         super().start_at(step, states)
-        if states:
-            self.weights = continued(states[0]["weights"], step, self.weights)
+        if not states:
+            return
+        before = states[0]["weights"]
+        self.weights = continued(before, step, self.weights)
+        then, now = ([some for begin, some in table if begin <= step][-1] for table in (before, self.weights))
+        then, now = (
+            ", ".join(f"{name} {share:.2%}" for name, share in shares_of(some).items()) for some in (then, now)
+        )
+        if then != now and is_first():
+            print(f"Shares from step {step + 1} on: {now}; before: {then}", flush=True)
 
     def check(self, states: list[dict]) -> None:
         check_same_sources(states[0].get("sources", {}), self.state()["sources"], self.args.mixture)
@@ -229,3 +264,22 @@ class MixtureLoader(StreamLoader):
             # The mean over all streams, once the caller has added the ranks up.
             found[f"{name}_epochs"] = sum(states[name].epoch for states in of_sources) / self.order.num_streams
         return found
+
+
+class FirstOfSource(NamedTuple):
+    """First rows of one source of a mixture, to be shown."""
+
+    loader: MixedStreamLoader
+    name: str
+
+    def first_batch(self) -> dict[str, Any]:
+        """Make a batch of the first rows of the source in the first streams. Only this process reads them."""
+        loader, k = self.loader, self.loader.names.index(self.name)
+        documents, order = loader.source.of[self.name], loader.of_source(loader.order, self.name)
+        streams = range(min(NUM_ROWS, order.num_streams))
+        rows = (next(stream_rows(documents, order, stream, StreamState(), lambda: None)) for stream in streams)
+        return loader._batch([[row._replace(epoch=0, source=k)] for row in rows], order.max_length)
+
+    def check(self, states: list[dict]) -> None:
+        """Raise ConfigError if the states of a checkpoint belong to other data, or to another order."""
+        self.loader.check(states)

@@ -114,6 +114,16 @@ class Shares:
         earlier = [stretch.num_due(k, time, inclusive=k <= last) for k in range(len(stretch.counts))]
         return stretch.counts + np.array(earlier)
 
+    def asked(self, place: float) -> np.ndarray:
+        """Return how many of the places before `place` the weights give to each source, (K,) floats."""
+        ends = [*(stretch.begin for stretch in self.stretches[1:]), math.inf]
+        parts = [
+            (min(place, end) - stretch.begin) * stretch.weights
+            for stretch, end in zip(self.stretches, ends, strict=True)
+            if stretch.begin < place
+        ]
+        return np.sum(parts, axis=0) if parts else np.zeros(len(self.stretches[0].weights))
+
     @property
     def end(self) -> float:
         """First place for which no source is left; infinity if there always is one."""

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data import NUM_ROWS
 from accelerate_recipes.data.packing import collate, pack_row
+from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.data.stream_order import (
     Documents,
     Order,
@@ -222,6 +223,19 @@ class StreamLoader:
                 if torch.cuda.is_available():
                     batch = {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
                 yield batch
+
+    @property
+    def first(self) -> dict[str, HasRows]:
+        """Sources of the first rows to train on, by heading."""
+        return {"Training": self}
+
+    def described(self, num_steps: int) -> list[str]:
+        """Describe each source of a mixture in one line, for a run of so many steps."""
+        return []
+
+    def seen(self, step: int) -> dict[str, float]:
+        """Return what the log tells of the sources of a mixture after a step."""
+        return {}
 
     def first_batch(self, size: int = NUM_ROWS) -> dict[str, Any]:
         """Make a batch of the run's first `size` rows, to show them. Only this process reads them.
