@@ -25,8 +25,8 @@ from accelerate_recipes.models.images import IMAGES_AND_TEXT, ImageModelArgs, lo
 from accelerate_recipes.models.processors import load_image_tokenizer, load_processor
 from accelerate_recipes.models.shared_rows import balance_weight
 from accelerate_recipes.posttraining.settings import TrainerArgs, make_config, set_up_by_trl
-from accelerate_recipes.posttraining.supervised import SupervisedLoss, nll_sum
 from accelerate_recipes.posttraining.supervised_images import flops_with_images, prepare_with_images
+from accelerate_recipes.posttraining.supervised_loss import SupervisedLoss, nll_sum
 from accelerate_recipes.posttraining.trained_rows import AnswerArgs, compare_finished
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "run": BELOW | {"args", "checkpoint", "data", "distributed", "hub.cache", "life", "metrics", "models", "optim", "upstream"},
     "engine": {"agenda", "checkpoint", "distributed", "errors", "life", "metrics", "models", "ranks", "run"},
     "trial": {"args", "data", "errors", "hub.cache", "losses", "models"},
-    "report": BELOW | {"agenda", "args", "checkpoint", "data", "life"},
+    "report": BELOW | {"agenda", "args", "checkpoint", "data", "life", "metrics"},
     "chess": BELOW | {"args", "data", "hub.cache", "life", "models"},
     "plan": {
         "args", "arguments", "distributed", "engine", "errors", "launch.checks", "losses", "models", "optim", "ranks", "run",

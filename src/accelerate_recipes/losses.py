@@ -1,7 +1,7 @@
 """Sums of token losses, and the number of target tokens in each sum. The engine divides the sum by the number."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -303,3 +303,22 @@ def count_next_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def count_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Count the targets of `sequence_to_sequence_loss`, as a scalar on the batch's device: all labels but padding."""
     return (batch["labels"] != IGNORE_INDEX).sum()
+
+
+def sums_by_source(batch: dict[str, torch.Tensor], losses: torch.Tensor, num_sources: int) -> torch.Tensor:
+    """Sum losses of next tokens, (B, T - 1), by the source of each token, which `source` of the batch numbers, (B, T).
+
+    Returns:
+        (2 K,) of float64: the sums of K sources, then their numbers of targets.
+    """
+    sources = torch.arange(num_sources, device=losses.device)[:, None, None]
+    is_of = (batch["source"][:, 1:] == sources) & (batch["labels"][:, 1:] != IGNORE_INDEX)
+    return torch.cat([torch.where(is_of, losses.double(), 0).sum((1, 2)), is_of.sum((1, 2)).double()])
+
+
+def means_of_sources(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+    """Return the loss and the number of targets of each source, from summed `sums_by_source`; no loss without a target."""
+    found = {}
+    for name, loss, targets in zip(names, sums[: len(names)], sums[len(names) :], strict=True):
+        found |= ({f"{name}_loss": loss / targets} if targets else {}) | {f"{name}_targets": int(targets)}
+    return found

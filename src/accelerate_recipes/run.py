@@ -314,7 +314,10 @@ def before_and_after(before: dict, after: dict) -> Result:
     lines = [
         f"Held out, {name.removeprefix('eval_')}: before {before[name]:.4f}, after {after[name]:.4f}" for name in names
     ]
-    panels = [Curves({"held out": name}, spoken(name).capitalize()) for name in names if name != "eval_loss"]
+    losses = {name[5:-5]: name for name in names if name.endswith("_loss") and name != "eval_loss"}
+    others = [name for name in names if not name.endswith("_loss")]
+    panels = [Curves({"held out": name}, spoken(name).capitalize()) for name in others]
+    panels += [Curves(losses, "Losses, held out")] if losses else []
     return Result("\n".join(lines), curves=panels)
 
 

@@ -36,11 +36,14 @@ class MixedSource(NamedTuple):
 
 
 class MixturePhase(NamedTuple):
-    """What holds from a step on, or, below 1, from a share of the run's steps. Without `weights`, those before hold on."""
+    """Weights and a factor on the learning rate that hold from a step on; `begin` below 1 is a share of the run's steps.
+
+    Without weights, or without a factor (None), those before hold on.
+    """
 
     begin: float
     weights: dict[str, float]
-    lr_factor: float = 1.0
+    lr_factor: float | None = None
     max_length: int = 0  # tokens of a row; 0: as many as before
 
     def first_step(self, total_steps: int) -> int:
@@ -80,7 +83,8 @@ class Mixture:
 
     def lr_factors(self, total_steps: int) -> list[tuple[int, float]]:
         """List the factors on the schedule's learning rate, each from a step on."""
-        return [(phase.first_step(total_steps), phase.lr_factor) for phase in self.phases]
+        factors = [(phase.first_step(total_steps), phase.lr_factor) for phase in self.phases]
+        return [(step, factor) for step, factor in factors if factor is not None]
 
 
 def shares_of(weights: Mapping[str, float]) -> dict[str, float]:
@@ -118,6 +122,9 @@ class MixtureArgs:
     # Names of the arguments that a source of a mixture may set.
     of_source: ClassVar[tuple[str, ...]]
 
+    # Name of the source, in the arguments of a run on it alone.
+    part = ""
+
     # What a phase may change.
     of_phase: ClassVar[tuple[str, ...]] = ("weights", "lr_factor")
 
@@ -134,11 +141,14 @@ class MixtureArgs:
         """Arguments of a run on each source alone, in the order of `read.sources`; without a mixture, these arguments."""
         return [self.of(source) for source in self.read.sources] if self.mixture else [self]
 
+    def lr_factors(self, total_steps: int) -> list[tuple[int, float]]:
+        return self.read.lr_factors(total_steps)
+
     def of(self, source: MixedSource) -> Any:
         """Return the arguments of a run on one source alone."""
         args = copy.copy(self)
-        args.mixture = ""
         vars(args).pop("read", None)
+        args.mixture, args.part = "", source.name
         unset = {
             f.name: f.default if f.default_factory is MISSING else f.default_factory()
             for f in fields(self)
@@ -173,7 +183,7 @@ class MixtureArgs:
                 remedy = "give max_epochs of each source, or --max_steps" if name[0] == "n" else "name it as a source"
                 yield f"--{name} {shown} has no effect beside --mixture {self.mixture}; {remedy}, and remove it here"
         for source in mixture.sources:
-            if not {*WHICH_DATA[:2]} & {*source.values}:
+            if defaults["dataset_name"] and not {*WHICH_DATA[:2]} & {*source.values}:
                 yield f"{self.mixture}, source {source.name}: it names no data; give dataset_name or train_files"
         if mixture.of_size and not self.counts_rows:
             yield f"{self.mixture}: weight: {SIZE} needs rows that are counted before the run; give numbers"
@@ -267,11 +277,13 @@ def read_source(section: Any, number: int, file: str, args_class: type[MixtureAr
         found.append(f"{where} is {section!r:.60}; it must be a section with a name, a weight and data")
         section = {}
     name = section.get("name")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        begin = " and not begin with eval_, nor be aux" if NAME.fullmatch(f"x{name}") else ""
-        found.append(f"{where}: its name is {name!r}; it must have letters, digits, _, - and . alone{begin}")
-    else:
+    if isinstance(name, str) and NAME.fullmatch(name):
         where = f"{file}, source {name}"
+    else:
+        of_log = "not begin with eval_, nor be aux: the log has such names"
+        must = of_log if isinstance(name, str) and NAME.fullmatch(f"x{name}") else "be letters, digits, _, - and ."
+        found.append(f"{where}: its name is {name if name else 'missing'}; it must {must}")
+        name = f"number {number}"
     if section.get("weight") is None:
         found.append(f"{where}: its weight is missing; give a number, or {SIZE}")
     weight = None if section.get("weight") == SIZE else number_in(section, "weight", 1.0, where, found)
@@ -290,7 +302,7 @@ def read_source(section: Any, number: int, file: str, args_class: type[MixtureAr
         else:
             right.append(group)
     parsed = vars(parser.parse_args(words_of(parser, right)))
-    return MixedSource(str(name), weight, max_epochs, {flag[2:]: parsed[flag[2:]] for flag, *_ in right})
+    return MixedSource(name, weight, max_epochs, {flag[2:]: parsed[flag[2:]] for flag, *_ in right})
 
 
 def read_phase(section: Any, where: str, names: Sequence[str], known: Sequence[str], found: list[str]) -> MixturePhase:
@@ -314,10 +326,11 @@ def read_phase(section: Any, where: str, names: Sequence[str], known: Sequence[s
         found.append(f"{where}: no weight is above 0")
     if not {*section}.intersection(known):
         found.append(f"{where} changes nothing; give {' or '.join(known)}")
+    factor = number_in(section, "lr_factor", 1.0, where, found)
     length = number_in(section, "max_length", 0, where, found)
     if "max_length" in section and (length < 2 or length % 1):
         found.append(f"{where}: max_length is {section['max_length']}; it must be a number of tokens, 2 or more")
-    return MixturePhase(begin, weights, number_in(section, "lr_factor", 1.0, where, found), int(length))
+    return MixturePhase(begin, weights, factor if "lr_factor" in section else None, int(length))
 
 
 def check_same_sources(then: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]], file: str) -> None:

@@ -37,9 +37,9 @@ class Rows(torch.utils.data.Dataset):
 
 
 @lru_cache(maxsize=2)
-def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order of the rows in one epoch."""
-    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(num_rows)
+def permutation(num_rows: int, seed: int, epoch: int, source: int = 0) -> np.ndarray:
+    """Return the order of the rows in one epoch. Each `source` of 32 bits, of a mixture, has another."""
+    return np.random.Generator(np.random.Philox(key=[seed, epoch + (source << 32)])).permutation(num_rows)
 
 
 def rows_of_step(step: int, batch_size: int, num_rows: int, seed: int, end: float = math.inf) -> list[int]:
@@ -197,16 +197,18 @@ def make_train_loader(
     lengths: np.ndarray | None = None,
     collate_fn: Callable[[list], dict[str, torch.Tensor]] | None = None,
     content: str = "",
-    order_class: type[StepOrder] = StepOrder,
+    order_class: Callable[..., StepOrder] = StepOrder,
+    loader_class: type[StepLoader] = StepLoader,
 ) -> StepLoader:
     """Make the loader of this rank's micro-batches, in the order of the steps.
 
     With `lengths`, the micro-batches of a step have rows of similar length. `order_class` is EpochOrder for rows with random
-    changes. `content` is the `checksum_of_rows`, by which a resumed run checks that the rows are the same.
+    changes; a mixture has its own order and loader. `content` is the `checksum_of_rows`, by which a resumed run checks that
+    the rows are the same.
     """
     position = (args, rank, world_size)
     order = order_class(len(rows), *position) if lengths is None else LengthOrder(lengths, *position)
-    loader = StepLoader(
+    loader = loader_class(
         rows,
         batch_sampler=order,
         collate_fn=collate_fn,

@@ -32,7 +32,8 @@ from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.composites import weights_by_part
 from accelerate_recipes.models.documents import text_positions
 from accelerate_recipes.models.images import image_model_on_meta, join_documents, patches_of
-from accelerate_recipes.posttraining.supervised import SupervisedRows, as_rendered, ends_of, flops_of_rows
+from accelerate_recipes.posttraining.supervised import SupervisedRows, as_rendered, ends_of
+from accelerate_recipes.posttraining.supervised_loss import flops_of_rows
 from accelerate_recipes.posttraining.trained_rows import (
     USES,
     check_rows_are_left,
@@ -220,9 +221,8 @@ def prepare_with_images(
     counts |= {"left out": len(sides["train"]) - len(cut["train"]) + added}
     counts |= cut_at(lengths_of(whole["train"]), config.max_length)
     counts |= {"images": sum(len(sums) for sums in cut["train"]["checksums"])}
-    num_read = {side: len(rows) for side, rows in sides.items()}
     collate = ImageCollator(processor, model.config)
-    counted = {"num_read": num_read, "num_targets": packed["train"].sum_of(targets), "counts": counts}
+    counted = {"sides": sides, "num_targets": packed["train"].sum_of(targets), "counts": counts}
     return SupervisedRows(run, packed["train"], packed["test"], collate, content, collate.show, **counted)
 
 

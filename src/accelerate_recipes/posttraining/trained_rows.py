@@ -45,6 +45,14 @@ TEMPLATES = (".jinja", ".j2")  # trl reads files with these endings as chat temp
 USES = {"train": "train", "test": "evaluate"}  # what the rows of a side are for
 
 
+def remedy_of_date(run: Run[Any]) -> str:
+    """Return the remedy for other rows if the checkpoint does not say which date its template wrote; else ""."""
+    date, checkpoint = run.args.template_date, run.resumed_from
+    if date and checkpoint and "template_date" not in saved_arguments(checkpoint):
+        return f"give by --template_date, which is now {date}, the day on which the run began; "
+    return ""
+
+
 class FirstRows(NamedTuple):
     """First of the rows as a batch, to show them. `content` is the checksum of rows to train on."""
 
@@ -55,10 +63,7 @@ class FirstRows(NamedTuple):
 
     def check(self, states: list[dict]) -> None:
         """Raise ConfigError if the states of a checkpoint belong to other rows."""
-        date, checkpoint, remedy = self.run.args.template_date, self.run.resumed_from, ""
-        if date and checkpoint and "template_date" not in saved_arguments(checkpoint):
-            remedy = f"give by --template_date, which is now {date}, the day on which the run began; "
-        check_content(self.content, states, remedy)
+        check_content(self.content, states, remedy_of_date(self.run))
 
     def first_batch(self) -> dict[str, Any]:
         return self.collate([self.rows[i] for i in range(min(NUM_ROWS, len(self.rows)))])
@@ -339,6 +344,8 @@ def compare_with_rendering(
     """
     args = run.args
     names = args.fixed_on_resume()
+    if getattr(args, "part", ""):  # what a source of a mixture sets is not in the arguments of the run
+        names -= {*args.of_source}
     fixed = {name: value for name, value in args.values().items() if name in names}
     first = TrainedRows(rows, trained, settings, sorted(ends), fixed)
     raise_problems("The export would not render what is trained", first.problems(exported))
