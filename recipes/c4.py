@@ -32,7 +32,7 @@ from accelerate_recipes.data.rows import make_eval_loader
 from accelerate_recipes.data.token_shards import is_pretokenized
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.life.picture import Bars
-from accelerate_recipes.losses import check_document_mask, count_next_tokens, next_token_loss_fn
+from accelerate_recipes.losses import LossOfSources, check_document_mask, count_next_tokens, next_token_loss_fn
 from accelerate_recipes.metrics import flops_per_token
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import KERNELS
@@ -141,7 +141,7 @@ def main(args: Args) -> None:
         run.print(line)
 
     # Training and evaluation
-    loss_fn = next_token_loss_fn(args.whole_logits)
+    loss_fn, loss = next_token_loss_fn(args.whole_logits), LossOfSources(args.whole_logits, args.read.names)
 
     def evaluate_fn(step: int) -> dict[str, float]:
         losses = {
@@ -150,10 +150,11 @@ def main(args: Args) -> None:
         }
         return measures_of(parts, losses)
 
-    records = train(
-        run, train_loader, loss_fn=loss_fn, count_fn=count_next_tokens, evaluate_fn=evaluate_fn,
-        values_fn=train_loader.seen,
-    )  # fmt: skip
+    def values_fn(step: int) -> dict[str, float]:
+        return loss.values(step) | train_loader.seen(step)
+
+    count_fn = count_next_tokens
+    records = train(run, train_loader, loss_fn=loss, count_fn=count_fn, evaluate_fn=evaluate_fn, values_fn=values_fn)
 
     # Result
     tokens_of_texts = (tokenizer(text)["input_ids"] for text in validation.texts)
