@@ -341,6 +341,11 @@ class TrainArgs(AdapterArgs, HealthArgs):
         return {*cls.fixed, *(f.name for f in fields(cls) if is_fixed(f.name))}
 
     @property
+    def longest_row(self) -> int:
+        """Tokens of the longest rows of the run, where rows have a length."""
+        return self.max_length
+
+    @property
     def alone(self) -> list[Any]:
         """Arguments of a run on each of its sources alone; see `data.mixture`."""
         return [self]

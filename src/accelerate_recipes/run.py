@@ -172,7 +172,8 @@ class Run(Generic[Args]):
 
     def check_data(self, loaders: dict[str, HasRows]) -> None:
         """Raise ConfigError, before a model is loaded, if a resumed run has other data than its checkpoint."""
-        if self.resumed_from and hasattr(training := loaders.get("Training"), "check"):
+        training = next((loader for name, loader in loaders.items() if name.startswith("Training")), None)
+        if self.resumed_from and hasattr(training, "check"):
             training.check(read_json(self.resumed_from / "data.json"))
 
     def shard(self, model: PreTrainedModel) -> None:
@@ -223,7 +224,7 @@ class Run(Generic[Args]):
             ConfigError: if adapters, strategy or settings do not fit the model.
         """
         if ranks_a_row() > 1:
-            check_shared_masks(model.config, model.config._attn_implementation, self.args.max_length)
+            check_shared_masks(model.config, model.config._attn_implementation, self.args.longest_row)
         if model.config.model_type in UNBALANCED:
             self.print(f"Experts are not balanced: {type(model).__name__} computes no loss for that")
         tie_as_read(model)  # again, since a recipe may load its model without `models.loading`

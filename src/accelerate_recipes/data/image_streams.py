@@ -88,7 +88,7 @@ class ImageStreams(StreamLoader):
     ):
         super().__init__(source, args, rank, world_size, max_length=1, num_streams=num_streams, shuffle_block=block)
 
-    def _batch(self, rows: list[list[Row]]) -> dict[str, Any]:
+    def _batch(self, rows: list[list[Row]], max_length: int) -> dict[str, Any]:
         images = [row.tokens[0] for (row,) in rows]
         return default_collate([empty(i) if tuple(i["row"].tolist()) in self.excluded else i for i in images])
 

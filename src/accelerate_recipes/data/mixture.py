@@ -15,7 +15,8 @@ from accelerate_recipes.arguments.declaring import Texts, flag_problem, read_yam
 from accelerate_recipes.arguments.help import recipe_parser
 from accelerate_recipes.errors import ConfigError, noting, suggestion
 
-WHICH_DATA = ("dataset_name", "train_files", "eval_files")  # flags that would name data beside those of a mixture
+# Flags that would name data beside those of a mixture.
+WHICH_DATA = ("dataset_name", "train_files", "eval_files", "validation_files")
 SIZE = "size"
 NAME = re.compile(
     r"(?!eval_|aux$)\w[\w.-]*", re.ASCII
@@ -42,7 +43,8 @@ class MixturePhase(NamedTuple):
 
     begin: float
     weights: dict[str, float]
-    lr_factor: float | None
+    lr_factor: float | None = None
+    max_length: int = 0  # tokens of a row; 0: as many as before
 
     def first_step(self, total_steps: int) -> int:
         return round(self.begin * total_steps if self.begin < 1 else self.begin)
@@ -74,6 +76,10 @@ class Mixture:
         }
         later = [(phase.first_step(total_steps), phase.weights) for phase in self.phases if phase.weights]
         return without_repeats([(0, first), *later])
+
+    def lengths(self, total_steps: int) -> list[tuple[int, int]]:
+        """List the lengths of rows, each from a step on, that differ from those of the first phase."""
+        return [(phase.first_step(total_steps), phase.max_length) for phase in self.phases if phase.max_length]
 
     def lr_factors(self, total_steps: int) -> list[tuple[int, float]]:
         """List the factors on the schedule's learning rate, each from a step on."""
@@ -118,6 +124,9 @@ class MixtureArgs:
 
     # Name of the source, in the arguments of a run on it alone.
     part = ""
+
+    # What a phase may change.
+    of_phase: ClassVar[tuple[str, ...]] = ("weights", "lr_factor")
 
     # Whether the rows of a source are counted before the run, so that its weight can be that of its size.
     counts_rows: ClassVar[bool] = True
@@ -220,7 +229,10 @@ def read_mixture(file: str, args_class: type[MixtureArgs]) -> Mixture:
         sorted(
             sources, key=lambda source: source.name
         ),  # by name: what a run trains on does not depend on their order in the file
-        [read_phase(section, f"{file}, phase {number}", names, found) for number, section in enumerate(phases, 1)],
+        [
+            read_phase(section, f"{file}, phase {number}", names, args_class.of_phase, found)
+            for number, section in enumerate(phases, 1)
+        ],
         number_in(content, "temperature", 1.0, file, found, above=0),
     )
     sizes = [source.name for source in sources if source.weight is None]
@@ -293,12 +305,12 @@ def read_source(section: Any, number: int, file: str, args_class: type[MixtureAr
     return MixedSource(name, weight, max_epochs, {flag[2:]: parsed[flag[2:]] for flag, *_ in right})
 
 
-def read_phase(section: Any, where: str, names: Sequence[str], found: list[str]) -> MixturePhase:
+def read_phase(section: Any, where: str, names: Sequence[str], known: Sequence[str], found: list[str]) -> MixturePhase:
     """Read one phase of a mixture; note in `found` what is wrong."""
     if not isinstance(section, dict):
-        found.append(f"{where} is {section!r:.60}; it must be a section with from, weights and lr_factor")
-        return MixturePhase(1, {}, None)
-    found += unknown_keys(section, ("from", "weights", "lr_factor"), where)
+        found.append(f"{where} is {section!r:.60}; it must be a section with from, {' and '.join(known)}")
+        return MixturePhase(1, {})
+    found += unknown_keys(section, ("from", *known), where)
     begin = number_in(section, "from", 0, where, found, above=0)
     if "from" not in section or (begin >= 1 and begin % 1):
         found.append(f"{where}: from is {section.get('from')}; it must be a step, or a share of the run below 1")
@@ -312,10 +324,13 @@ def read_phase(section: Any, where: str, names: Sequence[str], found: list[str])
     found += unknown_keys(given, names, f"{where}, weights")
     if given and not any(weights.values()):
         found.append(f"{where}: no weight is above 0")
-    if not given and "lr_factor" not in section:
-        found.append(f"{where} changes nothing; give weights or lr_factor")
+    if not {*section}.intersection(known):
+        found.append(f"{where} changes nothing; give {' or '.join(known)}")
     factor = number_in(section, "lr_factor", 1.0, where, found)
-    return MixturePhase(begin, weights, factor if "lr_factor" in section else None)
+    length = number_in(section, "max_length", 0, where, found)
+    if "max_length" in section and (length < 2 or length % 1):
+        found.append(f"{where}: max_length is {section['max_length']}; it must be a number of tokens, 2 or more")
+    return MixturePhase(begin, weights, factor if "lr_factor" in section else None, int(length))
 
 
 def check_same_sources(then: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]], file: str) -> None:
