@@ -27,17 +27,19 @@ from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.distillation import (
     DistillArgs,
     DistillationLoss,
-    OwnAnswers,
     check_vocabularies,
+    distilled_trial,
     make_teacher,
     mean_divergences,
     with_access,
 )
+from accelerate_recipes.posttraining.own_answers import OwnAnswers, prepare_rows
 from accelerate_recipes.posttraining.settings import make_config, make_model, set_up_by_trl
-from accelerate_recipes.posttraining.supervised import nll_sum, prepare_supervised
+from accelerate_recipes.posttraining.supervised import nll_sum
 from accelerate_recipes.posttraining.trained_rows import AnswerArgs, compare_finished
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start
+from accelerate_recipes.trial import Trial
 
 
 @dataclass
@@ -48,6 +50,10 @@ class Args(FormatArgs, AnswerArgs, DistillArgs, trl.SFTConfig):
 
 def requirements(args: Args) -> Requirements:
     return Requirements(models=[args.base_model, args.teacher_model_name_or_path], datasets=args.row_datasets)
+
+
+def trial(args: Args) -> Trial:
+    return distilled_trial(args)
 
 
 def main(args: Args) -> None:
@@ -66,8 +72,8 @@ def main(args: Args) -> None:
 
     # Rows as the student reads them
     args.settle_date(tokenizer)
-    rows = prepare_supervised(run, config, model, tokenizer, base_stops)
-    own = OwnAnswers(run, tokenizer, rows, model.config) if args.lmbda else None
+    rows, prompts = prepare_rows(run, config, model, tokenizer, base_stops)
+    own = OwnAnswers(run, tokenizer, rows, model.config, prompts) if args.lmbda else None
     run.show_rows(tokenizer, rows.first, rows.num_targets, rows.counts)
     run.print(
         f"Data: {len(rows.train):,} rows to train on, {len(rows.heldout):,} held out; the student draws {args.lmbda:.0%} of "
@@ -82,9 +88,11 @@ def main(args: Args) -> None:
     loader, heldout_loader = rows.make_loader(lengths=None if own else rows.lengths), rows.make_heldout_loader()
 
     def evaluate_fn(step: int) -> dict[str, float]:
-        values = {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, nll_sum, count_next_tokens)}
-        values |= mean_divergences(loss.of_rows(run, heldout_loader))
-        return values | (own.evaluate(loss, step) if own else {})
+        values = own.evaluate(loss, step) if own else {}
+        if prompts is not None:
+            return values
+        values |= {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, nll_sum, count_next_tokens)}
+        return values | mean_divergences(loss.of_rows(run, heldout_loader))
 
     given = {"draw_fn": own.draw} if own else {}
     loss_fn, count_fn = loss.sum_parts, count_next_tokens

@@ -6,12 +6,13 @@ on answers that the student draws.
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
-import datasets
 import numpy as np
 import torch
 from torch import nn
@@ -22,26 +23,27 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range
-from accelerate_recipes.data.prepared import chunks_of
-from accelerate_recipes.data.rows import Rows, make_eval_loader
-from accelerate_recipes.engine import batches_to_evaluate, to_device
+from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.models import IGNORE_INDEX
-from accelerate_recipes.models.generation import Sampling, generate_texts
-from accelerate_recipes.models.positions import max_positions
-from accelerate_recipes.models.weights import seed_of
-from accelerate_recipes.posttraining.settings import TrainerArgs, make_model
-from accelerate_recipes.posttraining.trained_rows import USES, ReadRows, without_targets
-from accelerate_recipes.ranks import on_all_data_ranks, sum_over_ranks
-from accelerate_recipes.report.samples import Samples
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.loading import new_model
+from accelerate_recipes.posttraining.drawing_trial import draw_answers
+from accelerate_recipes.posttraining.prompts import PromptArgs
+from accelerate_recipes.posttraining.rewards import reward_problems
+from accelerate_recipes.posttraining.settings import make_model
+from accelerate_recipes.posttraining.supervised import supervised_trial
+from accelerate_recipes.ranks import data_world_size, on_all_data_ranks, sum_over_ranks
 from accelerate_recipes.run import Run
+from accelerate_recipes.trial import Trial, config_of, refuse
 
-FORWARD, REVERSE = 0.0, 1.0  # values of --beta
+DIVERGENCES = {"forward_kl": 0.0, "reverse_kl": 1.0}  # names in the log, and values of --beta
 
 
 @dataclass
-class DistillArgs(TrainerArgs):
+class DistillArgs(PromptArgs):
     """Arguments about teacher and answers. Put it before trl's SFTConfig, which has those about rows."""
 
     teacher_model_name_or_path: str = arg("", "Model to learn from: a name on the Hub, or a folder.", group="essential")
@@ -72,19 +74,28 @@ class DistillArgs(TrainerArgs):
     num_eval_prompts: int = arg(
         256, "Held-out prompts to which each evaluation draws answers; 0: all.", fixed=False, min=0
     )
+    rewards: list[str] = arg(
+        [],
+        "Rewards that measure drawn held-out answers, as of grpo.py: FILE.py:FUNCTION, whose code is run.",
+        fixed=False,
+    )
+    chat_template_kwargs: str = arg(
+        "", "Settings of the chat template for rows of prompts alone, as JSON, such as '{\"enable_thinking\": false}'."
+    )
     num_samples: int = arg(8, "Number of answers that samples.html shows of an evaluation.", fixed=False, min=0)
     disable_dropout: bool = arg(True, "Train without dropout.", fixed=False, group="rare")
 
     fixed = frozenset({
         "chat_template_path", "dataset_text_field", "eos_token", "max_length", "truncation_mode", "completion_only_loss",
     })  # fmt: skip
-    owned_elsewhere = TrainerArgs.owned_elsewhere | dict.fromkeys(
+    owned_elsewhere = PromptArgs.owned_elsewhere | dict.fromkeys(
         ("packing", "packing_strategy", "padding_free", "eval_packing", "shuffle_dataset", "dataset_kwargs",
          "accept_training_template", "loss_type", "router_aux_loss_coef"),
         "remove it: rows are padded, and the divergence from the teacher is the whole loss",
     )  # fmt: skip
-    groups = TrainerArgs.groups | {"completion_only_loss": "task"}
-    ranges = TrainerArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
+    groups = PromptArgs.groups | {"completion_only_loss": "task"}
+    reward_weights = None  # each has the weight 1
+    ranges = PromptArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
@@ -92,7 +103,7 @@ class DistillArgs(TrainerArgs):
             found.append(
                 "--teacher_model_name_or_path is missing: a name on the Hub, or a folder such as outputs/demo/export"
             )
-        return found
+        return found + (reward_problems(self.rewards, self.elsewhere) if self.rewards else [])
 
 
 # Teacher
@@ -117,11 +128,16 @@ def check_vocabularies(
         )
 
 
-def make_teacher(args: Any) -> PreTrainedModel:
-    """Load the teacher, in the precision in which it computes, since it is never trained; see `make_model`."""
+def frozen_args(args: Any) -> Any:
+    """Return arguments that load the teacher: in the precision in which it computes, as a base that is not trained."""
     frozen = copy.copy(args)
     frozen.model_name_or_path, frozen.use_peft, frozen.load_in_4bit = args.teacher_model_name_or_path, True, False
-    return with_access(make_model(frozen))
+    return frozen
+
+
+def make_teacher(args: Any) -> PreTrainedModel:
+    """Load the teacher; see `make_model`."""
+    return with_access(make_model(frozen_args(args)))
 
 
 # Loss
@@ -227,119 +243,57 @@ class DistillationLoss:
         """
         found = []
         for batch in batches_to_evaluate(run.accelerator, run.model, batches):
-            (forward, _), (reverse, _) = self.divergences(run.model, batch, [FORWARD, REVERSE])
+            (forward, _), (reverse, _) = self.divergences(run.model, batch, [*DIVERGENCES.values()])
             counts = (batch["labels"][:, 1:] != IGNORE_INDEX).sum(1).tolist()
             parts = zip(forward.double().split(counts), reverse.double().split(counts), counts, strict=True)
             found += [(one.sum().item(), other.sum().item(), count) for one, other, count in parts]
         return np.array([row for rows in zip(*on_all_data_ranks(found), strict=True) for row in rows])
 
 
-def mean_divergences(sums: np.ndarray, begin: str = "") -> dict[str, float]:
-    """Return the means a token of what `DistillationLoss.of_rows` has found, by names that `begin` so."""
-    forward, reverse, number = sums.sum(0)
-    return {f"{begin}forward_kl": forward / max(number, 1), f"{begin}reverse_kl": reverse / max(number, 1)}
+def mean_divergences(sums: np.ndarray) -> dict[str, float]:
+    """Return the means a token of what `DistillationLoss.of_rows` has found."""
+    *divergences, number = sums.sum(0).tolist()
+    return {name: value / max(number, 1) for name, value in zip(DIVERGENCES, divergences, strict=True)}
 
 
-# Answers
+# Trial
 
 
-def begins_of_answers(rows: datasets.Dataset) -> np.ndarray:
-    """Return where the last answer of each row begins, (rows,): its last targets in one piece; without targets, its end."""
-    found = []
-    for lengths, labels in chunks_of(rows, "labels"):
-        ends = lengths.cumsum()
-        is_target = labels != IGNORE_INDEX
-        opens = is_target & ~np.append(False, is_target[:-1])
-        opens[ends - lengths] = is_target[ends - lengths]
-        # The last one up to the end of each row; before the first token of all there is none.
-        last = np.append(-1, np.flatnonzero(opens))[np.cumsum(opens)[ends - 1]]
-        found.append(np.where(last < ends - lengths, lengths, last - ends + lengths))
-    return np.concatenate(found)
+def distilled_trial(args: Any) -> Trial:
+    """Make the trial of a distillation: rows of the greatest lengths, read by student and teacher, after answers are drawn.
 
-
-class OwnAnswers:
-    """Answers that the student draws, to the share --lmbda of the prompts of a step, and to held-out prompts.
-
-    An answer depends on the weights, its prompt, and (seed, step, place among the answers of the step).
+    A pass draws --per_device_eval_batch_size answers of --max_completion_length tokens to prompts of --max_prompt_length, or
+    else of --max_length.
 
     Raises:
-        ConfigError: for a row without a prompt, and if an answer to the longest one would leave no room for its tokens.
+        NotSimulatedError: for settings that change the step.
     """
-
-    def __init__(self, run: Run[Any], tokenizer: PreTrainedTokenizerBase, rows: ReadRows, config: PreTrainedConfig):
-        self.run, self.tokenizer, self.rows = run, tokenizer, rows
-        args, self.samples = run.args, Samples(run.output_dir, run.resumed_from) if run.is_first else None
-        self.begins = begins_of_answers(rows.train)
-        heldout = rows.heldout.select(range(min(len(rows.heldout), args.num_eval_prompts or len(rows.heldout))))
-        begins = begins_of_answers(heldout)
-        self.heldout = [row["input_ids"][:begin] for row, begin in zip(heldout, begins, strict=True)]
-        for side, found in (("train", self.begins), ("test", begins)):
-            if not found.all():
-                raise ConfigError(
-                    f"row {found.argmin() + 1:,} of those to {USES[side]} on has no prompt before its targets, to which the "
-                    f"student could draw an answer (--lmbda {args.lmbda}); give rows with prompts, and train their answers "
-                    "alone, or give --lmbda 0"
-                )
-        longest, room = max(self.begins.max(), begins.max()), max_positions(config)
-        if longest + args.max_completion_length > room:
-            raise ConfigError(
-                f"the longest prompt has {longest:,} tokens, an answer up to {args.max_completion_length:,}, and "
-                f"{args.base_model} {room:,} positions; lower --max_length or --max_completion_length"
-            )
-
-    def generate(self, prompts: list[list[int]], seed: int, may_stop: bool) -> list[list[int]]:
-        """Draw an answer to each prompt, on all ranks together; each gets all."""
-        args, sampling = self.run.args, Sampling(self.run.args.temperature, seed)
-        given = prompts, args.max_completion_length, args.per_device_eval_batch_size
-        place = self.run.accelerator, self.run.model, self.tokenizer
-        return generate_texts(*place, *given, sampling=sampling, may_stop=may_stop).ids
-
-    def draw(self, step: int, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Replace the share --lmbda of the answers of the step after `step` by answers that the student draws now."""
-        run, args, train = self.run, self.run.args, self.rows.train
-        is_own = (
-            np.random.default_rng([seed_of("own answers", args.seed), step]).random(args.total_batch_size) < args.lmbda
+    length, rows, drawn = args.max_length or 0, args.per_device_train_batch_size, args.max_completion_length
+    refuse("distillation", {"--max_length none": not length})
+    of_rows, asked = copy.copy(args), args.max_prompt_length or length
+    targets = length - 1 if args.lmbda < 1 else 0
+    if args.lmbda:
+        of_rows.max_length, targets = (
+            max(asked + drawn, of_rows.max_length if args.lmbda < 1 else 0),
+            max(targets, drawn),
         )
-        size = args.per_device_train_batch_size
-        first = run.data_rank * size * len(batches)
-        mine = {first + i: row for i, row in enumerate(row for batch in batches for row in batch["row"].tolist())}
-        asked = {place: row for place, row in mine.items() if is_own[place] and row >= 0}
-        of_all = {place: row for part in on_all_data_ranks(asked) for place, row in part.items()}
-        if not of_all:
-            return batches
-        prompts = [train[row]["input_ids"][: self.begins[row]] for row in of_all.values()]
-        drawn = self.generate(prompts, seed_of(f"answers of step {step}", args.seed), may_stop=False)
-        answers = {place: answered(*both) for place, *both in zip(of_all, prompts, drawn, strict=True)}
-        rows = [answers.get(place) or without_targets(train[row], row) for place, row in mine.items()]
-        return [
-            batch | to_device(self.rows.collate(rows[i * size : (i + 1) * size]), run.accelerator.device)
-            for i, batch in enumerate(batches)
-        ]
+    trial, frozen = supervised_trial(of_rows), frozen_args(args)
+    teacher, dtype = config_of(frozen), load_settings(frozen)["dtype"]
+    attention, _ = choose(args.attn_implementation, teacher, dtype, args.has_boundaries)
+    loss = DistillationLoss(args, trial.config, teacher)
+    passes = math.ceil(args.lmbda * args.total_batch_size / data_world_size() / args.per_device_eval_batch_size)
 
-    def evaluate(self, loss: DistillationLoss, step: int) -> dict[str, float]:
-        """Measure both divergences, and the mean length, of answers to the held-out prompts that the student draws now.
+    def draw(model: nn.Module, batch: dict[str, Any], begin: Callable[[str, int], None]) -> None:
+        ids = batch["input_ids"].new_zeros(args.per_device_eval_batch_size, asked + drawn)
+        draw_answers({"temperature": args.temperature}, ids, drawn, passes, model, begin)
 
-        They are drawn with the same random numbers in each evaluation. The first ones go to samples.html.
-
-        Raises:
-            Stopped: between two batches.
-        """
-        run, args = self.run, self.run.args
-        drawn = self.generate(self.heldout, args.seed, may_stop=True)
-        rows = Rows([*map(answered, self.heldout, drawn)], without_targets)
-        loader = make_eval_loader(rows, args, run.data_rank, run.data_world_size, collate_fn=self.rows.collate)
-        sums = loss.of_rows(run, loader)
-        if self.samples:
-            shown = [
-                {"prompt": self.tokenizer.decode(prompt), "completion": self.tokenizer.decode(answer)}
-                | {"rewards": {name: round(value, 4) for name, value in mean_divergences(found[None]).items()}}
-                for prompt, answer, found in zip(self.heldout[: args.num_samples], drawn, sums, strict=False)
-            ]
-            self.samples.add(step, "held out, drawn", shown)
-            self.samples.write_page()
-        return mean_divergences(sums, "drawn_") | {"drawn_length": sum(map(len, drawn)) / len(drawn)}
-
-
-def answered(prompt: list[int], answer: list[int]) -> dict[str, list[int]]:
-    """Make a row of a prompt and an answer, whose tokens are the targets."""
-    return {"input_ids": prompt + answer, "labels": [IGNORE_INDEX] * len(prompt) + answer}
+    return replace(
+        trial,
+        make_model=lambda config: with_access(trial.make_model(config)),
+        loss_fn=loss.sum_parts,
+        count_fn=count_next_tokens,
+        tokens=rows * targets,
+        before_fn=draw if args.lmbda else None,
+        keep_reference=partial(setattr, loss, "teacher"),
+        make_reference=lambda: with_access(new_model(teacher, attention, dtype, args.has_boundaries)),
+    )
