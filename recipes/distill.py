@@ -84,7 +84,7 @@ def main(args: Args) -> None:
     run.prepare(with_access(model), tokenizer, num_steps(args, len(rows.train)))
     teacher = make_teacher(args)
     loss = DistillationLoss(args, model.config, teacher.config)
-    loss.teacher = run.shard_reference(teacher)
+    loss.use_teacher(run.shard_reference(teacher))
     loader, heldout_loader = rows.make_loader(lengths=None if own else rows.lengths), rows.make_heldout_loader()
 
     def evaluate_fn(step: int) -> dict[str, float]:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from helpers import ROOT, STEPS, log_of, read_metrics
 from tiny import tiny_model
@@ -23,7 +24,7 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
 from accelerate_recipes.posttraining.distillation import DistillationLoss, check_vocabularies, with_access
-from accelerate_recipes.posttraining.own_answers import answered
+from accelerate_recipes.posttraining.own_answers import OwnAnswers, answered
 
 SCRIPT = ROOT / "recipes/distill.py"
 TEMPLATE = (
@@ -118,7 +119,7 @@ def test_loss_and_gradients_are_those_of_trl(chats, tmp_path, beta, temperature,
     trainer = DistillationTrainer(theirs, args=config, **given)
     args = SimpleNamespace(beta=beta, temperature=temperature)
     loss = DistillationLoss(args, ours.config, teacher.config)
-    loss.teacher = with_access(teacher.eval())
+    loss.use_teacher(with_access(teacher.eval()))
     collate = DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in (with_access(ours), theirs)]
     generator = torch.Generator().manual_seed(0)
@@ -232,3 +233,64 @@ def test_other_vocabularies_are_refused(forks, arguments, chats, tmp_path):
     out = tmp_path / "out"
     assert forks.run(out, *arguments, "--teacher_model_name_or_path", folder, config="single") == 2
     assert f"in {folder}. The teacher must judge the student's tokens" in log_of(out), log_of(out)[-2000:]
+
+
+def test_own_answers_continue_their_prompts(chats):
+    """A share of the rows of a step gets answers to their own prompts, others in each step; the others keep theirs."""
+    tokenizer, model = (k.from_pretrained(chats / "student") for k in (AutoTokenizer, AutoModelForCausalLM))
+    model.lm_head.weight.data *= 20  # so that answers are not much alike
+    train = [{"input_ids": [5, 6, 7 + i, 8, 9], "labels": [-100, 6, -100, 8, -100]} for i in range(30)]
+    size, args = 5, SimpleNamespace(seed=1, lmbda=0.5, temperature=1.0, max_completion_length=6, num_eval_prompts=2)
+    vars(args).update(
+        total_batch_size=20, per_device_train_batch_size=size, per_device_eval_batch_size=3, data_only=False
+    )
+    vars(args).update(max_prompt_length=0, rewards=[], reward_weights=None, base_model="student")
+    run = SimpleNamespace(args=args, accelerator=Accelerator(cpu=True), model=model, is_first=False)
+    vars(run).update(data_rank=0, data_world_size=1)
+    collate = DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id)
+    rows = SimpleNamespace(train=Dataset.from_list(train), heldout=Dataset.from_list(train[:4]), collate=collate)
+    own = OwnAnswers(run, tokenizer, rows, model.config, None)
+    assert own.begins.tolist() == [3] * 30 and own.prompts == [[5, 6, 7], [5, 6, 8]]
+    numbers = torch.arange(20).reshape(4, size)
+    numbers[-1, -1] = -1
+
+    def drawn(step: int) -> list[tuple[list[int], list[int]]]:
+        batches = own.draw(step, [{"row": row} for row in numbers])
+        read = [
+            zip(b["input_ids"].tolist(), b["labels"].tolist(), b["attention_mask"].sum(1), strict=True) for b in batches
+        ]
+        return [(ids[:number], labels[:number]) for batch in read for ids, labels, number in batch]
+
+    first, second = drawn(0), drawn(1)
+    assert first == drawn(0)
+    kept = [[row["input_ids"], row["labels"]] for row in train]
+    for found in (first, second):
+        assert [*found[-1]] == [kept[-1][0], [-100] * 5], "no row is left for the last place"
+        is_own = [[*row] != kept[i] for i, row in enumerate(found[:-1])]
+        assert 5 < sum(is_own) < 15
+        for i, (ids, labels) in enumerate(found[:-1]):
+            assert ids[:3] == [5, 6, 7 + i] and (not is_own[i] or (labels[:3] == [-100] * 3 and labels[3:] == ids[3:]))
+    both = [i for i in range(19) if [*first[i]] != kept[i] and [*second[i]] != kept[i]]
+    assert len({tuple(first[i][0][3:]) for i in both}) > 1 and any(first[i] != second[i] for i in both)
+    args.lmbda, args.temperature = 1.0, 1e-4
+    for ids, _ in drawn(2)[:-1]:  # the most likely answers
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, 2:-1]
+        assert logits.argmax(-1).tolist() == ids[3:]
+        assert len(ids) == 9 or ids[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.slow
+def test_other_strategies(forks, arguments, tmp_path):
+    """FSDP1 has the losses of one process; in bf16, frozen weights of the teacher are in bf16, and losses are near."""
+    given = (*arguments, "--max_steps", 2, "--per_device_train_batch_size", 6)
+    for config, name, flags in (
+        ("single", "single", ()),
+        ("fsdp1_full", "fsdp1", ()),
+        ("fsdp_full", "bf16", ("--mixed_precision", "bf16")),
+    ):
+        forks.succeed(tmp_path / name, *given, config=config, flags=flags)
+    one = numbers(tmp_path / "single")
+    assert numbers(tmp_path / "fsdp1") == pytest.approx(one, rel=1e-5)
+    first = [read_metrics(tmp_path / name)[0]["eval_reverse_kl"] for name in ("single", "bf16")]
+    assert first[1] == pytest.approx(first[0], rel=0.02) and first[1] != first[0]

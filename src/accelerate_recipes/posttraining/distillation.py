@@ -9,7 +9,6 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
@@ -30,6 +28,7 @@ from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.loading import new_model
+from accelerate_recipes.models.probes import unwrapped
 from accelerate_recipes.posttraining.drawing_trial import draw_answers
 from accelerate_recipes.posttraining.prompts import PromptArgs
 from accelerate_recipes.posttraining.rewards import reward_problems
@@ -194,14 +193,24 @@ class DistillationLoss:
         self.behind = *behind_head(student), *behind_head(teacher)
         self.measured: list[torch.Tensor] = []  # of the micro-batches since the last log line
 
+    def use_teacher(self, teacher: nn.Module) -> None:
+        """Compare with this sharded model. FSDP2 keeps its output layer gathered, which the student's backward pass reads.
+
+        FSDP1 keeps the root's parameters, among which the output layer is, as Accelerate shards a model.
+        """
+        head = unwrapped(teacher).get_output_embeddings()
+        unit = head if isinstance(head, FSDPModule) else teacher
+        if isinstance(unit, FSDPModule):
+            unit.set_reshard_after_forward(False, recurse=False)
+        self.teacher = teacher
+
     @torch.no_grad()
     def ask_teacher(self, inputs: dict[str, torch.Tensor], mask: torch.Tensor) -> Head:
-        """Let the teacher read rows. Its output layer, if sharded, is copied: the student's backward pass reads it too."""
+        """Let the teacher read rows."""
         kept: list[Head] = []
 
         def keep(hidden: torch.Tensor, head: nn.Linear) -> torch.Tensor:
-            whole = torch.clone if isinstance(self.teacher, FSDPModule | FSDP1) else torch.Tensor.detach
-            kept.append(Head(hidden[:, :-1][mask], whole(head.weight), None if head.bias is None else whole(head.bias)))
+            kept.append(Head(hidden[:, :-1][mask], head.weight, head.bias))
             return hidden.new_zeros(1)
 
         self.teacher(**inputs, at_head=keep)
@@ -268,16 +277,15 @@ def distilled_trial(args: Any) -> Trial:
     Raises:
         NotSimulatedError: for settings that change the step.
     """
-    length, rows, drawn = args.max_length or 0, args.per_device_train_batch_size, args.max_completion_length
+    length, drawn = args.max_length or 0, args.max_completion_length
     refuse("distillation", {"--max_length none": not length})
     of_rows, asked = copy.copy(args), args.max_prompt_length or length
-    targets = length - 1 if args.lmbda < 1 else 0
-    if args.lmbda:
-        of_rows.max_length, targets = (
-            max(asked + drawn, of_rows.max_length if args.lmbda < 1 else 0),
-            max(targets, drawn),
-        )
+    targets = drawn if args.lmbda == 1 else max(drawn, length - 1)
+    if args.lmbda:  # a row is longest with an answer that is drawn
+        of_rows.max_length = max(asked + drawn, length)
     trial, frozen = supervised_trial(of_rows), frozen_args(args)
+    if args.lmbda:
+        trial.batch["labels"][:, : of_rows.max_length - targets] = IGNORE_INDEX
     teacher, dtype = config_of(frozen), load_settings(frozen)["dtype"]
     attention, _ = choose(args.attn_implementation, teacher, dtype, args.has_boundaries)
     loss = DistillationLoss(args, trial.config, teacher)
@@ -292,8 +300,8 @@ def distilled_trial(args: Any) -> Trial:
         make_model=lambda config: with_access(trial.make_model(config)),
         loss_fn=loss.sum_parts,
         count_fn=count_next_tokens,
-        tokens=rows * targets,
+        tokens=int(count_next_tokens(trial.batch)),
         before_fn=draw if args.lmbda else None,
-        keep_reference=partial(setattr, loss, "teacher"),
+        keep_reference=loss.use_teacher,
         make_reference=lambda: with_access(new_model(teacher, attention, dtype, args.has_boundaries)),
     )
