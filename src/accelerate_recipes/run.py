@@ -182,8 +182,8 @@ class Run(Generic[Args]):
         self.model, self.optimizer, self.first_units = prepare(self.accelerator, model, self.args)
 
     def shard_reference(self, model: PreTrainedModel) -> nn.Module:
-        """Shard a second model, which is never trained, as the strategy says."""
-        sharded, *_ = prepare(self.accelerator, model, self.args)
+        """Shard a second model, which is never trained, as the strategy says. It keeps its dtype."""
+        sharded, *_ = prepare(self.accelerator, model.requires_grad_(False), self.args)
         return sharded.eval()
 
     def rest_of_base(self, model: PreTrainedModel) -> dict[str, str | None] | None:

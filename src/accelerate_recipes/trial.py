@@ -47,7 +47,7 @@ class Trial:
     runs them. Before each pass, it calls `begin(name, times)`, where `times` is the number of such passes in a step.
 
     A loss may compare the model with its base. Then `keep_reference(base)` gets the base: the model without its
-    adapters, or a second model, sharded like it.
+    adapters, or a second model, sharded like it. Or it compares it with the model that `make_reference` makes.
     """
 
     config: PreTrainedConfig
@@ -59,6 +59,7 @@ class Trial:
     unit: str = "tokens"
     before_fn: Callable[[Any, dict[str, Any], Callable[[str, int], None]], None] | None = None
     keep_reference: Callable[[Any], None] | None = None
+    make_reference: Callable[[], PreTrainedModel] | None = None
 
     @property
     def is_packed(self) -> bool:
