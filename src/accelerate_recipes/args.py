@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -29,6 +29,7 @@ from accelerate_recipes.arguments.declaring import (
     words_of,
 )
 from accelerate_recipes.arguments.help import help_text, recipe_parser
+from accelerate_recipes.arguments.mirror import MirrorArgs
 from accelerate_recipes.disk import IS_POINTER, is_pointer
 from accelerate_recipes.errors import noting, raise_problems
 from accelerate_recipes.ranks import data_world_size, is_first, ranks_a_row, readers
@@ -59,7 +60,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
-class TrainArgs(AdapterArgs):
+class TrainArgs(MirrorArgs, AdapterArgs):
     """Arguments that every recipe takes. A step is a completed optimizer step; the size of a batch counts sequences."""
 
     output_dir: str = arg(
@@ -67,7 +68,7 @@ class TrainArgs(AdapterArgs):
     )
     resume_from_checkpoint: str = arg(
         "latest",
-        "Checkpoint to resume: `latest` (the newest in --output_dir, else a fresh start), a path, or `none`.",
+        "Checkpoint to resume: `latest` (in --output_dir or --mirror, else a fresh start), a path, a URL, or `none`.",
         group="saving",
     )
     data_only: bool = arg(
@@ -234,7 +235,8 @@ class TrainArgs(AdapterArgs):
 
     def problems(self, world_size: int) -> list[str]:
         """List contradictions between these values, one sentence each. A recipe extends the list."""
-        return [*self.contradictions(world_size), *self.adapter_problems(), *self.batch_problems(world_size)]
+        checks = (self.contradictions(world_size), self.mirror_problems(), self.adapter_problems())
+        return [*chain(*checks), *self.batch_problems(world_size)]
 
     def contradictions(self, world_size: int) -> Iterator[str]:
         yield from schedule_problems(self, self.max_steps)
