@@ -1,7 +1,7 @@
 """Store of copies: what lies behind the URL of `--mirror`, and the rules by which a copy is complete or absent.
 
     run.json                         the run that owns this place: its id, and the arguments that it must not change
-    lease.json                       the process that writes here, renewed each minute, and the name of its newest copy
+    lease.json                       the process that writes here, renewed each minute, and the names of its newest copies
     checkpoint-<step>-<sum>/         a copy; <sum> begins the checksum of the checkpoint's marker
         <files>                      as in the checkpoint
         part-<rank>.json             the files of one machine are here; <rank> is its first
@@ -14,9 +14,10 @@
    file. While a checkpoint stands there, it is not removed from the disk.
 3. Each machine sends the files of its own ranks, looks at the size of each there, and writes its part-marker. The store's
    client guards the way up by its own checksums. Once all parts are there, the first machine writes complete.json.
-4. A copy without a valid complete.json does not exist for a reader. A reader lists the place without any cache, adds the
-   copy that the lease names, and compares size and checksum of each file that it fetches. If a file differs, or is gone, the
-   marker is renamed to damaged.json, and the next older copy is taken. A store that does not answer is an error instead.
+4. A copy without a valid complete.json does not exist for a reader. A reader lists the place without any cache, and adds
+   what the lease names: a listing may be older, so a copy stands in the lease before it is complete. The reader compares
+   size and checksum of each file that it fetches. If a file differs, or is gone, the marker is renamed to damaged.json, and
+   the next older copy is taken. A store that does not answer is an error instead.
 5. Removal goes the other way: complete.json, the part-markers, the files. The newest complete copy is never removed.
 6. A writer owns the lease. A start waits until a foreign lease has not changed for LEASE seconds; it need not wait for a
    process that is known to be dead. A writer that finds another's lease stops.
@@ -298,9 +299,13 @@ class Store:
     def copies(self) -> list[str]:
         """List the names of copies, complete or not, the newest step first."""
         found = {name for name in self.names() if COPY.fullmatch(name)}
-        hint = str((self.read_json(LEASE_FILE) or {}).get("copy"))  # where a listing is old
-        found |= {hint} if COPY.fullmatch(hint) else set()
-        return sorted(found, key=lambda name: (step_of_copy(name), name == hint, name), reverse=True)
+        named = self.named()
+        found |= {*named}
+        return sorted(found, key=lambda name: (step_of_copy(name), name in named, name), reverse=True)
+
+    def named(self) -> list[str]:
+        """List the copies that the lease names; a listing may be older."""
+        return [name for name in (self.read_json(LEASE_FILE) or {}).get("copies", ()) if COPY.fullmatch(name)]
 
     def marker(self, copy: str) -> dict | None:
         """Return the marker of a complete copy; None for any other."""

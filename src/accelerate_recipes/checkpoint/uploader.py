@@ -64,6 +64,10 @@ class Uploader:
         self.reading: Path | None = None
         self.pace = Pace(settings["bandwidth"], self.check)
         self.copy, self.done = "", ""  # newest complete copy; name of the checkpoint that is not to be sent again
+        self.coming, self.good = (
+            "",
+            [],
+        )  # copies that the lease names: one that is about to be complete, and the newest ones
         self.since, self.problem, self.failures = time.time(), "", 0
         self.finish: dict[str, Any] | None = None
         self.beat, self.is_lost, self.leasing = 0, False, threading.Lock()
@@ -137,7 +141,7 @@ class Uploader:
                 break
             before = lease["beat"]
             time.sleep(min(5 * LOOK, LEASE / 10))
-        self.copy = (lease or {}).get("copy", "")
+        self.good = [copy for copy in self.store.named() if self.store.marker(copy)]
         self.write_lease()
         time.sleep(LOOK)  # another may have found the same lease expired: the last to write has it
         if (self.store.read_json(LEASE_FILE) or {}).get("owner") != self.owner:
@@ -149,7 +153,7 @@ class Uploader:
             held = {
                 "owner": None if released else self.owner,
                 "beat": f"{self.owner['run']} {self.beat}",
-                "copy": self.copy,
+                "copies": [*filter(None, [self.coming]), *self.good],
             }
             self.store.write_json(LEASE_FILE, held)
 
@@ -231,9 +235,9 @@ class Uploader:
                     say=f"{copy} is complete ({readable(files.listed_bytes(marker))} in {time.monotonic() - start:.0f} s)"
                 )
             self.copy, self.done, self.since = copy, newest.name, time.time()
+            self.coming, self.good = "", [copy]
             self.note(copy=copy)
             self.tell_status()
-            self.renew_lease()
             self.remove_old()
         if time.monotonic() - self.shared_at > SHARE:
             self.share()
@@ -250,6 +254,7 @@ class Uploader:
                 if has_newer and time.monotonic() - begun > PATIENCE_WITH_OTHERS:
                     raise StoreError(f"the machine of rank {rank} has not sent its part of {copy}")
                 time.sleep(LOOK)
+        self.coming = copy
         self.renew_lease()  # only its owner completes a copy
         self.store.write(f"{copy}/{MARKER}", text)
 
