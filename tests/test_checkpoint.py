@@ -224,7 +224,7 @@ def test_a_strangers_marker_names_no_file_elsewhere(make_run, tmp_path, name):
     entry = {"size": file.stat().st_size, "checksum": disk.checksum(file)}
     marker["files"][name] = entry
     files.write_marker(saved, marker)
-    assert defect(saved) == f"its complete.json names {name}, which is not in it"
+    assert defect(saved) == f"its complete.json is damaged: it names {name}, which is not in the checkpoint"
 
 
 def test_a_file_that_the_disk_cannot_read_is_damage(make_run, monkeypatch):

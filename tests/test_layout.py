@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "optim": {"args", "errors", "models", "ranks"},
     "launch.checks": {"args", "errors", "models", "ranks", "upstream"},
     "distributed": {"args", "errors", "launch.checks", "life", "models", "optim", "ranks", "upstream"},
-    "checkpoint": BELOW | {"args", "data", "distributed", "hub.cache", "life", "metrics", "models", "optim", "upstream"},
+    "checkpoint": BELOW | {"args", "arguments", "data", "distributed", "hub.cache", "life", "metrics", "models", "optim", "upstream"},
     "agenda": {"checkpoint", "errors", "life", "metrics", "ranks", "upstream"},
     "run": BELOW | {"args", "checkpoint", "data", "distributed", "hub.cache", "life", "metrics", "models", "optim", "upstream"},
     "engine": {"agenda", "checkpoint", "distributed", "errors", "life", "metrics", "models", "ranks", "run"},

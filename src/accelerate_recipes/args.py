@@ -30,6 +30,7 @@ from accelerate_recipes.arguments.declaring import (
 )
 from accelerate_recipes.arguments.health import HealthArgs
 from accelerate_recipes.arguments.help import help_text, recipe_parser
+from accelerate_recipes.arguments.mirror import MirrorArgs
 from accelerate_recipes.disk import IS_POINTER, is_pointer
 from accelerate_recipes.errors import noting, raise_problems
 from accelerate_recipes.ranks import data_world_size, is_first, ranks_a_row, readers
@@ -60,7 +61,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
-class TrainArgs(AdapterArgs, HealthArgs):
+class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
     """Arguments that every recipe takes. A step is a completed optimizer step; the size of a batch counts sequences."""
 
     output_dir: str = arg(
@@ -68,7 +69,7 @@ class TrainArgs(AdapterArgs, HealthArgs):
     )
     resume_from_checkpoint: str = arg(
         "latest",
-        "Checkpoint to resume: `latest` (the newest in --output_dir, else a fresh start), a path, or `none`.",
+        "Checkpoint to resume: `latest` (in --output_dir or --mirror, else a fresh start), a path, a URL, or `none`.",
         group="saving",
     )
     data_only: bool = arg(
@@ -235,7 +236,7 @@ class TrainArgs(AdapterArgs, HealthArgs):
 
     def problems(self, world_size: int) -> list[str]:
         """List contradictions between these values, one sentence each. A recipe extends the list."""
-        of_parts = [*self.adapter_problems(), *self.health_problems()]
+        of_parts = [*self.mirror_problems(), *self.adapter_problems(), *self.health_problems()]
         return [*self.contradictions(world_size), *of_parts, *self.batch_problems(world_size)]
 
     def contradictions(self, world_size: int) -> Iterator[str]:

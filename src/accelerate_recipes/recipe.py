@@ -26,6 +26,7 @@ from accelerate_recipes.args import Args, TrainArgs, parse, resolve
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.export import exported_files
 from accelerate_recipes.checkpoint.files import MARKER, SaveError, candidates
+from accelerate_recipes.checkpoint.mirror import finish_copies
 from accelerate_recipes.disk import is_full, print_any_text
 from accelerate_recipes.errors import ConfigError, DataError, NonFiniteError, ReplicaError, printable, raise_problems
 from accelerate_recipes.hub.push import push
@@ -203,3 +204,5 @@ def end_with(args: TrainArgs | None, **changes: str) -> None:
         except OSError as error:  # a full disk must not hide how the run ended
             say(f"warning: status.json could not be written: {error}")
         write_report(Path(args.output_dir))
+    if args is not None:
+        finish_copies(Path(args.output_dir), changes["state"])

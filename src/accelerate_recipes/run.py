@@ -31,6 +31,7 @@ from accelerate_recipes.args import Args
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import step_of
+from accelerate_recipes.checkpoint.mirror import begin_copies
 from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.checkpoint.resume import agree_on_resume
 from accelerate_recipes.data import shown
@@ -286,6 +287,7 @@ def start(args: Args) -> Run[Args]:
         is_folder = os.path.isdir(name)
         same_on_machines("a folder" if is_folder else cache.revision("model", name), f"the commit of {name}")
     run = Run(args, accelerator, agree_on_resume(accelerator, args))
+    begin_copies(args)
     if run.is_first:
         device = device_name(accelerator.device).removeprefix("this ")
         facts = {
