@@ -15,7 +15,6 @@ trained. Before, while and after training, both divergences are measured on held
 from dataclasses import dataclass
 
 import trl
-from trl.trainer.utils import disable_dropout_in_model
 
 from accelerate_recipes.data.formats import FormatArgs
 from accelerate_recipes.data.rows import num_steps
@@ -34,8 +33,8 @@ from accelerate_recipes.posttraining.distillation import (
     with_access,
 )
 from accelerate_recipes.posttraining.own_answers import OwnAnswers, prepare_rows
-from accelerate_recipes.posttraining.settings import make_config, make_model, set_up_by_trl
-from accelerate_recipes.posttraining.supervised import nll_sum
+from accelerate_recipes.posttraining.settings import make_config, make_model, set_up_by_trl, switch_off_dropout
+from accelerate_recipes.posttraining.supervised_loss import nll_sum
 from accelerate_recipes.posttraining.trained_rows import AnswerArgs, compare_finished
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start
@@ -68,7 +67,7 @@ def main(args: Args) -> None:
     run.adapter = add_adapters(model, args)
     base_stops = set_up_by_trl(args, config, model, tokenizer)
     if args.disable_dropout:
-        disable_dropout_in_model(model)
+        switch_off_dropout(model)
 
     # Rows as the student reads them
     args.settle_date(tokenizer)
@@ -97,7 +96,14 @@ def main(args: Args) -> None:
     given = {"draw_fn": own.draw} if own else {}
     loss_fn, count_fn = loss.sum_parts, count_next_tokens
     records = train(
-        run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, values_fn=loss.values, **given
+        run,
+        loader,
+        loss_fn=loss_fn,
+        count_fn=count_fn,
+        evaluate_fn=evaluate_fn,
+        values_fn=loss.values,
+        mark_fn=loss.mark,
+        **given,
     )
 
     # Result

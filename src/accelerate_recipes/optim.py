@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.adamw import adamw
 from transformers.pytorch_utils import Conv1D
 
-from accelerate_recipes.args import OWN_SCHEDULES, TrainArgs, num_warmup_steps, schedule_problems
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.arguments.schedule import OWN_SCHEDULES, num_warmup_steps, schedule_problems
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.models.weights import WRAPPERS
 from accelerate_recipes.ranks import computes_in_bf16, is_first

@@ -12,18 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data import NUM_ROWS
 from accelerate_recipes.data.excluded import excluded_rows
 from accelerate_recipes.data.packing import collate, pack_row
+from accelerate_recipes.data.shards import fingerprint
 from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.data.stream_order import (
     Documents,
@@ -445,9 +444,3 @@ def single_rows(lists: Iterator[Sequence[Row | str]]) -> Iterator[Row]:
         if isinstance(row, str):
             raise DataError(row)
         yield row
-
-
-def fingerprint(shards: Sequence[str]) -> list:
-    """Return the number of shards and a hash of their names, without folders: a run may continue with a copy of the data."""
-    names = "\n".join(PurePath(shard).name for shard in shards)
-    return [len(shards), xxhash.xxh64_hexdigest(names.encode())]

@@ -33,7 +33,7 @@ from accelerate_recipes.posttraining.drawing_trial import draw_answers
 from accelerate_recipes.posttraining.prompts import PromptArgs
 from accelerate_recipes.posttraining.rewards import reward_problems
 from accelerate_recipes.posttraining.settings import make_model
-from accelerate_recipes.posttraining.supervised import supervised_trial
+from accelerate_recipes.posttraining.supervised_loss import supervised_trial
 from accelerate_recipes.ranks import data_world_size, on_all_data_ranks, sum_over_ranks
 from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial, config_of, refuse
@@ -93,6 +93,7 @@ class DistillArgs(PromptArgs):
         "remove it: rows are padded, and the divergence from the teacher is the whole loss",
     )  # fmt: skip
     groups = PromptArgs.groups | {"completion_only_loss": "task"}
+    has_empty_rows = False
     reward_weights = None  # each has the weight 1
     ranges = PromptArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
 
@@ -236,8 +237,15 @@ class DistillationLoss:
         self.measured.append(torch.stack([entropy.double().sum(), count_next_tokens(batch).double()]))
         return divergence.sum()
 
+    def mark(self) -> Callable[[], None]:
+        """Return a function that forgets the micro-batches from here on."""
+        before = [*self.measured]
+        return lambda: setattr(self, "measured", before)
+
     def values(self, step: int) -> dict[str, float]:
         """Return the student's mean entropy at the targets since the last log line."""
+        if not self.measured:  # all steps were left out
+            return {}
         sums, self.measured = sum_over_ranks(torch.stack(self.measured).sum(0)).tolist(), []
         return {"entropy": sums[0] / max(sums[1], 1)}
 

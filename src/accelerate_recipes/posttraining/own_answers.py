@@ -27,7 +27,8 @@ from accelerate_recipes.posttraining.prompts import (
 )
 from accelerate_recipes.posttraining.rewards import load_rewards
 from accelerate_recipes.posttraining.settings import stops_of_run
-from accelerate_recipes.posttraining.supervised import SupervisedRows, make_collator, prepare_supervised
+from accelerate_recipes.posttraining.supervised import SupervisedRows, prepare_supervised
+from accelerate_recipes.posttraining.supervised_loss import make_collator
 from accelerate_recipes.posttraining.trained_rows import (
     USES,
     ReadRows,
@@ -95,7 +96,7 @@ def prepare_rows(
         make_collator(args, tokenizer.pad_token_id, config.pad_to_multiple_of),
         content_of_sides(run, made["train"], made["test"]),
         lambda rows: tokenizer.pad({"input_ids": [row["input_ids"] for row in rows]}, return_tensors="pt"),  # pyright: ignore
-        num_read={side: len(rows) for side, rows in sides.items()},
+        sides=sides,
         num_targets=len(ids["train"]),
         counts=counts,
     )
