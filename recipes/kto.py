@@ -13,6 +13,7 @@ model at which the run begins, which is kept as a second, sharded model, or is t
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import trl
 
@@ -122,10 +123,11 @@ def main(args: Args) -> None:
     def evaluate_fn(step: int) -> dict[str, float]:
         return loss.evaluate(run, heldout_loader)
 
-    records = train(
-        run, loader, loss_fn=loss.sum_parts, count_fn=loss.count_parts, evaluate_fn=evaluate_fn,
-        draw_fn=lambda step, batches: loss.add_references(run.model, batches), values_fn=loss.values, mark_fn=loss.mark,
-    )  # fmt: skip
+    def draw_fn(step: int, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return loss.add_references(run.model, batches)
+
+    loss_fn, count_fn, given = loss.sum_parts, loss.count_parts, {"values_fn": loss.values, "mark_fn": loss.mark}
+    records = train(run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, draw_fn=draw_fn, **given)
 
     # Result
     def result(before: dict, after: dict) -> Result:

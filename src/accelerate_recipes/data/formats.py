@@ -84,7 +84,7 @@ DPO = (
     Form("Alpaca pairs", ("instruction", *PAIR), ("input", *SCORES, *BEFORE)),
     Form("question and pair", ("question", *PAIR), (*SCORES, *BEFORE)),
 )
-KTO = tuple(form._replace(name=f"{form.name}, with a label", needs=(*form.needs, LABEL)) for form in SFT)
+KTO = tuple(Form(f"{form.name}, with a label", (*form.needs, LABEL), form.takes, form.is_written) for form in SFT)
 
 
 @dataclass

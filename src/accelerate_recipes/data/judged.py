@@ -43,7 +43,7 @@ def judged_answers(rows: datasets.Dataset, source: str) -> datasets.Dataset:
     features = {name: kind for name, kind in rows.features.items() if name != "messages"}
     features |= {"prompt": message, "completion": message}
     return rows.map(
-        parted,
+        before_last_answer,
         with_indices=True,
         fn_kwargs={"source": source},
         remove_columns="messages",
@@ -52,7 +52,7 @@ def judged_answers(rows: datasets.Dataset, source: str) -> datasets.Dataset:
     )
 
 
-def parted(row: dict, index: int, source: str) -> dict:
+def before_last_answer(row: dict, index: int, source: str) -> dict:
     """Part a conversation before its last answer."""
     messages = row["messages"] or []
     begin = len(messages)
