@@ -33,6 +33,7 @@ COMMANDS = {
     "first_step": "--rounds 1 --rows 40 --max_length 128",
     "loading": "--rounds 1 --hidden_size 64",
     "prepare_rows": "--rounds 1 --rows 40",
+    "spike_cost": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
 }
 LAUNCHED = ("against_trl", "engine_overhead")
 ELSEWHERE = {"ablation", "ablation_trial", "init_memory", "memory_limits", "plan_shapes", "plans"}  # test_ablation, ...

@@ -1,5 +1,6 @@
 """Tests of steps that go wrong: what is planted is found and attributed, and the weights at the end are the right ones."""
 
+import copy
 import itertools
 import json
 import math
@@ -8,6 +9,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ from accelerate_recipes.data import streams
 from accelerate_recipes.data.excluded import excluded_rows
 from accelerate_recipes.data.image_streams import empty
 from accelerate_recipes.data.rows import EpochOrder, LengthOrder, Rows, StepOrder, make_train_loader
-from accelerate_recipes.engine import train
+from accelerate_recipes.engine import Step, train, train_step
 from accelerate_recipes.errors import ConfigError, NonFiniteError
 from accelerate_recipes.life import stop
 from accelerate_recipes.life.spikes import FEWEST, MEMORY, Spikes
@@ -94,15 +96,15 @@ def test_where_a_spike_is_judged():
 GOOD, GONE = (1.0, 1.0), (NAN, NAN)
 OUTCOMES = [  # computations of a step, on a device that gives the same bits or not; what is taken, or why the run ends
     ([GOOD], True, GOOD, 0),
-    ([GONE, GONE], True, "the same", 0),
+    ([GONE, GONE], True, "rows or weights did it", 0),
     ([GONE, GOOD, GOOD], True, GOOD, 1),
     ([(1.0, INF), (1.0, 2.0), (1.0, 2.0)], True, (1.0, 2.0), 1),
-    ([GONE, GOOD, GONE], True, "the same", 1),
+    ([GONE, GOOD, GONE], True, "rows or weights did it", 1),
     ([GONE, GOOD, (1.0, 1.0 + 1e-6)], True, "no two of three", 1),
     ([GONE, GOOD, (1.0, 1.0 + 1e-6)], False, (1.0, 1.0 + 1e-6), 1),
     ([GONE, (2.0, 1.0), (1.0, 1.0)], False, "no two of three", 1),
-    ([(9.0, 1.0), (9.01, 1.0)], False, "the same", 0),
-    ([(9.0, 1.0), (9.01, 1.0), (9.01, 1.0)], True, "the same", 1),
+    ([(9.0, 1.0), (9.01, 1.0)], False, "rows or weights did it", 0),
+    ([(9.0, 1.0), (9.01, 1.0), (9.01, 1.0)], True, "rows or weights did it", 1),
 ]
 
 
@@ -142,6 +144,7 @@ def test_many_skips_end_the_run():
     spikes = judge(fatal=3)
     assert skips(spikes) and skips(spikes) and not spikes.settle(step_of(1.0), lambda: None)[1]
     assert skips(spikes) and skips(spikes)
+    spikes.skipped.append({"step": 9})
     resumed = Spikes(6.0, fatal=3)
     resumed.restore([json.loads(json.dumps(spikes.state())), {}])
     assert resumed.state() == spikes.state() and len(resumed.past["loss"]) == 31
@@ -182,6 +185,46 @@ def test_back_to_where_a_computation_began():
     traces.remove()
     assert torch.equal(after, torch.get_rng_state()) and len(gathered) == 1
     assert torch.equal(model[1].running_mean, before["1.running_mean"])
+
+
+@pytest.mark.parametrize("wrong", [[], [1], [1, 2, 3]], ids=["good", "once", "always"])
+def test_a_step_that_is_skipped_leaves_no_trace(wrong):
+    """Neither in weights, buffers and moments nor in the log; one that is right when computed again is as if it always was."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    run: Any = SimpleNamespace(accelerator=Accelerator(cpu=True), model=model, args=TrainArgs(), first_units=[])
+    run.optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    batches, gathered, passes = [{"x": torch.randn(6, 3)} for _ in range(2)], [], itertools.count()
+
+    def take(wrong: list[int]) -> Step:
+        def loss_fn(model: nn.Module, batch: dict) -> torch.Tensor:
+            gathered.append(next(passes))
+            return model(batch["x"]).pow(2).sum() * (NAN if gathered[-1] // 2 + 1 in wrong else 1)
+
+        def mark():
+            before = [*gathered]
+            return lambda: gathered.__setitem__(slice(None), before)
+
+        return train_step(run, batches, loss_fn, lambda batch: torch.tensor(6), spikes=Spikes(fatal=2), mark_fn=mark)
+
+    take([])
+    passes, model_before = itertools.count(), copy.deepcopy(model.state_dict())
+    optimizer_before, state = copy.deepcopy(run.optimizer.state_dict()), torch.get_rng_state()
+    gathered.clear()
+    done = take(wrong)
+    assert bool(done.skipped) == (len(wrong) == 3) and all(p.grad is None for p in model.parameters())
+    if done.skipped:
+        assert equal(model.state_dict(), model_before) and gathered == []
+        assert str(run.optimizer.state_dict()) == str(optimizer_before)
+        assert not done.has_targets and (done.loss_sums.tolist(), done.grad_norm.item()) == ([0], 0)
+        assert done.num_targets.tolist() == [0] and math.isnan(done.loss)
+        return
+    again, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    assert len(gathered) == 2 and not equal(again, model_before)
+    model.load_state_dict(model_before)
+    run.optimizer.load_state_dict(optimizer_before)
+    torch.set_rng_state(state)
+    take([])
+    assert equal(model.state_dict(), again) and torch.equal(drawn, torch.get_rng_state())
 
 
 # Rows that are excluded
@@ -351,11 +394,12 @@ def attempt(known, monkeypatch):
         parts = (run.accelerator, run.model, run.optimizer, run.scheduler, args, [config], run.resumed_from)
         run.checkpointer = Checkpointer(*parts)
         loader = make_train_loader(Rows([7 * i for i in range(NUM_ROWS)], make_row), args, 0, 1)
-        passes = itertools.count()
+        passes, happened = itertools.count(), {}
 
         def loss_fn(model: nn.Module, batch: dict) -> torch.Tensor:
             number, step = next(passes), run.scheduler.last_epoch + 1
             if number == killed:
+                planted.get("flips", {}).update(happened if step in happened else {})  # nobody has told it yet
                 raise Killed
             if number == signalled:
                 stop.ask("SIGTERM")
@@ -368,13 +412,15 @@ def attempt(known, monkeypatch):
                 # With labels of -100 too, its gradients would not be finite: it must not be computed at all.
                 loss = loss + (model.model.norm.weight.sum() * INF) * 0
             kind = planted.get("flips", {}).pop(step, "")
+            if kind:
+                happened.clear()
+                happened[step] = kind
             if kind == "loss":
                 loss = loss * 2.0**80
             elif kind == "gradient":
                 loss.register_hook(lambda gradient: gradient * 2.0**80)
             return loss
 
-        # NaN in a place that no step should reach: what one leaves must not be applied later.
         functions = {"loss_fn": loss_fn, "count_fn": count_next_tokens, "evaluate_fn": lambda step: {"loss": 0.0}}
         train(run, loader, **functions)
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -472,6 +518,12 @@ def test_a_run_stops_at_a_spike_by_default(attempt, tmp_path):
     with pytest.raises(NonFiniteError, match="last 29 steps"):
         attempt(args, {"wrong": wrong})
     file = out / "non_finite.json"
+    own = replace(args, exclude_rows=str(file))
+    assert own.problems(1) == [
+        f"--exclude_rows {file}: this run writes that file itself, and may change it; copy it to another name"
+    ]
+    file = file.rename(tmp_path / "wrong.json")
+    assert replace(args, exclude_rows=str(file)).problems(1) == []
     assert excluded_rows(str(file)) == {*rows_of_step(30)}
     attempt(replace(args, exclude_rows=str(file)), {"wrong": wrong})
     assert (

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from accelerate_recipes.arguments.declaring import arg
+
+OWN_FILES = ("skipped.jsonl", "non_finite.json")
 
 
 @dataclass
@@ -41,3 +44,6 @@ class HealthArgs:
         if not self.has_empty_rows:
             yield "--exclude_rows: trl's loss needs whole micro-batches; leave the rows out of the files instead"
         yield from self.file_problems("exclude_rows", (".json", ".jsonl"))
+        file = Path(self.exclude_rows)
+        if file.name in OWN_FILES and file.resolve().parent == Path(self.output_dir).resolve():
+            yield f"--exclude_rows {file}: this run writes that file itself, and may change it; copy it to another name"
