@@ -25,6 +25,7 @@ from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
+from accelerate_recipes.optim import multiply_in_phases
 from accelerate_recipes.posttraining.mixtures import MixedSupervisedRows, evaluate_sources, prepare_sources
 from accelerate_recipes.posttraining.settings import NewModelArgs, make_config, make_or_load_model, set_up_by_trl
 from accelerate_recipes.posttraining.supervised import prepare_supervised
@@ -128,6 +129,7 @@ def main(args: Args) -> None:
     # Training and evaluation
     num_targets = (rows.num_targets * rows.visits).sum()
     run.prepare(model, tokenizer, rows.num_steps(), flops_of_rows(args, rows.train, num_targets, rows.visits))
+    multiply_in_phases(run.scheduler, args.read.lr_factors(run.total_steps))
 
     def evaluate_fn(step: int) -> dict[str, float]:
         if isinstance(rows, MixedSupervisedRows):

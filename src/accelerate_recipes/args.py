@@ -346,10 +346,6 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
         """Arguments of a run on each of its sources alone; see `data.mixture`."""
         return [self]
 
-    def lr_factors(self, total_steps: int) -> list[tuple[int, float]]:
-        """List factors on the schedule's learning rate, each from a step on."""
-        return []
-
     def accumulation_steps(self, world_size: int) -> int:
         """Return the number of forward passes per optimizer step on one process."""
         return self.total_batch_size // (self.per_device_train_batch_size * world_size)

@@ -374,7 +374,7 @@ def make_scheduler(
     """Make the schedule over `total_steps` optimizer steps. Step it once after each optimizer step.
 
     The warm-up starts at 0. After it, the learning rate falls to `min_lr_ratio` of the peak and stays there, or follows a
-    schedule of transformers. The factors of phases multiply it.
+    schedule of transformers.
 
     Raises:
         ConfigError: for settings that the schedule does not take, or that do not fit `total_steps`.
@@ -389,7 +389,7 @@ def make_scheduler(
 
         given = {"scheduler_specific_kwargs": args.lr_scheduler_kwargs}
         theirs: Any = get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_steps, **given)
-        return in_phases(theirs, args.lr_factors(total_steps))
+        return theirs
 
     def share_of_peak(step: int) -> float:
         if step < warmup:
@@ -402,12 +402,10 @@ def make_scheduler(
         }[args.lr_scheduler_type]
         return args.min_lr_ratio + (1 - args.min_lr_ratio) * shape
 
-    return in_phases(torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak), args.lr_factors(total_steps))
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
 
 
-def in_phases(
-    scheduler: torch.optim.lr_scheduler.LambdaLR, factors: Sequence[tuple[int, float]]
-) -> torch.optim.lr_scheduler.LambdaLR:
+def multiply_in_phases(scheduler: torch.optim.lr_scheduler.LambdaLR, factors: Sequence[tuple[int, float]]) -> None:
     """Multiply the rate of a schedule by factors, each from a step on, the first of them after step 0."""
 
     def factor(step: int) -> float:
@@ -418,7 +416,6 @@ def in_phases(
 
     if factors:
         scheduler.lr_lambdas = [*map(times_factor, scheduler.lr_lambdas)]
-    return scheduler
 
 
 def warmup_warnings(args: TrainArgs, total_steps: int) -> list[str]:

@@ -316,10 +316,17 @@ def before_and_after(before: dict, after: dict) -> Result:
     lines = [
         f"Held out, {name.removeprefix('eval_')}: before {before[name]:.4f}, after {after[name]:.4f}" for name in names
     ]
-    losses = {name[5:-5]: name for name in names if name.endswith("_loss") and name != "eval_loss"}
+    sources = [name[5:-5] for name in names if name.endswith("_loss") and name != "eval_loss"]
     others = [name for name in names if not name.endswith("_loss")]
     panels = [Curves({"held out": name}, spoken(name).capitalize()) for name in others]
-    panels += [Curves(losses, "Losses, held out")] if losses else []
+    shares = {
+        f"{name}{said}": f"{name}_{key}" for name in sources for said, key in (("", "share"), (", asked", "asked"))
+    }
+    panels += [
+        Curves({name: f"{name}_loss" for name in sources}, "Loss by source"),
+        Curves({name: f"eval_{name}_loss" for name in sources}, "Loss by source, held out"),
+        Curves(shares, "Share of the rows"),
+    ]
     return Result("\n".join(lines), curves=panels)
 
 

@@ -134,15 +134,14 @@ class MixtureArgs:
     @cached_property
     def read(self) -> Mixture:
         """Content of the file of --mixture; empty without one."""
-        return read_mixture(self.mixture, type(self)) if self.mixture else Mixture()
+        # A file on a volume that this machine does not see is read where the run is.
+        is_unseen = self.is_elsewhere(self.mixture) and not Path(self.mixture).exists()  # pyright: ignore
+        return read_mixture(self.mixture, type(self)) if self.mixture and not is_unseen else Mixture()
 
     @property
     def alone(self) -> list[Any]:
         """Arguments of a run on each source alone, in the order of `read.sources`; without a mixture, these arguments."""
         return [self.of(source) for source in self.read.sources] if self.mixture else [self]
-
-    def lr_factors(self, total_steps: int) -> list[tuple[int, float]]:
-        return self.read.lr_factors(total_steps)
 
     def of(self, source: MixedSource) -> Any:
         """Return the arguments of a run on one source alone."""

@@ -87,6 +87,11 @@ class ReadRows:
     show: Callable[[list[dict]], dict[str, Any]] | None = None  # makes the batch to show; default: `collate`
 
     @property
+    def items(self) -> Any:
+        """Rows to train on, by their numbers."""
+        return self.train
+
+    @property
     def first(self) -> dict[str, HasRows]:
         """First rows of both sides, for `run.show_rows`."""
         show = self.show or self.collate
@@ -97,7 +102,7 @@ class ReadRows:
 
     def make_loader(self, **settings: Any) -> StepLoader:
         """Make the loader of this rank's micro-batches; `settings` are those of `make_train_loader`."""
-        run, rows = self.run, Rows(self.train, numbered_row)
+        run, rows = self.run, Rows(self.items, numbered_row)
         settings |= {"collate_fn": Numbered(self.collate), "content": self.content}
         return make_train_loader(rows, run.args, run.data_rank, run.data_world_size, **settings)
 

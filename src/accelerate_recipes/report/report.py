@@ -260,11 +260,11 @@ def panels(runs: Sequence[Seen]) -> Html:
     names = dict.fromkeys(name for run in runs for record in run.records for name in record)
     sources = sources_in(record for run in runs for record in run.records)
     of_sources = {
-        title: [pattern.format(name) for name in sources]
-        for title, pattern in {
-            "Loss by source": "{}_loss",
-            "Loss by source, held out": "eval_{}_loss",
-            "Share of the rows": "{}_share",
+        title: [pattern.format(name) for pattern in patterns for name in sources]
+        for title, patterns in {
+            "Loss by source": ["{}_loss"],
+            "Loss by source, held out": ["eval_{}_loss"],
+            "Share of the rows": ["{}_share", "{}_asked"],
         }.items()
     }
     known |= {name for values in of_sources.values() for name in values}
@@ -306,8 +306,10 @@ def draw_curves(runs: Sequence[Seen], values: Sequence[str]) -> Html:
 
 def label_of(name: str) -> str | None:
     """Return the label of a curve: the name of a source, for one of its values; None for the usual one."""
-    is_of_source = name not in PANELS["Loss"] and name.endswith(("_loss", "_share"))
-    return name.removeprefix("eval_").rpartition("_")[0] if is_of_source else LABELS.get(name)
+    if name in PANELS["Loss"] or not name.endswith(("_loss", "_share", "_asked")):
+        return LABELS.get(name)
+    source, _, kind = name.removeprefix("eval_").rpartition("_")
+    return f"{source}, asked" if kind == "asked" else source
 
 
 def source_table(seen: Seen) -> Html:

@@ -1,0 +1,85 @@
+"""Measure how fast a mixture of four sources delivers batches, beside one source of as many rows.
+
+    python benchmarks/mixtures.py --out benchmarks/results/mixtures.json
+
+The loaders are those of `sft.py` on one rank without data workers, with one thread; rows are packed, and lie in files.
+`seconds` are CPU time, since other processes would disturb the time of the clock. `ratio` is that of the one source by that
+of the mixture, round by round: 1 is as fast, less is slower.
+"""
+
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import torch
+from harness import machine, make_parser, print_ratios, ratios, turns, write_json
+from torch.utils.data import ConcatDataset
+
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.data.mixed_rows import MixedTable, MixtureLoader, MixtureOrder
+from accelerate_recipes.data.mixture import MixedSource, Mixture
+from accelerate_recipes.data.rows import Rows, make_train_loader
+from accelerate_recipes.posttraining.mixtures import OfSources
+from accelerate_recipes.posttraining.supervised_loss import make_collator
+from accelerate_recipes.posttraining.trained_rows import Numbered, numbered_row
+
+
+def packed_rows(folder: Path, number: int, length: int) -> datasets.Dataset:
+    """Write packed rows of two documents each into a folder."""
+    ids = np.random.default_rng(number).integers(0, 32_000, (number, length)).astype(np.int32)
+    parts = {"input_ids": list(ids), "labels": list(ids.astype(np.int64))}
+    rows = datasets.Dataset.from_dict(parts | {"seq_lengths": [[length // 2, length - length // 2]] * number})
+    rows.save_to_disk(folder)
+    return datasets.Dataset.load_from_disk(folder)
+
+
+def main() -> None:
+    parser = make_parser(
+        __doc__,
+        rounds=(11, "Rounds."),
+        rows=(8000, "Rows."),
+        max_length=(2048, "Tokens of a row."),
+        steps=(100, "Steps."),
+    )
+    flags = parser.parse_args()
+    torch.set_num_threads(1)
+    datasets.disable_progress_bars()
+    args = TrainArgs(max_steps=flags.steps, total_batch_size=16, per_device_train_batch_size=4)
+    collate = Numbered(make_collator(SimpleNamespace(has_boundaries=True), 0, None))
+    names = ["first", "second", "third", "fourth"]
+    with tempfile.TemporaryDirectory() as folder:
+        whole = packed_rows(Path(folder, "whole"), flags.rows, flags.max_length)
+        parts = [packed_rows(Path(folder, name), flags.rows // 4, flags.max_length) for name in names]
+        sources = [MixedSource(*source, float("inf"), {}) for source in zip(names, (4, 3, 2, 1), strict=True)]
+        table = MixedTable(args, "mixture.yaml", Mixture(sources), [len(part) for part in parts], names)
+
+        def seconds(name: str) -> float:
+            if name == "one":
+                loader = make_train_loader(Rows(whole, numbered_row), args, 0, 1, collate_fn=collate)
+            else:
+                rows = Rows(ConcatDataset(parts), numbered_row)
+                order = {"order_class": lambda *place: MixtureOrder(table, None, *place), "loader_class": MixtureLoader}
+                loader = make_train_loader(rows, args, 0, 1, collate_fn=OfSources(collate, table.source_of), **order)
+            start = time.process_time()
+            for _, batch in zip(range(4 * flags.steps), loader, strict=False):
+                assert batch["input_ids"].shape == (1, 4 * flags.max_length)
+            return time.process_time() - start
+
+        found: dict[str, list[float]] = {"one": [], "mixture": []}
+        seconds("one")  # reads the files
+        seconds("mixture")
+        for number in range(flags.rounds):
+            for name in turns([*found], number):
+                found[name].append(seconds(name))
+    ratio = ratios(found, "one", ["mixture"])
+    print_ratios("CPU time", ratio)
+    rates = {name: 16 * flags.steps / median(values) for name, values in found.items()}
+    write_json(flags.out, {"machine": machine(), "seconds": found, "ratio": ratio, "rows_per_second": rates})
+
+
+if __name__ == "__main__":
+    main()
