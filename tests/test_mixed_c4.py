@@ -164,6 +164,19 @@ def test_tokenised_once_is_the_same_run(forks, arguments, undisturbed, folder, t
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{"config": "fsdp_long"}, {"config": "single"}])
+def test_losses_of_sources_are_those_of_whole_rows(forks, arguments, undisturbed, tmp_path, more):
+    """Two ranks that share each row, or one with whole logits, find the same losses and targets of each source."""
+    is_single = more["config"] == "single"
+    args = (*arguments, "--whole_logits") if is_single else arguments
+    forks.succeed(tmp_path / "out", *args, num_processes=1 if is_single else 2, **more)
+    for found, wanted in zip(read_metrics(tmp_path / "out"), read_metrics(undisturbed), strict=True):
+        for name in wanted:
+            if name.endswith(("loss", "_targets", "_rows")):
+                assert found[name] == pytest.approx(wanted[name], rel=1e-5), name
+
+
 def test_longer_rows_from_a_step_on(forks, arguments, write, tmp_path):
     """Through the launcher on two ranks, as on one, and resumed where the phase begins."""
     mixture = write("longer", sources={"few": {"max_epochs": None}}, phases=[{"from": 4, "max_length": 64}])

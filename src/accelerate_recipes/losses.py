@@ -167,7 +167,6 @@ def linear_cross_entropy(
 
     `losses`, like `targets` but in fp32, gets the loss of each position.
     """
-    losses = torch.empty_like(targets, dtype=torch.float32) if losses is None else losses
     device = hidden.device.type
     is_cast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if is_cast else hidden.dtype
@@ -191,7 +190,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, weight, hidden, bias, targets, dtype, with_gradients, losses):
+    def forward(ctx, weight, hidden, bias, targets, dtype, with_gradients, losses=None):
         inputs, size = (weight, hidden, bias), weight.shape[0]
         # Each chunk reads and writes the whole gradient of the weight, so chunks should be large. But they should be small
         # beside the model's activations.
@@ -205,6 +204,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden, dtype=dtype) if needed[1] else None
         of_bias = weight.new_zeros(size, dtype=torch.float32) if needed[2] else None
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        losses = torch.empty_like(targets, dtype=torch.float32) if losses is None else losses
         for start in range(0, len(targets), rows):
             chunk = slice(start, start + rows)
             ignored = targets[chunk, None] == IGNORE_INDEX

@@ -23,7 +23,7 @@ from accelerate_recipes.data.shares import Shares
 from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.data.stream_order import Documents, Order, Row, StreamState, stream_rows, tokens_of_epoch
 from accelerate_recipes.data.streams import StreamLoader
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.ranks import is_first, on_first_rank
 
 ROWS_AT_ONCE = 1024  # of a stream, whose sources are computed together
@@ -181,16 +181,25 @@ class MixedStreamLoader(StreamLoader):
     def _counted(self) -> tuple[dict[str, int], np.ndarray]:
         """Count the rows of an epoch of each source, and the most rows that each stream takes of it, where this is asked."""
         sizes, limits = {}, np.full((self.order.num_streams, len(self.mixture.sources)), math.inf)
+        steps = self.args.max_steps if self.args.max_steps > 0 else math.inf
+        needed = steps * self.args.total_batch_size / self.order.num_streams + 1  # rows of a stream
         for k, source in enumerate(self.mixture.sources):
             if source.weight is not None and math.isinf(source.max_epochs):
                 continue
             documents, order = self.source.of[source.name], self.of_source(self.order, source.name)
             lengths = [documents.lengths(shard) for shard in range(len(documents.shards))]
             sizes[source.name] = sum(tokens_of_epoch(lengths, order, 0)) // order.max_length
-            if math.isfinite(source.max_epochs):
-                part, whole = math.modf(source.max_epochs)
-                epochs = [np.array(tokens_of_epoch(lengths, order, epoch)) for epoch in range(int(whole) + 1)]
-                limits[:, k] = (sum(epochs[:-1]) + part * epochs[-1]) // order.max_length
+            if not sizes[source.name]:
+                least = f"less than a row of {order.max_length} tokens"
+                raise DataError(f"{self.args.mixture}, source {source.name} has {least}; give more text, or remove it")
+            if math.isinf(source.max_epochs):
+                continue
+            tokens, epoch = np.zeros(order.num_streams), 0
+            # A source may have more epochs than the run needs.
+            while epoch < source.max_epochs and (tokens // order.max_length).min() < needed:
+                tokens += min(1, source.max_epochs - epoch) * np.array(tokens_of_epoch(lengths, order, epoch))
+                epoch += 1
+            limits[:, k] = tokens // order.max_length
         return sizes, limits
 
     def num_steps(self) -> int:
@@ -206,7 +215,10 @@ class MixedStreamLoader(StreamLoader):
                 f"with the max_epochs of {self.args.mixture}, all sources end after {end:,.0f} rows, which are "
                 f"{possible:.0f} steps; --max_steps is {self.args.max_steps}: lower it, or raise a max_epochs"
             )
-        return self.args.max_steps if self.args.max_steps > 0 else int(possible)
+        steps = self.args.max_steps if self.args.max_steps > 0 else int(possible)
+        if late := [phase.begin for phase in self.mixture.phases if phase.first_step(steps) >= steps]:
+            raise ConfigError(f"{self.args.mixture}, phase from {late[0]:g}: it begins after the last step, {steps}")
+        return steps
 
     @property
     def first(self) -> dict[str, HasRows]:
@@ -251,7 +263,11 @@ class MixedStreamLoader(StreamLoader):
             print(f"Shares from step {step + 1} on: {now}; before: {then}", flush=True)
 
     def check(self, states: list[dict]) -> None:
-        check_same_sources(states[0].get("sources", {}), self.state()["sources"], self.args.mixture)
+        if "sources" not in states[0]:
+            raise ConfigError(
+                "the checkpoint was trained without a mixture; remove --mixture, or start anew in another --output_dir"
+            )
+        check_same_sources(states[0]["sources"], self.state()["sources"], self.args.mixture)
         super().check(states)
 
     def counts(self) -> dict[str, Any]:

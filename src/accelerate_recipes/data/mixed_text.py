@@ -43,7 +43,7 @@ class MixedTextArgs(MixtureArgs, TextArgs):
 
     @property
     def is_finite(self) -> bool:
-        return all(one.is_finite for one in self.alone) if self.mixture else super().is_finite
+        return bool(self.mixture) or super().is_finite  # `mixture_problems` asks each source of a mixture
 
     @property
     def longest_row(self) -> int:
