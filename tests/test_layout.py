@@ -246,7 +246,8 @@ MAY_CHANGE = {
     "validation_dataset_files", "validation_files", "num_validation_rows", "num_positions", "num_eval_pairs",
     "eval_source_column", "eval_target_column", "metrics", "generation_max_length", "generation_num_beams",
     "generation_length_penalty", "precompute_ref_log_probs", "reward_weights", "stockfish", "stockfish_nodes",
-    "rewards", "num_eval_prompts", "num_samples", "label_smoothing", "assistant_only_loss",
+    "rewards", "num_eval_prompts", "num_samples", "label_smoothing", "assistant_only_loss", "beta", "lmbda", "temperature",
+    "disable_dropout",
     "image_folder",
 }  # fmt: skip
 MAY_CHANGE_IN_C4_ONLY = {"dataset_revision", "dataset_files"}
