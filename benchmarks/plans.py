@@ -269,12 +269,14 @@ def words_of(command: str, folder: Path) -> list[str]:
     if ROWS in argv:
         (folder / ROWS).touch()
         argv[argv.index(ROWS)] = str(folder / ROWS)
-    if "--model_name_or_path" in argv:
-        named = argv[argv.index("--model_name_or_path") + 1]
-    else:
-        chosen = yaml.safe_load((ROOT / argv[argv.index("--config") + 1]).read_text(encoding="utf-8"))
-        named = chosen.get("model_name_or_path")
-    return [*argv, "--model_name_or_path", str(published(named, folder))] if named else argv
+    for flag in ("--model_name_or_path", "--teacher_model_name_or_path"):
+        if flag in argv:
+            named = argv[argv.index(flag) + 1]
+        else:
+            chosen = yaml.safe_load((ROOT / argv[argv.index("--config") + 1]).read_text(encoding="utf-8"))
+            named = chosen.get(flag.removeprefix("--"))
+        argv += [flag, str(published(named, folder))] if named else []
+    return argv
 
 
 def job_for(command: str, folder: Path) -> Job:

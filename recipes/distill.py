@@ -32,7 +32,7 @@ from accelerate_recipes.posttraining.distillation import (
     mean_divergences,
     with_access,
 )
-from accelerate_recipes.posttraining.own_answers import OwnAnswers, prepare_rows
+from accelerate_recipes.posttraining.own_answers import OwnAnswers, prepare_to_answer
 from accelerate_recipes.posttraining.settings import make_config, make_model, set_up_by_trl, switch_off_dropout
 from accelerate_recipes.posttraining.supervised_loss import nll_sum
 from accelerate_recipes.posttraining.trained_rows import AnswerArgs, compare_finished
@@ -71,7 +71,7 @@ def main(args: Args) -> None:
 
     # Rows as the student reads them
     args.settle_date(tokenizer)
-    rows, prompts = prepare_rows(run, config, model, tokenizer, base_stops)
+    rows, prompts = prepare_to_answer(run, config, model, tokenizer, base_stops)
     own = OwnAnswers(run, tokenizer, rows, model.config, prompts) if args.lmbda else None
     run.show_rows(tokenizer, rows.first, rows.num_targets, rows.counts)
     run.print(

@@ -17,7 +17,7 @@ from accelerate_recipes.models.tokenizers import new_word_tokenizer
 ABOUT = {
     "data/formats.py", "data/messages.py", "data/tables.py",
     "posttraining/answers.py", "posttraining/evaluation.py", "posttraining/references.py", "posttraining/objective.py",
-    "posttraining/preferences.py", "posttraining/prompts.py", "posttraining/rewards.py", "posttraining/settings.py",
+    "posttraining/distillation.py", "posttraining/own_answers.py", "posttraining/preferences.py", "posttraining/prompts.py", "posttraining/rewards.py", "posttraining/settings.py",
     "posttraining/supervised.py", "posttraining/supervised_images.py", "posttraining/trained_pairs.py",
     "posttraining/trained_rows.py", "data/image_places.py", "data/image_rows.py", "data/image_sizes.py", "data/image_texts.py",
 }  # fmt: skip

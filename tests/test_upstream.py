@@ -48,7 +48,7 @@ from transformers import (
 )
 from transformers.generation.utils import ALL_CACHE_NAMES
 from trl import DPOTrainer, GRPOTrainer
-from trl.kernels import chunked_logprob
+from trl.kernels import chunked_divergence, chunked_logprob
 from trl.trainer import base_trainer
 
 from accelerate_recipes.posttraining import objective
@@ -130,6 +130,9 @@ TOUCHED = [
     (torch._C, "_get_accelerator", "pretence", "the device of that mesh", None),
     (chunked_logprob, "_forward_kernel", "pretence", "trl's loss runs without Triton", None),
     (chunked_logprob, "_backward_kernel", "pretence", "the same", None),
+    (chunked_divergence, "_stats_kernel", "pretence", "the same", None),
+    (chunked_divergence, "_jsd_kernel", "pretence", "the same", None),
+    (chunked_divergence, "_backward_kernel", "pretence", "the same", None),
     (chunked_logprob, "_TRITON_AVAILABLE", "pretence", "trl's loss takes its path of GPUs", None),
     # accelerate
     (PartialState, "_shared_state", "pretence", "the device", None),
@@ -170,7 +173,7 @@ TOUCHED = [
     (DPOTrainer, "_tp_size", "objective", "the same", None),
     (DPOTrainer, "_prepare_dataset", "preferences", "nothing: pairs are prepared by others", "self dataset processing_class args dataset_name"),
     (GRPOTrainer, "_tokenize_prompts", "chess_grpo", "prompts as the model was trained", "self prompts"),
-    (GenerationMixin, "_get_logits_processor", "answers_trial", "what drawing does to scores", None),
+    (GenerationMixin, "_get_logits_processor", "drawing_trial", "what drawing does to scores", None),
     (GenerationMixin, "_get_logits_processor", "generation", "draws by our own numbers, after all that changes the chances", None),
     (GRPOTrainer, "_generate_and_score_completions", "answers", "draws and scores the answers of a step", "self inputs"),
     (GRPOTrainer, "_get_per_token_logps_and_entropies", "answers", "gets positions", None),

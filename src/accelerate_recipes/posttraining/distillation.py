@@ -95,7 +95,7 @@ class DistillArgs(PromptArgs):
     groups = PromptArgs.groups | {"completion_only_loss": "task"}
     has_empty_rows = False
     reward_weights = None  # each has the weight 1
-    ranges = PromptArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
+    ranges = dict.fromkeys(("dataset_num_proc",), Range(min=1)) | {"max_length": Range(min=2)}
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
@@ -144,7 +144,7 @@ def make_teacher(args: Any) -> PreTrainedModel:
 
 
 class Head(NamedTuple):
-    """What the targets of a batch are predicted from: hidden states (N, H), and weight and bias of the output layer."""
+    """Hidden states (N, H) from which the targets of a batch are predicted, and weight and bias of the output layer."""
 
     hidden: torch.Tensor
     weight: torch.Tensor

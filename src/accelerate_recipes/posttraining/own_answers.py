@@ -55,7 +55,7 @@ def begins_of_answers(rows: datasets.Dataset) -> np.ndarray:
     return np.concatenate(found)
 
 
-def prepare_rows(
+def prepare_to_answer(
     run: Run[Any], config: SFTConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base_stops: set[int]
 ) -> tuple[SupervisedRows, datasets.Dataset | None]:
     """Prepare rows with answers as SFT does, or prompts alone, without targets, as GRPO reads them.
