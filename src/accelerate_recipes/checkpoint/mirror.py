@@ -64,12 +64,9 @@ def fetched(place: str, folder: Path) -> Path:
             if marker is None:
                 found = ", ".join(name for name, _ in store.complete()) or "none"
                 raise ConfigError(f"{place} is no complete copy of a checkpoint; complete in {url}: {found}")
-            unfinished = files.unfinished(checkpoint)
-            shutil.rmtree(unfinished, ignore_errors=True)
-            store.fetch_copy(copy, marker, unfinished)
+            store.fetch_copy(copy, marker, checkpoint)
         except OSError as error:
             raise ConfigError(f"{place}: {error}") from None
-        unfinished.rename(checkpoint)
     return checkpoint
 
 
@@ -188,6 +185,7 @@ def begin_copies(args: TrainArgs) -> None:
         firsts = [number for number in on_all_ranks(rank() if is_first_of_machine() else None) if number is not None]
         if is_first_of_machine() and _sender is None:
             _sender = Sender(args)
+            _sender.answer()
         if _sender is not None:
             _sender.ask(do="watch", ranks=firsts)
 
