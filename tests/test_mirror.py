@@ -241,7 +241,7 @@ def test_what_is_kept(tmp_path):
 def test_a_checkpoint_that_is_removed_meanwhile(tmp_path):
     """The next save would not fit: the run removes what is being sent, and the uploader goes on with the newest."""
     place, out = tmp_path / "place", tmp_path / "out"
-    first = make_uploader(str(place), out)
+    first = make_uploader(str(place), out, bandwidth=1e9)
     first.begin()
     old, sent = make_checkpoint(out, 3), []
 

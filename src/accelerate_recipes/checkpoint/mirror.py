@@ -200,7 +200,7 @@ def read_now(output_dir: Path) -> str | None:
 
 def wait_for_room(output_dir: Path, needed: int) -> None:
     """Wait a little until the senders have closed the files that were removed."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while shutil.disk_usage(output_dir).free < needed and time.monotonic() < until:
         time.sleep(0.1)
 

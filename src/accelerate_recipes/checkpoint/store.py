@@ -192,8 +192,8 @@ class Store:
 
         def put() -> None:
             pace.check()
-            # LocalFileSystem's own copy could not be slowed down.
-            put_file = partial(fsspec.AbstractFileSystem.put_file, self.fs) if self.is_folder else self.fs.put_file
+            is_slowed = self.is_folder and pace.rate  # LocalFileSystem's own copy cannot be, but the kernel makes it
+            put_file = partial(fsspec.AbstractFileSystem.put_file, self.fs) if is_slowed else self.fs.put_file
             try:
                 put_file(str(source), self._path(name), callback=pace)
             except FileNotFoundError as error:  # of the file, or of the bucket
