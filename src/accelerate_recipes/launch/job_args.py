@@ -24,7 +24,8 @@ IMAGE = re.compile(
 )
 NAMES = {  # flags that hold names, with the largest allowed length; the queue becomes the value of a label
     "namespace": (NAMESPACE, 63), "checkpoints_pvc": (SUBDOMAIN, 253), "cache_pvc": (SUBDOMAIN, 253),
-    "token_secret": (SUBDOMAIN, 253), "mirror_secret": (SUBDOMAIN, 253), "storage_class": (SUBDOMAIN, 253), "queue": (SUBDOMAIN, 63),
+    "token_secret": (SUBDOMAIN, 253), "mirror_secret": (SUBDOMAIN, 253), "storage_class": (SUBDOMAIN, 253),
+    "queue": (SUBDOMAIN, 63),
 }  # fmt: skip
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 TAINT = re.compile(f"{KEY}(={VALUE})?(:({'|'.join(EFFECTS)}))?", re.ASCII)
