@@ -461,6 +461,20 @@ def test_no_token_in_the_output(monkeypatch, capfd):
     assert variable == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf-token", "key": "token"}}}
 
 
+def test_credentials_of_a_mirror():
+    """They come from a Secret; a folder of this machine is no place for pods."""
+    job = ["trainjob", [*GPUS, "--mirror-secret", "s3-keys", FULL, *LAPTOP, *FLAGS["laptop"]]]
+    found = list(yaml.safe_load_all(render_manifest(job[0], [*job[1], "--mirror", "file:///elsewhere/run"])[0]))
+    assert problems(found) == []
+    assert the_pod(found)["containers"][0]["envFrom"] == [{"secretRef": {"name": "s3-keys"}}]
+    for words, said in (
+        ([], "--mirror-secret has no effect"),
+        (["--mirror", "/mnt/other"], "the pods have no such folder"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            render_manifest(job[0], [*job[1], *words])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_golden(kind):
     """The jobs equal the texts in tests/golden/, so that a change shows in full. Resolved arguments are tested above."""

@@ -61,7 +61,7 @@ def make_uploader(url: str, out: Path, number: int = 0, rank: int = 0, **changes
         "fixed": {"seed": 1}, "rules": RULES,
     }  # fmt: skip
     made = Uploader(settings | changes)
-    made.ranks, made.heard = [0], []
+    made.heard = []
     made.tell = lambda **event: made.heard.append(event)
     return made
 
@@ -194,7 +194,7 @@ def test_the_place_is_one_run(tmp_path):
     with pytest.raises(Refused, match="another run than"):
         make_checkpoint(tmp_path / "other", 1)
         make_uploader(str(place), tmp_path / "other").begin()
-    with pytest.raises(Refused, match="--seed was 1 and is now 2"):
+    with pytest.raises(Refused, match="whose --seed was 1 and is now 2"):
         make_uploader(str(place), tmp_path / "empty", fixed={"seed": 2}).begin()
     (place / "run.json").unlink()
     with pytest.raises(Refused, match=r"holds checkpoint-3-.* but no run\.json"):
@@ -241,7 +241,7 @@ def test_what_is_kept(tmp_path):
 def test_a_checkpoint_that_is_removed_meanwhile(tmp_path):
     """The next save would not fit: the run removes what is being sent, and the uploader goes on with the newest."""
     place, out = tmp_path / "place", tmp_path / "out"
-    first = make_uploader(str(place), out)
+    first = make_uploader(str(place), out, bandwidth=1e9)
     first.begin()
     old, sent = make_checkpoint(out, 3), []
 
@@ -393,6 +393,7 @@ def test_s3(bucket, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3000)
 def test_twenty_runs_on_s3(bucket, tmp_path):
     """SIGKILL of the whole launch at random points, the disk deleted each time."""
     variables, direct = bucket

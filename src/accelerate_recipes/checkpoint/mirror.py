@@ -64,12 +64,9 @@ def fetched(place: str, folder: Path) -> Path:
             if marker is None:
                 found = ", ".join(name for name, _ in store.complete()) or "none"
                 raise ConfigError(f"{place} is no complete copy of a checkpoint; complete in {url}: {found}")
-            unfinished = files.unfinished(checkpoint)
-            shutil.rmtree(unfinished, ignore_errors=True)
-            store.fetch_copy(copy, marker, unfinished)
+            store.fetch_copy(copy, marker, checkpoint)
         except OSError as error:
             raise ConfigError(f"{place}: {error}") from None
-        unfinished.rename(checkpoint)
     return checkpoint
 
 
@@ -188,6 +185,7 @@ def begin_copies(args: TrainArgs) -> None:
         firsts = [number for number in on_all_ranks(rank() if is_first_of_machine() else None) if number is not None]
         if is_first_of_machine() and _sender is None:
             _sender = Sender(args)
+            _sender.answer()
         if _sender is not None:
             _sender.ask(do="watch", ranks=firsts)
 
@@ -202,7 +200,7 @@ def read_now(output_dir: Path) -> str | None:
 
 def wait_for_room(output_dir: Path, needed: int) -> None:
     """Wait a little until the senders have closed the files that were removed."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while shutil.disk_usage(output_dir).free < needed and time.monotonic() < until:
         time.sleep(0.1)
 

@@ -28,19 +28,18 @@ Only fsspec and its clients talk to the store. This module does without torch: a
 import contextlib
 import json
 import os
-import queue
 import random
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import fsspec
-from fsspec.implementations.local import LocalFileSystem
 
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.files import MARKER
@@ -54,7 +53,6 @@ WAITS = (0.5, 2.0, 8.0, 30.0)  # seconds before an attempt is repeated, on avera
 PATIENCE = 120.0  # seconds for one call, and for a file at first;
 SLOWEST = 2**20  # bytes a second at which a file may come
 AT_ONCE = 2  # files on the way up; each in parts, by the store's client
-LONGEST = 1e7  # seconds: without a deadline
 # A client reads as many parts of a file at once; with s3fs's own 10 of 50 MiB, two files take a GiB of memory.
 OPTIONS = {"file": {"auto_mkdir": True}, "s3": {"max_concurrency": 4}}
 SECRETS = re.compile(r"//[^/\s@]*@|\?\S*|(?i:(?<=key=)|(?<=token=)|(?<=signature=))\S+")
@@ -83,34 +81,30 @@ def told(error: BaseException) -> str:
 
 def within(seconds: float, call: Callable[[], T]) -> T:
     """Call a function in a thread, and wait for its result. After a TimeoutError the thread may still be at work."""
-    done: queue.SimpleQueue = queue.SimpleQueue()
+    done: Future[T] = Future()
 
     def work() -> None:
         try:
-            done.put((call(), None))
+            done.set_result(call())
         except BaseException as error:
-            done.put((None, error))
+            done.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
     try:
-        result, error = done.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
-    if error is not None:
-        raise error
-    return result
+        return done.result(timeout=seconds)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no answer within {seconds:.0f} s") from None
 
 
 class Pace(fsspec.Callback):
-    """Pace of the files that one process sends: `rate` bytes a second together (0: no limit). `check` may raise.
+    """Pace of the files that this process sends: at most `rate` bytes a second together (0: no limit). `check` may raise.
 
-    A client calls it after each part that it has sent. Of one that tells of no parts, each file counts once, at its end.
+    The clients call it after each part that they have sent.
     """
 
     def __init__(self, rate: float = 0, check: Callable[[], None] = lambda: None):
         super().__init__()
-        self.rate, self.check = rate, check
-        self.free_at, self.lock = 0.0, threading.Lock()
+        self.rate, self.check, self.free_at, self.lock = rate, check, 0.0, threading.Lock()
 
     def relative_update(self, inc: int = 1) -> None:
         self.check()
@@ -119,20 +113,6 @@ class Pace(fsspec.Callback):
         while self.rate and (left := self.free_at - time.monotonic()) > 0:
             time.sleep(min(left, 0.2))  # `rate` may become 0 meanwhile
             self.check()
-
-
-class OneFile(fsspec.Callback):
-    """Part of a Pace: what the client tells of one file."""
-
-    def __init__(self, pace: Pace):
-        super().__init__()
-        self.pace, self.sent, self.is_late = pace, 0, False
-
-    def relative_update(self, inc: int = 1) -> None:
-        if self.is_late:
-            raise TimeoutError("another attempt has begun")
-        self.sent += inc
-        self.pace.relative_update(inc)
 
 
 class Store:
@@ -146,35 +126,35 @@ class Store:
         scheme = url.partition("://")[0] if "://" in url else "file"
         try:
             self.fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **OPTIONS.get(scheme, {}))
-        except Exception as error:  # a client's own errors have no common class
+        except Exception as error:  # the errors of the clients have no common class
             raise StoreError(told(error)) from None
-        self.root = root.rstrip("/")
-        self.is_folder = isinstance(self.fs, LocalFileSystem)
+        self.root, self.is_folder = root.rstrip("/"), scheme == "file"
 
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
 
-    def _insist(self, call: Callable[[], T], seconds: float = PATIENCE) -> T:
+    def _insist(self, call: Callable[..., T], *args: Any, seconds: float = PATIENCE) -> T:
+        """Call with `args`, again and again, and each time without cached listings, and for `seconds` at most."""
+
+        def fresh() -> T:
+            self.fs.invalidate_cache()
+            return call(*args)
+
         for wait in (*WAITS, None):
             try:
-                return within(seconds, call)
+                return within(seconds, fresh)
             except (FileNotFoundError, Gone):
                 raise
             except Exception as error:
-                if wait is None or isinstance(error, PermissionError):
+                if wait is None or isinstance(error, PermissionError | NotADirectoryError):
                     raise StoreError(told(error)) from None
                 time.sleep(wait * random.uniform(0.5, 1.5))
         raise AssertionError
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file, or None if there is none."""
-
-        def cat() -> bytes:
-            self.fs.invalidate_cache()
-            return self.fs.cat_file(self._path(name))
-
         try:
-            return self._insist(cat)
+            return self._insist(self.fs.cat_file, self._path(name))
         except FileNotFoundError:
             return None
 
@@ -187,16 +167,16 @@ class Store:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file, and read it again."""
+        place = self._path(name)
 
         def pipe() -> None:
             if self.is_folder:
-                place = Path(self._path(name))
-                place.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(place, data.decode())
+                Path(place).parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(Path(place), data.decode())
             else:
-                self.fs.pipe_file(self._path(name), data)
+                self.fs.pipe_file(place, data)
             self.fs.invalidate_cache()
-            if self.fs.cat_file(self._path(name)) != data:
+            if self.fs.cat_file(place) != data:
                 raise OSError(f"{name} is there with another content than was written")
 
         try:
@@ -208,103 +188,76 @@ class Store:
         self.write(name, json.dumps(value, indent=1).encode())
 
     def send(self, source: Path, name: str, pace: Pace) -> None:
-        """Send a file, and compare its size there.
+        """Send a file, and compare its size there. Raises Gone if it is no longer on the disk."""
 
-        Raises:
-            Gone: if the file is no longer on the disk.
-        """
-
-        def put(one: OneFile) -> None:
+        def put() -> None:
             pace.check()
-            # The copy of a folder by its own client could not be slowed down.
-            put_file = partial(fsspec.AbstractFileSystem.put_file, self.fs) if self.is_folder else self.fs.put_file
-            put_file(str(source), self._path(name), callback=one)
+            is_slowed = self.is_folder and pace.rate  # LocalFileSystem's own copy cannot be, but the kernel makes it
+            put_file = partial(fsspec.AbstractFileSystem.put_file, self.fs) if is_slowed else self.fs.put_file
+            try:
+                put_file(str(source), self._path(name), callback=pace)
+            except FileNotFoundError as error:  # of the file, or of the bucket
+                pace.check()
+                raise OSError(told(error)) from None
             self.fs.invalidate_cache()
             if (found := self.fs.info(self._path(name))["size"]) != size:
                 raise OSError(f"{name} has {found} bytes there instead of {size}")
             if self.is_folder:
                 fsync(Path(self._path(name)))
-            pace.relative_update(size - one.sent)
-
-        def attempt() -> None:
-            one = OneFile(pace)
-            try:
-                limit = PATIENCE + size / (min(SLOWEST, pace.rate / 2) if pace.rate else SLOWEST)
-                within(limit, lambda: put(one))
-            except FileNotFoundError as error:  # of the file, or of the bucket
-                pace.check()
-                raise OSError(told(error)) from None
-            finally:
-                one.is_late = True
 
         try:
             size = source.stat().st_size
         except FileNotFoundError:
             raise Gone(str(source)) from None
-        self._insist(attempt, LONGEST)
+        self._insist(put, seconds=PATIENCE + size / min(SLOWEST, pace.rate / 2 or SLOWEST))
 
     def fetch(self, name: str, to: Path, entry: dict) -> None:
-        """Fetch a file that has this entry in a marker.
-
-        Raises:
-            Damaged: if it is missing or differs, each time.
-        """
+        """Fetch a file that has this entry in a marker. Raises Damaged if it is missing or differs, each time."""
         found = ""
 
         def get() -> None:
             nonlocal found
-            found = ""
-            self.fs.invalidate_cache()
-            try:
+            found = f"{name} is missing"
+            with contextlib.suppress(FileNotFoundError):
                 self.fs.get_file(self._path(name), str(to))
-            except FileNotFoundError:
-                found = f"{name} is missing"
-                raise OSError(found) from None
-            if (size := to.stat().st_size) != entry["size"]:
-                found = f"{name} has {size} bytes instead of {entry['size']}"
-            elif (checksum := files.checksum(to)) != entry["checksum"]:
-                found = f"the checksum of {name} is {checksum} instead of {entry['checksum']}"
+                size, checksum = to.stat().st_size, files.checksum(to)
+                found = f"{name} has {size} bytes instead of {entry['size']}" if size != entry["size"] else ""
+                if not found and checksum != entry["checksum"]:
+                    found = f"the checksum of {name} is {checksum} instead of {entry['checksum']}"
             if found:
                 raise OSError(found)
 
         to.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._insist(get, PATIENCE + entry["size"] / SLOWEST)
-        except StoreError:
-            if found:
-                raise Damaged(found) from None
-            raise
+            self._insist(get, seconds=PATIENCE + entry["size"] / SLOWEST)
+        except StoreError as error:
+            raise Damaged(found) if found and found in str(error) else error from None
         fsync(to)
 
     def names(self, folder: str = "") -> list[str]:
         """List the names in a folder."""
-
-        def ls() -> list[str]:
-            self.fs.invalidate_cache()
-            return [PurePosixPath(path).name for path in self.fs.ls(self._path(folder), detail=False)]
-
         try:
-            return self._insist(ls)
+            return [
+                PurePosixPath(path).name for path in self._insist(partial(self.fs.ls, self._path(folder), detail=False))
+            ]
         except FileNotFoundError:
             return []
 
     def remove(self, name: str, *, recursive: bool = False) -> None:
         """Remove a file, or a folder with all that is in it; nothing if there is none."""
         with contextlib.suppress(FileNotFoundError):
-            remove = partial(self.fs.rm, recursive=True) if recursive else self.fs.rm_file
-            self._insist(lambda: remove(self._path(name)), PATIENCE)
+            self._insist(partial(self.fs.rm, recursive=True) if recursive else self.fs.rm_file, self._path(name))
 
     # Copies.
 
     def copies(self) -> list[str]:
         """List the names of copies, complete or not, the newest step first."""
-        found = {name for name in self.names() if COPY.fullmatch(name)}
         named = self.named()
-        found |= {*named}
+        found = {name for name in self.names() if COPY.fullmatch(name)} | {*named}
         return sorted(found, key=lambda name: (step_of_copy(name), name in named, name), reverse=True)
 
     def named(self) -> list[str]:
-        """List the copies that the lease names; a listing may be older."""
+        """List the copies that the lease names."""
         return [name for name in (self.read_json(LEASE_FILE) or {}).get("copies", ()) if COPY.fullmatch(name)]
 
     def marker(self, copy: str) -> dict | None:
@@ -317,20 +270,19 @@ class Store:
 
     def complete(self) -> Iterator[tuple[str, dict]]:
         """Yield name and marker of each complete copy, the newest first."""
-        for copy in self.copies():
-            if marker := self.marker(copy):
-                yield copy, marker
+        return ((copy, marker) for copy in self.copies() if (marker := self.marker(copy)))
 
-    def fetch_copy(self, copy: str, marker: dict, folder: Path) -> None:
-        """Fetch a copy into a new folder, and write its marker last.
-
-        Raises:
-            Damaged: naming a file that differs.
-        """
-        entries = marker["files"].items()
+    def fetch_copy(self, copy: str, marker: dict, checkpoint: Path) -> None:
+        """Fetch a copy, as a checkpoint that is complete or absent. Raises Damaged, naming a file that differs."""
+        unfinished, entries = files.unfinished(checkpoint), marker["files"].items()
+        shutil.rmtree(unfinished, ignore_errors=True)
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda item: self.fetch(f"{copy}/{item[0]}", folder / item[0], item[1]), entries))
-        files.write_marker(folder, marker)
+            list(threads.map(lambda item: self.fetch(f"{copy}/{item[0]}", unfinished / item[0], item[1]), entries))
+        files.write_marker(unfinished, marker)
+        if checkpoint.exists():
+            files.set_aside(checkpoint)
+        unfinished.rename(checkpoint)
+        fsync(checkpoint.parent)
 
     def set_copy_aside(self, copy: str, reason: str) -> None:
         """Note why a copy is of no use, and make it incomplete."""
@@ -338,29 +290,24 @@ class Store:
         self.remove(f"{copy}/{MARKER}")
 
     def send_part(self, checkpoint: Path, copy: str, names: Sequence[str], rank: int, pace: Pace) -> None:
-        """Send the files of a machine, unless its part-marker is there, then the marker."""
+        """Send the files of a machine, then its part-marker, unless that is there."""
         part = f"{copy}/part-{rank}.json"
-        listed = sorted(names)
-        if self.read_json(part) == listed:
-            return
-        with ThreadPoolExecutor(1 if pace.rate else AT_ONCE) as threads:
-            list(threads.map(lambda name: self.send(checkpoint / name, f"{copy}/{name}", pace), listed))
-        self.write_json(part, listed)
+        if self.read_json(part) is None:
+            with ThreadPoolExecutor(1 if pace.rate else AT_ONCE) as threads:
+                list(threads.map(lambda name: self.send(checkpoint / name, f"{copy}/{name}", pace), names))
+            self.write_json(part, names)
 
     def remove_copy(self, copy: str) -> None:
-        self.remove(f"{copy}/{MARKER}")
-        for name in self.names(copy):
-            if name.startswith("part-"):
-                self.remove(f"{copy}/{name}")
+        parts = [name for name in self.names(copy) if name.startswith("part-")]
+        for name in (MARKER, *parts):
+            self.remove(f"{copy}/{name}")
         self.remove(copy, recursive=True)
 
     def abort_leftovers(self) -> None:
-        """Abort the unfinished uploads of parts that a killed writer has left here, which cost money and show in no list."""
-        if not hasattr(self.fs, "list_multipart_uploads"):  # of s3fs; other stores drop them after some days
-            return
+        """Abort the unfinished uploads that a killed writer has left here, which cost money and show in no list."""
         bucket, _, prefix = self.root.partition("/")
-        with contextlib.suppress(Exception):  # it may not be allowed
-            for found in within(PATIENCE, lambda: self.fs.list_multipart_uploads(bucket)):
+        with contextlib.suppress(Exception):  # only s3fs lists them, and it may not be allowed
+            for found in within(PATIENCE, partial(self.fs.list_multipart_uploads, bucket)):
                 if found["Key"].startswith(f"{prefix}/"):
                     names = {"Bucket": bucket, "Key": found["Key"], "UploadId": found["UploadId"]}
                     within(PATIENCE, partial(self.fs.call_s3, "abort_multipart_upload", **names))
