@@ -85,6 +85,7 @@ TOUCHED = [
     (PreTrainedConfig, "_attn_implementation", "documents", "which attention a model has", None),
     (PreTrainedConfig, "_attn_implementation", "images", "whether rows with images say where documents begin", None),
     (PreTrainedConfig, "_attn_implementation", "references", "the attention that decides the values of the reference", None),
+    (PreTrainedConfig, "_attn_implementation", "supervised_images", "with which attention images are tried", None),
     (PreTrainedConfig, "_attn_implementation", "losses", "whether attention is told where documents begin", None),
     (PreTrainedConfig, "_attn_implementation", "probes", "with which attention packing is tried", None),
     (PreTrainedConfig, "_attn_implementation", "loading", "the same, before the weights are read", None),
@@ -94,6 +95,7 @@ TOUCHED = [
     (torch.nn.Module, "_buffers", "upstream", "buffers of the first rank", None),
     (torch.nn.Module, "_non_persistent_buffers_set", "upstream", "buffers that Accelerate must not see", None),
     (torch.nn.Module, "_parameters", "weights", "first values of sharded parameters", None),
+    (torch.nn.Module, "_buffers", "traces", "what a forward pass changes, such as a batch norm's", None),
     (torch.nn.Module, "_buffers", "weights", "first values of buffers", None),
     (torch.nn.Module, "_buffers", "pretence", "buffers on the GPU, of parameters on the CPU", None),
     (LRScheduler, "_step_count", "checkpointer", "the schedule at a step", None),
@@ -192,7 +194,7 @@ TOUCHED = [
 SOURCES = [*(ROOT / "src/accelerate_recipes").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
 # Names of the standard library, or names that are public in spite of the underscore.
 NOT_UPSTREAM = {
-    "_C", "_SubParsersAction", "_actions", "_asdict", "_check_value", "_current_frames", "_exit", "_field_defaults",
+    "_C", "_SubParsersAction", "_actions", "_asdict", "_check_value", "_current_frames", "_exit", "_field_defaults", "_replace", "_batch",
     "_fields", "_option_string_actions",
 }  # fmt: skip
 

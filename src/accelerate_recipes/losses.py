@@ -342,9 +342,14 @@ class LossOfSources:
         self.measured.append(sums_by_source(batch, losses, len(self.names)))
         return loss
 
+    def mark(self) -> Callable[[], None]:
+        """Return a function that forgets the micro-batches from here on."""
+        before = [*self.measured]
+        return lambda: setattr(self, "measured", before)
+
     def values(self, step: int) -> dict[str, float]:
         """Return the mean loss and the number of targets of each source since the last log line. Call it on all ranks."""
-        if not self.names:
+        if not self.measured:  # one source, or all steps were left out
             return {}
         sums, self.measured = sum_over_ranks(torch.stack(self.measured).sum(0)).tolist(), []
         return means_of_sources(self.names, sums)

@@ -116,7 +116,7 @@ class Sender:
             print(json.dumps(command, default=str), file=self.process.stdin, flush=True)
 
     def listen(self) -> None:
-        for line in self.process.stdout:
+        for line in self.process.stdout or ():
             event = json.loads(line)
             if said := event.get("say"):
                 say_of_mirror(said)
