@@ -38,15 +38,7 @@ COMMANDS = {
     "spike_cost": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
 }
 LAUNCHED = ("against_trl", "engine_overhead")
-ELSEWHERE = {
-    "ablation",
-    "ablation_trial",
-    "images_with_text",
-    "init_memory",
-    "memory_limits",
-    "plan_shapes",
-    "plans",
-}  # test_ablation, ...
+ELSEWHERE = {"ablation", "ablation_trial", "init_memory", "memory_limits", "plan_shapes", "plans"}  # test_ablation, ...
 HELPERS = {"first_step_marks", "harness", "published", "real_steps"}
 GPU = {"gpu", "gpu_cases", "gpu_measure", "gpu_report"}
 # As on a machine where these are not installed; read by each Python process at its start.
