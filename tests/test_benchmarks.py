@@ -32,6 +32,7 @@ COMMANDS = {
     "engine_overhead": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
     "first_step": "--rounds 1 --rows 40 --max_length 128",
     "loading": "--rounds 1 --hidden_size 64",
+    "mixtures": "--rounds 2 --rows 40 --max_length 64",
     "prepare_rows": "--rounds 1 --rows 40",
 }
 LAUNCHED = ("against_trl", "engine_overhead")
