@@ -270,7 +270,7 @@ temperature: 2
 sources:
 - {{name: a, weight: 1, train_file: x}}
 - {{name: a, weight: -1, train_files: [missing.jsonl], max_epochs: 0}}
-- {{name: eval_b, weight: many, train_files: [{folder}/missing.jsonl], columns: [promt=x]}}
+- {{name: eval_b, weight: many, train_files: [{folder}/missing.jsonl], columns: [prompts=x]}}
 - {{weight: size, dataset_name: x, train_split: [x, y]}}
 phases:
 - {{from: 1.5, weights: {{a: 1, c: 1}}}}
@@ -294,7 +294,7 @@ phases:
         "/wrong.yaml, source a: give one of --dataset_name and --train_files",
         "/wrong.yaml, source a: --train_files missing.jsonl: no such file",
         "/wrong.yaml, source number 3: --train_files /missing.jsonl: no such file",
-        "/wrong.yaml, source number 3: --columns promt=x: write NAME=COLUMN",
+        "/wrong.yaml, source number 3: --columns prompts=x: write NAME=COLUMN",
         "chats.jsonl has no effect beside --mixture /wrong.yaml; name it as a source, and remove it here",
         "--num_train_epochs 2.0 has no effect beside --mixture /wrong.yaml",
         "--max_steps is missing: a, a, number 3, number 4 of /wrong.yaml would never end; or give max_epochs",
