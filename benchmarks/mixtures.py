@@ -40,15 +40,15 @@ def packed_rows(folder: Path, number: int, length: int) -> datasets.Dataset:
 def main() -> None:
     parser = make_parser(
         __doc__,
-        rounds=(11, "Rounds."),
-        rows=(8000, "Rows."),
-        max_length=(2048, "Tokens of a row."),
-        steps=(100, "Steps."),
+        rounds=(120, "Rounds."),
+        rows=(4000, "Rows."),
+        max_length=(2048, "Tokens."),
+        steps=(4, "Steps a round."),
     )
     flags = parser.parse_args()
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
-    args = TrainArgs(max_steps=flags.steps, total_batch_size=16, per_device_train_batch_size=4)
+    args = TrainArgs(max_steps=10**6, total_batch_size=16, per_device_train_batch_size=4)
     collate = Numbered(make_collator(SimpleNamespace(has_boundaries=True), 0, None))
     names = ["first", "second", "third", "fourth"]
     with tempfile.TemporaryDirectory() as folder:
@@ -56,29 +56,27 @@ def main() -> None:
         parts = [packed_rows(Path(folder, name), flags.rows // 4, flags.max_length) for name in names]
         sources = [MixedSource(*source, float("inf"), {}) for source in zip(names, (4, 3, 2, 1), strict=True)]
         table = MixedTable(args, "mixture.yaml", Mixture(sources), [len(part) for part in parts], names)
-
-        def seconds(name: str) -> float:
-            if name == "one":
-                loader = make_train_loader(Rows(whole, numbered_row), args, 0, 1, collate_fn=collate)
-            else:
-                rows = Rows(ConcatDataset(parts), numbered_row)
-                order = {"order_class": lambda *place: MixtureOrder(table, None, *place), "loader_class": MixtureLoader}
-                loader = make_train_loader(rows, args, 0, 1, collate_fn=OfSources(collate, table.source_of), **order)
-            start = time.process_time()
-            for _, batch in zip(range(4 * flags.steps), loader, strict=False):
-                assert batch["input_ids"].shape == (1, 4 * flags.max_length)
-            return time.process_time() - start
-
-        found: dict[str, list[float]] = {"one": [], "mixture": []}
-        seconds("one")  # reads the files
-        seconds("mixture")
-        for number in range(flags.rounds):
+        mixed = {
+            "collate_fn": OfSources(collate, table.source_of),
+            "order_class": lambda *place: MixtureOrder(table, None, *place),
+            "loader_class": MixtureLoader,
+        }
+        loaders = {
+            "one": iter(make_train_loader(Rows(whole, numbered_row), args, 0, 1, collate_fn=collate)),
+            "mixture": iter(make_train_loader(Rows(ConcatDataset(parts), numbered_row), args, 0, 1, **mixed)),
+        }
+        found: dict[str, list[float]] = {name: [] for name in loaders}
+        for number in range(-1, flags.rounds):  # the first round reads files
             for name in turns([*found], number):
-                found[name].append(seconds(name))
+                start = time.process_time()
+                for _ in range(4 * flags.steps):
+                    assert next(loaders[name])["input_ids"].shape == (1, 4 * flags.max_length)
+                if number >= 0:
+                    found[name].append(time.process_time() - start)
     ratio = ratios(found, "one", ["mixture"])
     print_ratios("CPU time", ratio)
-    rates = {name: 16 * flags.steps / median(values) for name, values in found.items()}
-    write_json(flags.out, {"machine": machine(), "seconds": found, "ratio": ratio, "rows_per_second": rates})
+    medians = {name: median(values) for name, values in (found | ratio).items()}
+    write_json(flags.out, {"machine": machine(), "medians": medians, "seconds": found, "ratio": ratio})
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def main(args: Args) -> None:
         f"Data: {num_train:,} rows to train on, {num_heldout:,} held out; {len(rows.train):,} sequences of at most "
         f"{args.max_length} tokens"
     )
-    train_loader, heldout_loader = rows.make_loader(), rows.make_heldout_loader()
+    train_loader, heldout_loader = rows.make_loader(), rows.make_heldout_loader(args.dataloader_num_workers)
 
     # Training and evaluation
     flops_fn = flops_with_images(args, rows.train, rows.num_targets.sum())

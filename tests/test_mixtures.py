@@ -2,13 +2,17 @@
 
 import json
 import math
+import re
 import shutil
 from collections import Counter
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
+from datasets import Dataset
 from helpers import IN_STEP_5, ROOT, STEPS, TIMES, evaluations, log_of, losses, read_metrics
 from tiny import tiny_model
 
@@ -20,6 +24,7 @@ from accelerate_recipes.data.prepared import check_content
 from accelerate_recipes.data.rows import StepOrder
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
+from accelerate_recipes.posttraining.mixtures import check_sources_apart
 
 SCRIPT = ROOT / "recipes/sft.py"
 TEMPLATE = (
@@ -217,6 +222,37 @@ def test_a_resumed_run_has_the_sources_of_its_checkpoint():
         check_content("content of a", states)
 
 
+def test_held_out_rows_that_another_source_trains_are_counted(capsys):
+    """They are told with both names; many of them are refused. With one share for all sources, nothing is compared."""
+    columns = {
+        "a": (range(40), range(40, 60)),
+        "b": (range(100, 140), range(39, 58)),
+        "c": (range(200, 220), [0, *range(300, 310)]),
+    }
+    parts = {
+        name: SimpleNamespace(
+            sides={
+                side: Dataset.from_dict({"text": [f"Text {i}" for i in numbers]})
+                for side, numbers in zip(("train", "test"), sides, strict=True)
+            }
+        )
+        for name, sides in columns.items()
+    }
+    alone = [SimpleNamespace(eval_files=["x.jsonl"], heldout_share=0.1)] * 3
+    args = SimpleNamespace(alone=alone, mixture="mixture.yaml", dataset_text_field="text")
+    check_sources_apart(SimpleNamespace(args=args, print=print), parts)
+    assert capsys.readouterr().out.splitlines() == [
+        "1 of 19 held-out rows of b begin as rows to train on of a do",
+        "1 of 11 held-out rows of c begin as rows to train on of a do",
+    ]
+    args.alone = [SimpleNamespace(eval_files=[], heldout_share=0.1)] * 3
+    check_sources_apart(SimpleNamespace(args=args, print=None), parts)
+    args.alone = [SimpleNamespace(eval_files=[], heldout_share=share) for share in (0.1, 0.2, 0.1)]
+    parts["b"].sides["test"] = Dataset.from_dict({"text": [f"Text {i}" for i in range(30, 50)]})
+    with pytest.raises(ConfigError, match="10 of 20 held-out rows of b begin as rows to train on of a do; remove them"):
+        check_sources_apart(SimpleNamespace(args=args, print=print), parts)
+
+
 # The file
 
 
@@ -234,7 +270,7 @@ temperature: 2
 sources:
 - {{name: a, weight: 1, train_file: x}}
 - {{name: a, weight: -1, train_files: [missing.jsonl], max_epochs: 0}}
-- {{name: eval_b, weight: many, train_files: [{folder}/missing.jsonl], columns: [promt=x]}}
+- {{name: eval_b, weight: many, train_files: [{folder}/missing.jsonl], columns: [prompts=x]}}
 - {{weight: size, dataset_name: x, train_split: [x, y]}}
 phases:
 - {{from: 1.5, weights: {{a: 1, c: 1}}}}
@@ -258,7 +294,7 @@ phases:
         "/wrong.yaml, source a: give one of --dataset_name and --train_files",
         "/wrong.yaml, source a: --train_files missing.jsonl: no such file",
         "/wrong.yaml, source number 3: --train_files /missing.jsonl: no such file",
-        "/wrong.yaml, source number 3: --columns promt=x: write NAME=COLUMN",
+        "/wrong.yaml, source number 3: --columns prompts=x: write NAME=COLUMN",
         "chats.jsonl has no effect beside --mixture /wrong.yaml; name it as a source, and remove it here",
         "--num_train_epochs 2.0 has no effect beside --mixture /wrong.yaml",
         "--max_steps is missing: a, a, number 3, number 4 of /wrong.yaml would never end; or give max_epochs",
@@ -284,6 +320,20 @@ phases:
 )
 def test_a_wrong_file_is_one_message(text, problem, folder):
     assert problem in problems_of(text, folder, "--max_steps", 9)
+
+
+def test_the_page_shows_what_is_read(tmp_path):
+    """Both mixtures of the page are right; the second is the one that its command trains."""
+    first, example = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/mixtures.md").read_text(), re.DOTALL)
+    assert yaml.safe_load(example) == yaml.safe_load((ROOT / "data/arithmetic/mixture.yaml").read_text())
+    (tmp_path / "own.csv").write_text("question,answer")
+    file = tmp_path / "mixture.yaml"
+    file.write_text(first.replace("own.csv", str(tmp_path / "own.csv")))
+    args, found = resolve(
+        shipped.load(SCRIPT).Args, ["--mixture", str(file), "--model_name_or_path", "x", "--max_steps", "9"], 1
+    )
+    assert found == [] and args.read.lr_factors(10) == [(8, 0.5)]
+    assert [need.name for source in args.alone for need in source.row_datasets] == ["trl-lib/Capybara"]
 
 
 def test_a_missing_file_and_a_right_one(folder):

@@ -232,6 +232,7 @@ def make_eval_loader(
     world_size: int,
     lengths: np.ndarray | None = None,
     collate_fn: Callable[[list], dict[str, torch.Tensor]] | None = None,
+    num_workers: int = 0,
 ) -> RowLoader:
     """Make a loader with every row on exactly one rank and equally many batches on each, padded by rows without targets.
 
@@ -253,7 +254,7 @@ def make_eval_loader(
         rows,
         batch_sampler=batches,
         collate_fn=collate_fn,
-        num_workers=args.dataloader_num_workers,
+        num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # evaluation must not change the dropout of later steps
     )

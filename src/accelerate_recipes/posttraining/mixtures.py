@@ -77,7 +77,7 @@ class MixedSupervisedRows(SupervisedRows):
 
     @property
     def visits(self) -> np.ndarray:
-        """Passes over each row in the whole run, on average over the rows of its source."""
+        """Number of times that each row is trained in the whole run, on average over the rows of its source."""
         asked = self.table.shares.asked(self.table.num_steps() * self.run.args.total_batch_size)
         return np.repeat(asked / self.table.sizes, self.table.sizes)
 

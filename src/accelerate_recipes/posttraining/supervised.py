@@ -88,10 +88,11 @@ class SupervisedRows(ReadRows):
         """Return the number of optimizer steps of the run."""
         return num_steps(self.run.args, len(self.train))
 
-    def make_heldout_loader(self) -> RowLoader:
+    def make_heldout_loader(self, num_workers: int = 0) -> RowLoader:
         run = self.run
         place = run.args, run.data_rank, run.data_world_size
-        return make_eval_loader(Rows(self.heldout, without_targets), *place, collate_fn=self.collate)
+        rows = Rows(self.heldout, without_targets)
+        return make_eval_loader(rows, *place, collate_fn=self.collate, num_workers=num_workers)
 
 
 def prepare_supervised(
