@@ -264,15 +264,19 @@ def test_own_answers_continue_their_prompts(chats):
     first, second = drawn(0), drawn(1)
     assert first == drawn(0)
     kept = [[row["input_ids"], row["labels"]] for row in train]
+    shares = []
     for found in (first, second):
         assert [*found[-1]] == [kept[-1][0], [-100] * 5], "no row is left for the last place"
         is_own = [[*row] != kept[i] for i, row in enumerate(found[:-1])]
-        assert 5 < sum(is_own) < 15
+        assert 5 < sum(is_own) < 15 and is_own not in shares
+        shares.append(is_own)
         for i, (ids, labels) in enumerate(found[:-1]):
             assert ids[:3] == [5, 6, 7 + i] and (not is_own[i] or (labels[:3] == [-100] * 3 and labels[3:] == ids[3:]))
-    both = [i for i in range(19) if [*first[i]] != kept[i] and [*second[i]] != kept[i]]
-    assert len({tuple(first[i][0][3:]) for i in both}) > 1 and any(first[i] != second[i] for i in both)
-    args.lmbda, args.temperature = 1.0, 1e-4
+    args.lmbda = 1.0
+    whole = drawn(0)[:-1]
+    assert sum(one != other for one, other in zip(whole, drawn(1), strict=False)) > 9, "numbers of a step are its own"
+    assert len({tuple(ids[3:]) for ids, _ in whole}) > 9, "and so are those of an answer"
+    args.temperature = 1e-4
     for ids, _ in drawn(2)[:-1]:  # the most likely answers
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, 2:-1]
