@@ -44,7 +44,7 @@ def seconds_of_steps(folder: Path, steps: int, width: int, bandwidth: int, *, mi
     command += ["--mirror", str(folder / "mirror"), "--mirror_bandwidth", str(bandwidth)] if mirrored else []
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
-    lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     times = [line["time"] for line in lines if "loss" in line]
     return times[-1] - times[0]
 
