@@ -10,7 +10,6 @@ line to the last, saves in between included. Then a copy of --mib MiB in four fi
 
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -80,7 +79,7 @@ def main() -> None:
         source = Path(folder) / "source"
         source.mkdir()
         for number in range(4):
-            (source / f"{number}.bin").write_bytes(random.Random(number).randbytes(args.mib * 2**18))
+            (source / f"{number}.bin").write_bytes(os.urandom(args.mib * 2**18))
         for number in range(args.rounds):
             for name in turns(["send_part", "put"], number):
                 seconds[name].append(seconds_of_copy(source, Path(folder) / "place", name))
