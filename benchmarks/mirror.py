@@ -10,7 +10,6 @@ line to the last, saves in between included. Then a copy of --mib MiB in four fi
 
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -44,7 +43,7 @@ def seconds_of_steps(folder: Path, steps: int, width: int, bandwidth: int, *, mi
     command += ["--mirror", str(folder / "mirror"), "--mirror_bandwidth", str(bandwidth)] if mirrored else []
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
-    lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text("utf-8").splitlines()]
+    lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     times = [line["time"] for line in lines if "loss" in line]
     return times[-1] - times[0]
 
@@ -80,7 +79,7 @@ def main() -> None:
         source = Path(folder) / "source"
         source.mkdir()
         for number in range(4):
-            (source / f"{number}.bin").write_bytes(random.Random(number).randbytes(args.mib * 2**18))
+            (source / f"{number}.bin").write_bytes(os.urandom(args.mib * 2**18))
         for number in range(args.rounds):
             for name in turns(["send_part", "put"], number):
                 seconds[name].append(seconds_of_copy(source, Path(folder) / "place", name))

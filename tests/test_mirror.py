@@ -310,6 +310,7 @@ def test_the_uploader_is_light():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_its_disk(forks, tmp_path):
     """Killed at random points, its folder deleted: each start goes on from the newest complete copy, as if undisturbed."""
     place, out = tmp_path / "place", tmp_path / "out"

@@ -205,4 +205,5 @@ def end_with(args: TrainArgs | None, **changes: str) -> None:
             say(f"warning: status.json could not be written: {error}")
         write_report(Path(args.output_dir))
     if args is not None:
-        finish_copies(Path(args.output_dir), changes["state"])
+        with contextlib.suppress(OSError):  # a copy must not change how a run ends
+            finish_copies(Path(args.output_dir), changes["state"])

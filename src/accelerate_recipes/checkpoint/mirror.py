@@ -116,7 +116,8 @@ class Sender:
             print(json.dumps(command, default=str), file=self.process.stdin, flush=True)
 
     def listen(self) -> None:
-        for line in self.process.stdout or ():
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
             event = json.loads(line)
             if said := event.get("say"):
                 say_of_mirror(said)

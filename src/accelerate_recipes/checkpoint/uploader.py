@@ -198,7 +198,8 @@ class Uploader:
         self.leave()
 
     def turn_of_first(self) -> None:
-        newest = next((c for c in reversed(files.candidates(self.output_dir)) if files.defect(c) is None), None)
+        present = reversed(files.candidates(self.output_dir))
+        newest = next((c for c in present if c.name == self.done or files.defect(c) is None), None)
         if newest is not None and newest.name != self.done:
             marker, start = files.read_marker(newest), time.monotonic()
             copy = name_of_copy(marker)
