@@ -499,10 +499,9 @@ def test_random_schedules(seed, attempt, reference, tmp_path, capsys):
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("tens", range(10))
-def test_a_hundred_random_schedules(tens, attempt, reference, tmp_path, capsys):
-    """Seeds 100 to 199."""
-    for seed in range(100 + 10 * tens, 110 + 10 * tens):
+@pytest.mark.parametrize("first", range(100, 200, 5))
+def test_a_hundred_random_schedules(first, attempt, reference, tmp_path, capsys):
+    for seed in range(first, first + 5):
         run_schedule(seed, attempt, reference, tmp_path, capsys)
 
 
@@ -690,10 +689,9 @@ def test_random_launches(seed, forks, undisturbed, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_twenty_random_launches(forks, undisturbed, tmp_path):
-    """Seeds 100 to 119."""
-    for seed in range(100, 120):
-        run_launches(seed, forks, undisturbed, tmp_path)
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_twenty_random_launches(seed, forks, undisturbed, tmp_path):
+    run_launches(seed, forks, undisturbed, tmp_path)
 
 
 @pytest.mark.slow
