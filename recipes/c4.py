@@ -153,8 +153,8 @@ def main(args: Args) -> None:
     def values_fn(step: int) -> dict[str, float]:
         return loss.values(step) | train_loader.seen(step)
 
-    given = {"evaluate_fn": evaluate_fn, "values_fn": values_fn, "mark_fn": loss.mark}
-    records = train(run, train_loader, loss_fn=loss, count_fn=count_next_tokens, **given)
+    given = {"values_fn": values_fn, "mark_fn": loss.mark}
+    records = train(run, train_loader, loss_fn=loss, count_fn=count_next_tokens, evaluate_fn=evaluate_fn, **given)
 
     # Result
     tokens_of_texts = (tokenizer(text)["input_ids"] for text in validation.texts)
