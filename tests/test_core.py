@@ -18,7 +18,8 @@ ABOUT = {
     "data/formats.py", "data/messages.py", "data/tables.py",
     "posttraining/answers.py", "posttraining/evaluation.py", "posttraining/references.py", "posttraining/objective.py",
     "posttraining/preferences.py", "posttraining/prompts.py", "posttraining/rewards.py", "posttraining/settings.py",
-    "posttraining/supervised.py", "posttraining/supervised_images.py", "posttraining/trained_pairs.py",
+    "posttraining/mixtures.py", "posttraining/supervised.py", "posttraining/supervised_images.py",
+    "posttraining/supervised_loss.py", "posttraining/trained_pairs.py",
     "posttraining/trained_rows.py", "data/image_places.py", "data/image_rows.py", "data/image_texts.py",
 }  # fmt: skip
 
