@@ -33,8 +33,8 @@ TOY = [str((CHILDREN / "toy.py").relative_to(ROOT)), "--per_device_train_batch_s
 PRESETS = sorted({*(ROOT / "recipes/configs").glob("*/*.yaml")} - {ROOT / "recipes/configs/sft_vlm/laptop.yaml"})
 # Further arguments that a preset needs on 32 processes.
 MODELS_OF_SFT = {path.stem for path in PRESETS if path.parent.name in ("sft", "sft_vlm")} - {
-    "arithmetic"
-}  # their rows are the user's
+    "arithmetic", "arithmetic_mixture",
+}  # fmt: skip  # their rows are the user's
 FLAGS = {
     **{
         name: ["--dataset_name", "trl-lib/Capybara", "--per_device_train_batch_size", "2", "--total_batch_size", "64"]
@@ -43,6 +43,7 @@ FLAGS = {
     **{f"deepvit_{layers}": ["--per_device_train_batch_size", "32"] for layers in (16, 24, 32)},
     "vit_large_imagenet": ["--per_device_train_batch_size", "16"],
     "arithmetic": ["--per_device_train_batch_size", "2"],
+    "arithmetic_mixture": ["--per_device_train_batch_size", "2"],
     "t5": ["--per_device_train_batch_size", "4"],
     "laptop": ["--total_batch_size", "32", "--per_device_train_batch_size", "1"],
     "laptop_long": ["--total_batch_size", "32"],
