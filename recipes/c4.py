@@ -40,6 +40,7 @@ from accelerate_recipes.models.configurations import Architecture, check_belong_
 from accelerate_recipes.models.generation import generate_texts
 from accelerate_recipes.models.loading import load_model, new_model
 from accelerate_recipes.models.tokenizers import load_tokenizer, make_or_resume, new_bpe_tokenizer
+from accelerate_recipes.optim import multiply_in_phases
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
@@ -129,6 +130,7 @@ def main(args: Args) -> None:
         total_steps=train_loader.num_steps(),
         flops_fn=lambda model: flops_per_token(model, validation.rows.attended_length, args.max_length),
     )
+    multiply_in_phases(run.scheduler, args.read.lr_factors(run.total_steps))
     if args.document_mask:
         check_document_mask(run.model, run.accelerator.device)
     run.print(

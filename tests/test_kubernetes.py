@@ -47,7 +47,6 @@ FLAGS = {
     "t5": ["--per_device_train_batch_size", "4"],
     "laptop": ["--total_batch_size", "32", "--per_device_train_batch_size", "1"],
     "laptop_long": ["--total_batch_size", "32"],
-    "arithmetic_mixture": ["--per_device_train_batch_size", "2"],
     "qwen3_0_6b": ["--dataset_name", "trl-lib/Capybara", "--per_device_train_batch_size", "2"],
 }
 
@@ -72,8 +71,7 @@ def the_pod(documents: list[dict]) -> dict:
 def test_every_preset(preset):
     """A cluster accepts both kinds of job, and the pods get the arguments of the command line."""
     script = f"recipes/{preset.parent.name}.py"
-    of_recipe = [] if preset.stem == "arithmetic_mixture" else FLAGS.get(preset.parent.name, [])  # it names its rows
-    run = ["--config", str(preset.relative_to(ROOT)), *of_recipe, *FLAGS.get(preset.stem, [])]
+    run = ["--config", str(preset.relative_to(ROOT)), *FLAGS.get(preset.parent.name, []), *FLAGS.get(preset.stem, [])]
     gpus, strategy, flags = GPUS, FULL, []
     if preset.stem.endswith("_one_gpu"):  # in pure bf16; without DDP a pod would hear of no signal
         gpus = [*JOB, "--nodes", "1", "--gpus-per-node", "1"]

@@ -71,7 +71,7 @@ class DistillArgs(PromptArgs):
     )
     max_completion_length: int = arg(512, "Longest answer to draw, in tokens.", min=1, group="essential")
     num_eval_prompts: int = arg(
-        256, "Held-out prompts to which each evaluation draws answers; 0: all.", fixed=False, min=0
+        256, "Held-out prompts to which each evaluation draws answers; 0: all.", fixed=False, min=0, group="rare"
     )
     rewards: list[str] = arg(
         [],
@@ -79,9 +79,13 @@ class DistillArgs(PromptArgs):
         fixed=False,
     )
     chat_template_kwargs: str = arg(
-        "", "Settings of the chat template for rows of prompts alone, as JSON, such as '{\"enable_thinking\": false}'."
+        "",
+        "Settings of the chat template for rows of prompts alone, as JSON, such as '{\"enable_thinking\": false}'.",
+        group="rare",
     )
-    num_samples: int = arg(8, "Number of answers that samples.html shows of an evaluation.", fixed=False, min=0)
+    num_samples: int = arg(
+        8, "Number of answers that samples.html shows of an evaluation.", fixed=False, min=0, group="rare"
+    )
     disable_dropout: bool = arg(True, "Train without dropout.", fixed=False, group="rare")
 
     fixed = frozenset({
