@@ -189,7 +189,7 @@ TOUCHED = [
 SOURCES = [*(ROOT / "src/accelerate_recipes").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
 # Names of the standard library, or names that are public in spite of the underscore.
 NOT_UPSTREAM = {
-    "_C", "_SubParsersAction", "_actions", "_asdict", "_check_value", "_current_frames", "_exit", "_field_defaults",
+    "_C", "_SubParsersAction", "_actions", "_asdict", "_check_value", "_current_frames", "_exit", "_field_defaults", "_replace",
     "_fields", "_option_string_actions",
 }  # fmt: skip
 
