@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,8 @@ from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models.loading import new_model
 from accelerate_recipes.models.weights import initialize
 from accelerate_recipes.optim import make_scheduler
+from accelerate_recipes.posttraining.objective import Objective
+from accelerate_recipes.posttraining.supervised import SupervisedLoss
 from accelerate_recipes.posttraining.trained_rows import without_targets
 from accelerate_recipes.run import Run
 
@@ -225,6 +228,30 @@ def test_a_step_that_is_skipped_leaves_no_trace(wrong):
     torch.set_rng_state(state)
     take([])
     assert equal(model.state_dict(), again) and torch.equal(drawn, torch.get_rng_state())
+
+
+def test_losses_forget_what_they_gathered():
+    """Of supervised answers and of trl: what came before stays, also what a draw gathered; without a step there is no value."""
+    loss: Any = SupervisedLoss.__new__(SupervisedLoss)
+    loss.measured = [1]
+    forget = loss.mark()
+    loss.measured += [2]
+    for _ in range(2):  # a step may be computed three times
+        forget()
+        assert loss.measured == [1]
+        loss.measured += [3]
+    loss.measured = []
+    trl: Any = Objective.__new__(Objective)
+    trl.counted, trl._metrics = [1], {"train": defaultdict(list, reward=[0.5])}
+    forget = trl.mark()
+    for _ in range(2):
+        trl.counted += [2]
+        trl._metrics["train"]["reward"] += [NAN]
+        trl._metrics["train"]["kl"] += [NAN]
+        forget()
+        assert (trl.counted, trl._metrics["train"]) == ([1], {"reward": [0.5]})
+    trl.counted = []
+    assert loss.values(3) == trl.values(3) == {} and trl._metrics["train"]["reward"] == [0.5]
 
 
 # Rows that are excluded

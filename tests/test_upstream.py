@@ -95,7 +95,6 @@ TOUCHED = [
     (torch.nn.Module, "_buffers", "upstream", "buffers of the first rank", None),
     (torch.nn.Module, "_non_persistent_buffers_set", "upstream", "buffers that Accelerate must not see", None),
     (torch.nn.Module, "_parameters", "weights", "first values of sharded parameters", None),
-    (torch.nn.Module, "_buffers", "traces", "what a forward pass changes, such as a batch norm's", None),
     (torch.nn.Module, "_buffers", "weights", "first values of buffers", None),
     (torch.nn.Module, "_buffers", "pretence", "buffers on the GPU, of parameters on the CPU", None),
     (LRScheduler, "_step_count", "checkpointer", "the schedule at a step", None),

@@ -314,6 +314,16 @@ def count_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return (batch["labels"] != IGNORE_INDEX).sum()
 
 
+def forget_after(gathered: list) -> Callable[[], None]:
+    """Return a function that removes what is added to a list from here on; it may be called several times."""
+    number = len(gathered)
+
+    def forget() -> None:
+        del gathered[number:]
+
+    return forget
+
+
 class LossOfSources:
     """Loss of next tokens that trains; of a mixture, it also keeps the sums of the sources with these names, for the log.
 
@@ -344,8 +354,7 @@ class LossOfSources:
 
     def mark(self) -> Callable[[], None]:
         """Return a function that forgets the micro-batches from here on."""
-        before = [*self.measured]
-        return lambda: setattr(self, "measured", before)
+        return forget_after(self.measured)
 
     def values(self, step: int) -> dict[str, float]:
         """Return the mean loss and the number of targets of each source since the last log line. Call it on all ranks."""

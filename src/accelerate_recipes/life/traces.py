@@ -39,17 +39,16 @@ class Traces:
         self.random = rng_state()
         # A forward pass may change a buffer, or put another in its place.
         self.buffers = [
-            (module._buffers, name, buffer, buffer.clone())
+            (module, name, buffer, buffer.clone())
             for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
+            for name, buffer in module.named_buffers(recurse=False)
         ]
         self.forget = mark_fn() if mark_fn else lambda: None
 
     def remove(self) -> None:
         """Remove what the computation has left in the model and in the log; random generators go on."""
-        for buffers, name, buffer, before in self.buffers:
-            buffers[name] = buffer.copy_(before)
+        for module, name, buffer, before in self.buffers:
+            setattr(module, name, buffer.copy_(before))
         self.forget()
 
     def restore(self) -> None:

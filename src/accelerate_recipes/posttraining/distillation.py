@@ -23,7 +23,7 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.losses import count_next_tokens
+from accelerate_recipes.losses import count_next_tokens, forget_after
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import choose
@@ -243,8 +243,7 @@ class DistillationLoss:
 
     def mark(self) -> Callable[[], None]:
         """Return a function that forgets the micro-batches from here on."""
-        before = [*self.measured]
-        return lambda: setattr(self, "measured", before)
+        return forget_after(self.measured)
 
     def values(self, step: int) -> dict[str, float]:
         """Return the student's mean entropy at the targets since the last log line."""

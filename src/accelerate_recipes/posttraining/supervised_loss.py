@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
-from accelerate_recipes.losses import count_next_tokens, means_of_sources, sums_by_source
+from accelerate_recipes.losses import count_next_tokens, forget_after, means_of_sources, sums_by_source
 from accelerate_recipes.metrics import Flops, flops_per_token
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import choose
@@ -75,8 +75,7 @@ class SupervisedLoss:
 
     def mark(self) -> Callable[[], None]:
         """Return a function that forgets the micro-batches from here on."""
-        before = [*self.measured]
-        return lambda: setattr(self, "measured", before)
+        return forget_after(self.measured)
 
     def values(self, step: int) -> dict[str, float]:
         """Return the means over the targets since the last log line, and the mean balance of the micro-batches."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from accelerate_recipes.data.formats import LABEL
 from accelerate_recipes.data.rows import RowLoader, Rows, StepLoader, make_eval_loader, make_train_loader
 from accelerate_recipes.engine import batches_to_evaluate
+from accelerate_recipes.losses import forget_after
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.posttraining.settings import weight_of_balance
 from accelerate_recipes.posttraining.supervised import SupervisedRows
@@ -163,8 +164,7 @@ class UnpairedLoss:
 
     def mark(self) -> Callable[[], None]:
         """Return a function that forgets the micro-batches from here on."""
-        before = [*self.measured]
-        return lambda: setattr(self, "measured", before)
+        return forget_after(self.measured)
 
     def values(self, step: int) -> dict[str, float]:
         """Return the means since the last log line: rewards, KL divergence from the reference, and entropy."""
