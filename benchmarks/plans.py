@@ -197,7 +197,7 @@ def presets() -> dict[str, str]:
     for path in sorted(PRESETS.glob("*/*.yaml")):
         hardware = re.search(r"^# Hardware: .*\bGPUs?\b.*", path.read_text(encoding="utf-8"), re.M)
         recipe = PRESETS.parent / f"{path.parent.name}.py"
-        if hardware and "\ndef trial(" in recipe.read_text(encoding="utf-8"):
+        if hardware and re.search(r"\ndef trial\(.*\n    (?!raise)", recipe.read_text(encoding="utf-8")):
             gpu = re.search(r"\((\w+)\)", hardware[0])
             if not gpu or gpu[1] not in GPUS:
                 raise ValueError(f"{path}: say for which GPU, one of {', '.join(GPUS)}, as in `8 GPUs of 80 GB (h100)`")

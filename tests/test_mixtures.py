@@ -323,8 +323,8 @@ def test_a_wrong_file_is_one_message(text, problem, folder):
 
 
 def test_the_page_shows_what_is_read(tmp_path):
-    """Both mixtures of the page are right; the second is the one that its command trains."""
-    first, example = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/mixtures.md").read_text(), re.DOTALL)
+    """Mixtures of the page for sft.py are right; the last is the one that its command trains."""
+    first, _, example = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/mixtures.md").read_text(), re.DOTALL)
     assert yaml.safe_load(example) == yaml.safe_load((ROOT / "data/arithmetic/mixture.yaml").read_text())
     (tmp_path / "own.csv").write_text("question,answer")
     file = tmp_path / "mixture.yaml"

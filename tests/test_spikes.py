@@ -40,7 +40,7 @@ from accelerate_recipes.models.loading import new_model
 from accelerate_recipes.models.weights import initialize
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.posttraining.objective import Objective
-from accelerate_recipes.posttraining.supervised import SupervisedLoss
+from accelerate_recipes.posttraining.supervised_loss import SupervisedLoss
 from accelerate_recipes.posttraining.trained_rows import without_targets
 from accelerate_recipes.run import Run
 

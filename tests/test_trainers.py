@@ -199,6 +199,7 @@ def test_whole_steps():
         "total_batch_size": 4,
         "max_steps": -1,
         "num_train_epochs": 1.5,
+        "exclude_rows": "",
     }
     pairs = SimpleNamespace(**args, num_generations=1, num_iterations=1)
     order = [row for batch in WholeSteps(7, pairs, 0, 1) for row in batch]

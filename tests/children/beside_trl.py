@@ -76,12 +76,13 @@ def compared(run: Any, loader: Any, *, loss_fn: Any, **functions: Any) -> list[d
     more = {
         "sft": {"assistant_only_loss": False},
         "dpo": {},
-        "kto": {field.name: field.default for field in fields(KTOConfig) if not hasattr(args, field.name)},
+        "kto": {},
         "grpo": {"shuffle_dataset": False, "steps_per_generation": 1},
     }[NAME]
-    vars(args).update(more)
     given = {"reward_funcs": loss_fn.__self__.reward_funcs} if NAME == "grpo" else {}
-    if NAME == "kto":  # trl would load it with grouped products
+    if NAME == "kto":
+        vars(args).update({field.name: field.default for field in fields(KTOConfig) if not hasattr(args, field.name)})
+        # trl would load it with grouped products
         given["ref_model"] = make_model(args)
     model = make_model(args)
     first = vector(model)
@@ -91,7 +92,7 @@ def compared(run: Any, loader: Any, *, loss_fn: Any, **functions: Any) -> list[d
         rows = rows.map(beside_neighbours, batched=True, batch_size=args.total_batch_size)
     trainer = InOrder(
         model=model,
-        args=trl_config(run, CONFIG, **decided),
+        args=trl_config(run, CONFIG, **decided, **more),
         processing_class=load_tokenizer(args.model_name_or_path),
         train_dataset=rows,
         **given,
