@@ -95,6 +95,7 @@ TOUCHED = [
     (torch.nn.Module, "_buffers", "upstream", "buffers of the first rank", None),
     (torch.nn.Module, "_non_persistent_buffers_set", "upstream", "buffers that Accelerate must not see", None),
     (torch.nn.Module, "_parameters", "weights", "first values of sharded parameters", None),
+    (torch.nn.Module, "_non_persistent_buffers_set", "traces", "buffers that a forward pass does not change for good", None),
     (torch.nn.Module, "_buffers", "weights", "first values of buffers", None),
     (torch.nn.Module, "_buffers", "pretence", "buffers on the GPU, of parameters on the CPU", None),
     (LRScheduler, "_step_count", "checkpointer", "the schedule at a step", None),

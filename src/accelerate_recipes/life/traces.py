@@ -36,12 +36,16 @@ class Traces:
     """State before a computation, to which it can go back. Buffers, such as those of a batch norm, are copied."""
 
     def __init__(self, model: nn.Module, mark_fn: MarkFn | None = None):
-        self.random = rng_state()
-        # A forward pass may change a buffer, or put another in its place.
+        # Not as a tensor, which `plan` would count as sent.
+        self.numpy = np.random.get_state()
+        self.python, self.torch = random.getstate(), torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        # A forward pass may change a buffer, or put another in its place. Those that are not saved follow from the settings.
         self.buffers = [
             (module, name, buffer, buffer.clone())
             for module in model.modules()
             for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
         ]
         self.forget = mark_fn() if mark_fn else lambda: None
 
@@ -54,4 +58,8 @@ class Traces:
     def restore(self) -> None:
         """Go back to the state before the computation, so that it can be done again."""
         self.remove()
-        set_rng_state(self.random)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
