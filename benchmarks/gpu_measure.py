@@ -186,7 +186,7 @@ def measure_steps(step: Callable[[], Step], batch: Batch, flops, attended: float
         "seconds": times, "first_seconds": first, "attended_length": attended,
         "mfu": peak and speed * flops(attended_length=batch.length) / peak,  # with T of the row, as others count
         "mfu_attended": peak and speed * flops(attended_length=attended) / peak,
-        "loss": done[-1].loss.item(), "grad_norm": done[-1].grad_norm.item(),
+        "loss": done[-1].loss, "grad_norm": done[-1].grad_norm.item(),
     }  # fmt: skip
     if torch.cuda.is_available():
         found["allocated_gib"] = torch.cuda.max_memory_allocated() / GIB

@@ -197,7 +197,7 @@ def presets() -> dict[str, str]:
     for path in sorted(PRESETS.glob("*/*.yaml")):
         hardware = re.search(r"^# Hardware: .*\bGPUs?\b.*", path.read_text(encoding="utf-8"), re.M)
         recipe = PRESETS.parent / f"{path.parent.name}.py"
-        if hardware and "\ndef trial(" in recipe.read_text(encoding="utf-8"):
+        if hardware and re.search(r"\ndef trial\(.*\n    (?!raise)", recipe.read_text(encoding="utf-8")):
             gpu = re.search(r"\((\w+)\)", hardware[0])
             if not gpu or gpu[1] not in GPUS:
                 raise ValueError(f"{path}: say for which GPU, one of {', '.join(GPUS)}, as in `8 GPUs of 80 GB (h100)`")
@@ -269,12 +269,14 @@ def words_of(command: str, folder: Path) -> list[str]:
     if ROWS in argv:
         (folder / ROWS).touch()
         argv[argv.index(ROWS)] = str(folder / ROWS)
-    if "--model_name_or_path" in argv:
-        named = argv[argv.index("--model_name_or_path") + 1]
-    else:
-        chosen = yaml.safe_load((ROOT / argv[argv.index("--config") + 1]).read_text(encoding="utf-8"))
-        named = chosen.get("model_name_or_path")
-    return [*argv, "--model_name_or_path", str(published(named, folder))] if named else argv
+    for flag in ("--model_name_or_path", "--teacher_model_name_or_path"):
+        if flag in argv:
+            named = argv[argv.index(flag) + 1]
+        else:
+            chosen = yaml.safe_load((ROOT / argv[argv.index("--config") + 1]).read_text(encoding="utf-8"))
+            named = chosen.get(flag.removeprefix("--"))
+        argv += [flag, str(published(named, folder))] if named else []
+    return argv
 
 
 def job_for(command: str, folder: Path) -> Job:

@@ -20,14 +20,19 @@ from itertools import islice
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes.args import TrainArgs, arg
+from accelerate_recipes.data.mixed_text import (
+    MixedTextArgs,
+    join_sources,
+    make_text_loader,
+    measures_of,
+    read_validation,
+)
 from accelerate_recipes.data.packing import collate
 from accelerate_recipes.data.rows import make_eval_loader
-from accelerate_recipes.data.streams import StreamLoader
-from accelerate_recipes.data.text import TextArgs, validation_rows
-from accelerate_recipes.data.token_shards import is_pretokenized, open_text
+from accelerate_recipes.data.token_shards import is_pretokenized
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.life.picture import Bars
-from accelerate_recipes.losses import check_document_mask, count_next_tokens, next_token_loss_fn
+from accelerate_recipes.losses import LossOfSources, check_document_mask, count_next_tokens, next_token_loss_fn
 from accelerate_recipes.metrics import flops_per_token
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import KERNELS
@@ -35,6 +40,7 @@ from accelerate_recipes.models.configurations import Architecture, check_belong_
 from accelerate_recipes.models.generation import generate_texts
 from accelerate_recipes.models.loading import load_model, new_model
 from accelerate_recipes.models.tokenizers import load_tokenizer, make_or_resume, new_bpe_tokenizer
+from accelerate_recipes.optim import multiply_in_phases
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
@@ -44,7 +50,7 @@ TOKENIZER_TEXTS = 20_000  # number of documents that train a new tokenizer
 
 
 @dataclass
-class Args(TextArgs, TrainArgs, Architecture):
+class Args(MixedTextArgs, TrainArgs, Architecture):
     output_dir: str = "outputs/c4"
     model_name_or_path: str = arg("", "Model to continue with: a name on the Hub, or a folder; empty: make a new one.")
     tokenizer_name: str = arg(
@@ -68,14 +74,16 @@ class Args(TextArgs, TrainArgs, Architecture):
         found = super().problems(world_size)
         if self.from_scratch and self.model_name_or_path:
             found.append("--from_scratch makes a new model; remove it, or --model_name_or_path")
-        return found + self.architecture_problems(self.max_length)
+        return found + self.architecture_problems(self.longest_row)
 
 
 def requirements(args: Args) -> Requirements:
     return Requirements(
         models=[args.base_model],
         tokenizers=[args.tokenizer_name],
-        datasets=args.text_datasets(training=not is_pretokenized(args.pretokenize)),
+        datasets=[
+            need for one in args.alone for need in one.text_datasets(training=not is_pretokenized(one.pretokenize))
+        ],
         new_model=(lambda: make_model(args)) if args.from_scratch else None,
     )
 
@@ -84,11 +92,11 @@ def make_model(args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> 
     if args.base_model:
         settings = load_settings(args)
         return load_model(args.model_name_or_path, args.attn_implementation, packed=args.document_mask, **settings)
-    return new_model(new_config(args, tokenizer, args.max_length), args.attn_implementation, args.param_dtype)
+    return new_model(new_config(args, tokenizer, args.longest_row), args.attn_implementation, args.param_dtype)
 
 
 def trial(args: Args) -> Trial:
-    config = new_config(args, max_length=args.max_length) if args.from_scratch else None
+    config = new_config(args, max_length=args.longest_row) if args.from_scratch else None
     return packed_trial(args, config, next_token_loss_fn(args.whole_logits))
 
 
@@ -99,31 +107,30 @@ def main(args: Args) -> None:
     if name := args.tokenizer_name or args.model_name_or_path:
         tokenizer = load_tokenizer(name)
     else:
-        vocab_size = new_config(args, max_length=args.max_length).vocab_size
+        vocab_size = new_config(args, max_length=args.longest_row).vocab_size
         tokenizer = make_or_resume(
             lambda: new_bpe_tokenizer(islice(args.train_texts(), TOKENIZER_TEXTS), vocab_size), run.resumed_from
         )
-    train_loader = StreamLoader(
-        open_text(args, tokenizer, run.rank, run.world_size), args, run.data_rank, run.data_world_size,
-        max_length=args.max_length, document_mask=args.document_mask, num_streams=args.num_streams,
-        min_document_tokens=args.min_document_tokens, heldout_share=args.share_heldout,
-    )  # fmt: skip
-    validation = on_first_rank(lambda: validation_rows(
-        args.validation_text(tokenizer), args.num_validation_rows, args.max_length, tokenizer.pad_token_id,
-        args.document_mask, args.min_document_tokens,
-    ))  # fmt: skip
-    validation_loader = make_eval_loader(validation.rows, args, run.data_rank, run.data_world_size, collate_fn=collate)
-    run.show_rows(tokenizer, {"Training": train_loader, "Evaluation": validation_loader})
+    train_loader = make_text_loader(args, tokenizer, run.rank, run.world_size, run.data_rank, run.data_world_size)
+    parts = on_first_rank(lambda: read_validation(args, tokenizer))  # by source
+    validation = join_sources(parts)
+    validation_loaders = {
+        name: make_eval_loader(part.rows, args, run.data_rank, run.data_world_size, collate_fn=collate)
+        for name, part in parts.items()
+    }
+    evaluated = {f"Evaluation, {name}" if name else "Evaluation": some for name, some in validation_loaders.items()}
+    run.show_rows(tokenizer, train_loader.first | evaluated)
 
     # Model
     model = make_model(args, tokenizer)
-    check_belong_together(model.config, tokenizer, args.max_length)
+    check_belong_together(model.config, tokenizer, args.longest_row)
     run.prepare(
         model,
         tokenizer,
         total_steps=train_loader.num_steps(),
         flops_fn=lambda model: flops_per_token(model, validation.rows.attended_length, args.max_length),
     )
+    multiply_in_phases(run.scheduler, args.read.lr_factors(run.total_steps))
     if args.document_mask:
         check_document_mask(run.model, run.accelerator.device)
     run.print(
@@ -132,15 +139,24 @@ def main(args: Args) -> None:
         f"{validation.note_of_controls(tokenizer)}"
         f"{args.text_note(train_loader.source.shards)}{train_loader.workers_note}"
     )
+    for line in train_loader.described(run.total_steps):
+        run.print(line)
 
     # Training and evaluation
-    loss_fn = next_token_loss_fn(args.whole_logits)
+    loss_fn, loss = next_token_loss_fn(args.whole_logits), LossOfSources(args.whole_logits, args.read.names)
 
     def evaluate_fn(step: int) -> dict[str, float]:
-        loss = evaluate_loss(run.accelerator, run.model, validation_loader, loss_fn, count_next_tokens)
-        return validation.measures(loss)
+        losses = {
+            name: evaluate_loss(run.accelerator, run.model, loader, loss_fn, count_next_tokens)
+            for name, loader in validation_loaders.items()
+        }
+        return measures_of(parts, losses)
 
-    records = train(run, train_loader, loss_fn=loss_fn, count_fn=count_next_tokens, evaluate_fn=evaluate_fn)
+    def values_fn(step: int) -> dict[str, float]:
+        return loss.values(step) | train_loader.seen(step)
+
+    given = {"values_fn": values_fn, "mark_fn": loss.mark}
+    records = train(run, train_loader, loss_fn=loss, count_fn=count_next_tokens, evaluate_fn=evaluate_fn, **given)
 
     # Result
     tokens_of_texts = (tokenizer(text)["input_ids"] for text in validation.texts)

@@ -146,8 +146,10 @@ def main(args: Args) -> None:
     def evaluate_fn(step: int) -> dict[str, float]:
         return next_moves.evaluate(run.accelerator, run.model, args.per_device_eval_batch_size)
 
-    loss_fn, count_fn = trainer.sum_and_count, trainer.count_parts
-    records = train(run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, values_fn=trainer.values)
+    loss_fn, count_fn, values_fn, mark_fn = trainer.sum_and_count, trainer.count_parts, trainer.values, trainer.mark
+    records = train(
+        run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, values_fn=values_fn, mark_fn=mark_fn
+    )
 
     # Result
     def result(before: dict, after: dict) -> Result:

@@ -126,16 +126,9 @@ def main(args: Args) -> None:
         def evaluate_fn(step: int) -> dict[str, float]:
             return next_moves.evaluate(run.accelerator, run.model, args.per_device_eval_batch_size)
 
-        loss_fn, count_fn, draw_fn, values_fn = trainer.sum_and_count, trainer.count_parts, trainer.draw, trainer.values
-        records = train(
-            run,
-            loader,
-            loss_fn=loss_fn,
-            count_fn=count_fn,
-            evaluate_fn=evaluate_fn,
-            draw_fn=draw_fn,
-            values_fn=values_fn,
-        )
+        loss_fn, count_fn, draw_fn = trainer.sum_and_count, trainer.count_parts, trainer.draw
+        functions = {"draw_fn": draw_fn, "values_fn": trainer.values, "mark_fn": trainer.mark}
+        records = train(run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, **functions)
 
     # Result
     def result(before: dict, after: dict) -> Result:

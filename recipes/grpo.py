@@ -13,32 +13,23 @@ score answers to held-out prompts: the most likely answers, and drawn ones.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
-import datasets
 import trl
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.chats import ChatArgs, check_written, without_controls
-from accelerate_recipes.data.messages import read_prompts, select
+from accelerate_recipes.data.chats import ChatArgs
 from accelerate_recipes.engine import train
 from accelerate_recipes.life.picture import Bars, Curves
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.generation import Sampling
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.answers import GRPOArgs, RewardTrainer, compare_prompts, rows_of_prompts
+from accelerate_recipes.posttraining.answers import GRPOArgs, RewardTrainer, rows_of_prompts
 from accelerate_recipes.posttraining.answers_trial import answers_trial
 from accelerate_recipes.posttraining.evaluation import HeldoutAnswers
 from accelerate_recipes.posttraining.objective import give_model_to_trl
-from accelerate_recipes.posttraining.prompts import (
-    check_settings,
-    clean_prompts,
-    end_of_prompt,
-    room_for_prompts,
-    rows_with_room,
-)
-from accelerate_recipes.posttraining.rewards import check_column_names, load_rewards, reward_problems
-from accelerate_recipes.posttraining.settings import make_model, stops_of_run, trl_config
+from accelerate_recipes.posttraining.prompts import clean_prompts, end_of_prompt, load_prompts
+from accelerate_recipes.posttraining.rewards import load_rewards, reward_problems
+from accelerate_recipes.posttraining.settings import make_model, trl_config
 from accelerate_recipes.posttraining.trained_rows import compare_finished
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.ranks import on_first_of_machine_before_others
@@ -74,31 +65,6 @@ def requirements(args: Args) -> Requirements:
     return Requirements(models=[args.model_name_or_path], datasets=args.row_datasets)
 
 
-def load_rows(args: Args, tokenizer: Any, model: Any) -> tuple[dict[str, datasets.Dataset], dict[str, int]]:
-    """Load the rows to train on and to evaluate on, as `train` and `test`, without prompts that leave no room for an answer.
-
-    Returns:
-        The rows, and counts: how many are left out, and the length of the longest prompt.
-
-    Raises:
-        DataError: for rows that cannot be read, or have no prompt.
-        ConfigError: if nothing is left, or if a row has a rendering of its own.
-    """
-    room, stops = room_for_prompts(args, model.config, args.max_completion_length), stops_of_run(model, tokenizer)
-    rows, lengths = args.read_rows(), []
-    for name, side in rows.items():
-        source = args.sources[name]
-        side = read_prompts(side, source)
-        side = without_controls(side, {"prompt"}, tokenizer, stops, source, args.control_tokens)
-        side = select(side, side.column_names, source).select_columns(side.column_names)
-        check_column_names(side, source)
-        check_written(side, ["prompt"], tokenizer, f"{source}, row", args.template_date)
-        check_settings(side, args.template_settings, source)
-        rows[name], found = rows_with_room(side, room, tokenizer, args, source)
-        lengths += found
-    return args.sides(rows, "prompt"), {"left out": sum(length > room for length in lengths), "longest": max(lengths)}
-
-
 def trial(args: Args) -> Trial:
     return answers_trial(args, args.max_completion_length)
 
@@ -110,7 +76,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args.model_name_or_path)
     args.settle_date(tokenizer)
     model = make_model(args)
-    rows, counts = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer, model))
+    rows, counts = on_first_of_machine_before_others(lambda: load_prompts(args, tokenizer, model))
     columns = [name for name in rows["train"].column_names if name in rows["test"].column_names]
     begin = end_of_prompt(tokenizer, rows["test"][0]["prompt"], args.template_settings)
     rewards = load_rewards(args.rewards, columns, begin)
@@ -122,7 +88,7 @@ def main(args: Args) -> None:
     config, given = trl_config(run, trl.GRPOConfig), {"reward_funcs": rewards, "train_dataset": prompts}
     trainer = give_model_to_trl(RewardTrainer, run, config, model, tokenizer, **given)
     read = rows_of_prompts(trainer, prompts, shown)
-    compare_prompts(trainer, prompts)
+    trainer.compare(prompts)
     run.show_rows(tokenizer, read.first, len(prompts), counts)
     trainer.samples = Samples(run.output_dir, run.resumed_from) if run.is_first else None
     answers = HeldoutAnswers(run, tokenizer, heldout, rewards, trainer.samples)
@@ -142,10 +108,9 @@ def main(args: Args) -> None:
         drawn = answers.evaluate(step, Sampling(args.temperature, args.seed))
         return answers.evaluate(step) | {f"sampled_{name}": value for name, value in drawn.items()}
 
-    loss_fn, count_fn, draw_fn, values_fn = trainer.sum_and_count, trainer.count_parts, trainer.draw, trainer.values
-    records = train(
-        run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, draw_fn=draw_fn, values_fn=values_fn
-    )
+    loss_fn, count_fn, draw_fn = trainer.sum_and_count, trainer.count_parts, trainer.draw
+    functions = {"draw_fn": draw_fn, "values_fn": trainer.values, "mark_fn": trainer.mark}
+    records = train(run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, **functions)
 
     # Result
     def result(before: dict, after: dict) -> Result:

@@ -20,19 +20,16 @@ import trl
 from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.data.formats import FormatArgs
-from accelerate_recipes.data.rows import num_steps
+from accelerate_recipes.data.mixture import MixtureArgs
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
+from accelerate_recipes.optim import multiply_in_phases
+from accelerate_recipes.posttraining.mixtures import MixedSupervisedRows, evaluate_sources, prepare_sources
 from accelerate_recipes.posttraining.settings import NewModelArgs, make_config, make_or_load_model, set_up_by_trl
-from accelerate_recipes.posttraining.supervised import (
-    SupervisedLoss,
-    flops_of_rows,
-    nll_sum,
-    prepare_supervised,
-    supervised_trial,
-)
+from accelerate_recipes.posttraining.supervised import prepare_supervised
+from accelerate_recipes.posttraining.supervised_loss import SupervisedLoss, flops_of_rows, nll_sum, supervised_trial
 from accelerate_recipes.posttraining.trained_rows import TEMPLATES, AnswerArgs, compare_finished
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
@@ -40,7 +37,7 @@ from accelerate_recipes.trial import Trial
 
 
 @dataclass
-class Args(FormatArgs, AnswerArgs, NewModelArgs, trl.SFTConfig):
+class Args(MixtureArgs, FormatArgs, AnswerArgs, NewModelArgs, trl.SFTConfig):
     output_dir: str = "outputs/sft"
     tokenizes_first = True
     new_tokens: list[str] = arg(
@@ -96,7 +93,7 @@ def requirements(args: Args) -> Requirements:
     return Requirements(
         models=[args.base_model],
         tokenizers=[args.tokenizer_name, args.template_model],
-        datasets=args.row_datasets,
+        datasets=[need for source in args.alone for need in source.row_datasets],
         new_model=args.new_model if args.from_scratch else None,
     )
 
@@ -115,11 +112,12 @@ def main(args: Args) -> None:
     model, new_tokens = make_or_load_model(args, tokenizer, args.new_tokens)
     run.adapter = add_adapters(model, args, new_tokens)
     base_stops = set_up_by_trl(args, config, model, tokenizer)
-    loss = SupervisedLoss(args, model.config)
+    loss = SupervisedLoss(args, model.config, args.read.names)
 
     # Rows as the model reads them
     args.settle_date(tokenizer)
-    rows = prepare_supervised(run, config, model, tokenizer, base_stops)
+    prepare = prepare_sources if args.mixture else prepare_supervised
+    rows = prepare(run, config, model, tokenizer, base_stops)
     run.show_rows(tokenizer, rows.first, rows.num_targets, rows.counts)
     num_train, num_heldout = rows.num_read["train"], rows.num_read["test"]
     run.print(
@@ -129,20 +127,32 @@ def main(args: Args) -> None:
     train_loader, heldout_loader = rows.make_loader(lengths=rows.lengths), rows.make_heldout_loader()
 
     # Training and evaluation
-    run.prepare(
-        model, tokenizer, num_steps(args, len(rows.train)), flops_of_rows(args, rows.train, rows.num_targets.sum())
-    )
+    num_targets = (rows.num_targets * rows.visits).sum()
+    run.prepare(model, tokenizer, rows.num_steps(), flops_of_rows(args, rows.train, num_targets, rows.visits))
+    multiply_in_phases(run.scheduler, args.read.lr_factors(run.total_steps))
 
     def evaluate_fn(step: int) -> dict[str, float]:
+        if isinstance(rows, MixedSupervisedRows):
+            return evaluate_sources(run, heldout_loader, args.read.names)
         return {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, nll_sum, count_next_tokens)}
 
-    loss_fn, count_fn = loss.sum_parts, loss.count_parts
+    def values_fn(step: int) -> dict[str, float]:
+        return loss.values(step) | (rows.table.seen(step) if isinstance(rows, MixedSupervisedRows) else {})
+
+    loss_fn, count_fn, mark_fn = loss.sum_parts, loss.count_parts, loss.mark
     records = train(
-        run, train_loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, values_fn=loss.values
+        run,
+        train_loader,
+        loss_fn=loss_fn,
+        count_fn=count_fn,
+        evaluate_fn=evaluate_fn,
+        values_fn=values_fn,
+        mark_fn=mark_fn,
     )
 
     # Result
-    description = f"{args.base_model or 'A new model'}, fine-tuned on {num_train:,} rows of {args.source}."
+    sources = ", ".join(source.source for source in args.alone)
+    description = f"{args.base_model or 'A new model'}, fine-tuned on {num_train:,} rows of {sources}."
     finish(run, records, description)
     compare_finished(run)
 

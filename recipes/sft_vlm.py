@@ -25,11 +25,12 @@ from accelerate_recipes.models.images import IMAGES_AND_TEXT, ImageModelArgs, lo
 from accelerate_recipes.models.processors import load_image_tokenizer, load_processor
 from accelerate_recipes.models.shared_rows import balance_weight
 from accelerate_recipes.posttraining.settings import TrainerArgs, make_config, set_up_by_trl
-from accelerate_recipes.posttraining.supervised import SupervisedLoss, nll_sum
 from accelerate_recipes.posttraining.supervised_images import flops_with_images, prepare_with_images
+from accelerate_recipes.posttraining.supervised_loss import SupervisedLoss, nll_sum
 from accelerate_recipes.posttraining.trained_rows import AnswerArgs, compare_finished
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
+from accelerate_recipes.trial import NotSimulatedError, Trial
 
 
 @dataclass
@@ -76,6 +77,13 @@ def requirements(args: Args) -> Requirements:
     return Requirements(models=[args.base_model], datasets=args.row_datasets, kind=IMAGES_AND_TEXT)
 
 
+def trial(args: Args) -> Trial:
+    raise NotSimulatedError(
+        "sft_vlm.py: a model that sees images computes shapes from values, which a simulation does not have; take two steps "
+        "(--max_steps 2) with the largest images, whose log line names the peak memory"
+    )
+
+
 def main(args: Args) -> None:
     run = start(args)
 
@@ -99,7 +107,7 @@ def main(args: Args) -> None:
         f"Data: {num_train:,} rows to train on, {num_heldout:,} held out; {len(rows.train):,} sequences of at most "
         f"{args.max_length} tokens"
     )
-    train_loader, heldout_loader = rows.make_loader(), rows.make_heldout_loader()
+    train_loader, heldout_loader = rows.make_loader(), rows.make_heldout_loader(args.dataloader_num_workers)
 
     # Training and evaluation
     flops_fn = flops_with_images(args, rows.train, rows.num_targets.sum())
@@ -109,9 +117,15 @@ def main(args: Args) -> None:
     def evaluate_fn(step: int) -> dict[str, float]:
         return {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, nll_sum, count_next_tokens)}
 
-    loss_fn, count_fn = loss.sum_parts, loss.count_parts
+    loss_fn, count_fn, values_fn, mark_fn = loss.sum_parts, loss.count_parts, loss.values, loss.mark
     records = train(
-        run, train_loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, values_fn=loss.values
+        run,
+        train_loader,
+        loss_fn=loss_fn,
+        count_fn=count_fn,
+        evaluate_fn=evaluate_fn,
+        values_fn=values_fn,
+        mark_fn=mark_fn,
     )
 
     # Result

@@ -38,7 +38,8 @@ def requirements(args: Args) -> Requirements:
 
 
 def make_row(tokenizer: PreTrainedTokenizerBase, args: Args, labels: list[str], item: dict, number: int) -> Batch:
-    found = tokenizer(item["text"], max_length=args.max_length, truncation=True, padding="max_length")
+    text = item["text"] if number >= 0 else "empty"
+    found = tokenizer(text, max_length=args.max_length, truncation=True, padding="max_length")
     row = {**found, "labels": labels.index(item["label"]) if number >= 0 else -100, "row": number}
     return {name: torch.tensor(value) for name, value in row.items()}
 

@@ -52,6 +52,7 @@ LEVERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 MACHINES = {"8 GPUs": 8, "2 CPU processes": 0}
 BASE = ("--model_name_or_path", "m", "--max_steps", "10", "--total_batch_size", "64")
 MORE = {
+    "distill": ("--teacher_model_name_or_path", "t"),
     "template": ("--train_files", str(REPOSITORY / "data/en_fr/libreoffice.jsonl")),
     "grpo": ("--rewards", "think_format_reward"),
 }

@@ -63,6 +63,12 @@ CHESS_GRPO = [
 ]  # fmt: skip
 
 
+DISTILL = [
+    str(ROOT / "recipes/distill.py"), *SFT[1:-1], "--teacher_model_name_or_path", "WIDE", "--max_completion_length", "9",
+    "--per_device_eval_batch_size", "3", "--model_name_or_path",
+]  # fmt: skip
+
+
 VIT = [str(ROOT / "recipes/vit.py"), "--train_files", str(ROOT / "data/fashion/train.parquet"), *STEP]
 
 

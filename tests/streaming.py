@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from accelerate_recipes.data import streams
@@ -28,10 +29,38 @@ def no_retry() -> None:
 def tokens_of(folder, tokenizer, find, settings, *, rank=0, world_size=1, heldout_share=0.0) -> TokenShards:
     """Tokenise the shards that `find()` lists, of a dataset whose arguments are `settings`."""
     args: Any = SimpleNamespace(
-        pretokenize=folder, train_shards=find, is_here=False, text_column="text", share_heldout=heldout_share,
+        pretokenize=folder, train_shards=find, is_here=False, text_column="text", share_left_out=heldout_share,
         dataset_name="", dataset_files=settings, dataset_revision="", train_files=[],
     )  # fmt: skip
     return pretokenize(args, tokenizer, rank, world_size)
+
+
+class Numbered:
+    """Documents of random lengths, whose tokens are all the document's number (from 1); also counts reads."""
+
+    def __init__(self, sizes: list[int], mean_length: int):
+        self.shards = [f"{i}.json.gz" for i in range(len(sizes))]
+        self.sizes, self.starts = sizes, np.cumsum([1, *sizes]).tolist()
+        self.num_tokens = np.random.default_rng(0).integers(mean_length // 2, 2 * mean_length, size=sum(sizes)).tolist()
+        self.documents_read = [0] * len(sizes)  # decompressed documents, also those before the requested one
+
+    def version(self):
+        return {}
+
+    def read(self, shard, first, stride, on_retry):
+        before = 0
+        for index in range(first, self.sizes[shard], stride):
+            self.documents_read[shard] += index + 1 - before
+            before = index + 1
+            yield index
+        self.documents_read[shard] += max(0, self.sizes[shard] - before)
+
+    def tokens(self, shard, documents, first=0, epoch=0):
+        for number in (self.starts[shard] + index for index in documents[first:]):
+            yield np.full(self.num_tokens[number - 1], number, dtype=np.int32)
+
+    def lengths(self, shard):
+        return np.array(self.num_tokens[self.starts[shard] - 1 :][: self.sizes[shard]])
 
 
 class Ranks:

@@ -30,7 +30,8 @@ OURS = {
     "prefetch_layers", "checkpoint_every_n_layers", "activation_memory_budget", "reduce_dtype",
     "merge_adapter",
     "text_only_export",
-    "data_only", "profile_steps", "profile_ranks",
+    "data_only", "profile_steps", "profile_ranks", "mirror", "mirror_bandwidth",
+    "spike_factor", "on_spike", "max_skips", "exclude_rows", "verify_replicas",
 }  # fmt: skip
 
 
@@ -70,6 +71,8 @@ DEFAULTS = {
     "eval_steps": (0, "at least 0"),
     "save_steps": (500, "at least 0"),
     "save_minutes": (0.0, "at least 0"),
+    "mirror": ("", None),
+    "mirror_bandwidth": (0.0, "at least 0"),
     "save_total_limit": (2, "at least 0"),
     "keep_every_n_steps": (0, "at least 0"),
     "metric_for_best_model": ("", None),
@@ -92,6 +95,11 @@ DEFAULTS = {
     "merge_adapter": (False, None),
     "text_only_export": (False, None),
     "push_to_hub": ("", None),
+    "spike_factor": (0.0, "at least 0"),
+    "on_spike": ("stop", None),
+    "max_skips": (5, "at least 1"),
+    "exclude_rows": ("", None),
+    "verify_replicas": (0, "at least 0"),
 }
 
 

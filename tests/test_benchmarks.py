@@ -32,7 +32,11 @@ COMMANDS = {
     "engine_overhead": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
     "first_step": "--rounds 1 --rows 40 --max_length 128",
     "loading": "--rounds 1 --hidden_size 64",
+    "mirror": "--rounds 1 --steps 22 --width 32 --mib 4",
+    "mixture_throughput": "--rounds 1 --steps 2 --warm_up 1 --documents 40 --shards 1 --max_length 64",
+    "mixtures": "--rounds 2 --rows 40 --max_length 64",
     "prepare_rows": "--rounds 1 --rows 40",
+    "spike_cost": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
 }
 LAUNCHED = ("against_trl", "engine_overhead")
 ELSEWHERE = {"ablation", "ablation_trial", "init_memory", "memory_limits", "plan_shapes", "plans"}  # test_ablation, ...

@@ -40,9 +40,9 @@ from accelerate_recipes.checkpoint import checkpointer, files, resume
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import SaveError, complete_checkpoints, defect
+from accelerate_recipes.checkpoint.non_finite import dump_non_finite
 from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
 from accelerate_recipes.distributed import prepare
-from accelerate_recipes.engine import dump_non_finite
 from accelerate_recipes.errors import ConfigError, NonFiniteError
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import read_status
@@ -224,7 +224,7 @@ def test_a_strangers_marker_names_no_file_elsewhere(make_run, tmp_path, name):
     entry = {"size": file.stat().st_size, "checksum": disk.checksum(file)}
     marker["files"][name] = entry
     files.write_marker(saved, marker)
-    assert defect(saved) == f"its complete.json names {name}, which is not in it"
+    assert defect(saved) == f"its complete.json is damaged: it names {name}, which is not in the checkpoint"
 
 
 def test_a_file_that_the_disk_cannot_read_is_damage(make_run, monkeypatch):
@@ -453,7 +453,7 @@ def test_a_checkpoint_whose_weights_give_no_finite_loss_is_not_good(make_run):
     def last_good(step: int, *micro_losses: float) -> Path | None:
         batches = [{"row": torch.tensor([3])}] * len(micro_losses)
         error = NonFiniteError("", list(micro_losses))
-        return dump_non_finite(run.accelerator, newest.parent, step, batches, error, newest)[1]
+        return dump_non_finite(newest.parent, step, batches, error, newest)[1]
 
     nan = float("nan")
     assert last_good(20, nan, nan) == older

@@ -300,7 +300,7 @@ def test_prompts_as_they_were_written(base, capsys, monkeypatch):
     text = capsys.readouterr().out.replace("|", "")
     assert "weather" in text and "null" not in text and "None" not in text
     tools = [row | {"tools": json.dumps([TOOL] if number == 20 else [])} for number, row in enumerate(PROMPTS, 1)]
-    with pytest.raises(ConfigError, match=r"row \d+, has 'tools' (.*weather.*), but trl"):
+    with pytest.raises(ConfigError, match=r"row \d+, has 'tools' (.*weather.*), but all prompts are rendered alike"):
         prepare(base, tools, name="grpo")
     settings = [row | {"chat_template_kwargs": {"enable_thinking": False}} for row in PROMPTS]
     with pytest.raises(ConfigError, match=r"row 1, has 'chat_template_kwargs' .*--chat_template_kwargs holds for all"):

@@ -152,6 +152,8 @@ BUDGET = {"activation_memory_budget": 0.5}
         ({"optim": "muon"}, FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true"}, ["--optim muon", "fsdp_offload_params: true"]),
         ({"optim": "adamw_8bit"}, FSDP2, ["--optim adamw_8bit", "bitsandbytes", "ddp.yaml"]),
         ({"optim": "adamw_8bit"}, FSDP1, ["--optim adamw_8bit", "bitsandbytes", "ddp.yaml"]),
+        ({"verify_replicas": 5}, {}, ["--verify_replicas 5", "set it to 0", "ddp.yaml"]),
+        ({"verify_replicas": 5}, FSDP2 | {"WORLD_SIZE": "2"}, ["--verify_replicas 5"]),
         ({}, SHARED, ["cp_size is 2, but in this recipe a row is whole", "recipes/c4.py"]),
         (
             {"optim": "adamw_bf16_kahan"},
@@ -180,6 +182,8 @@ def test_an_argument_that_the_strategy_cannot_follow_is_refused(values, env, nam
         ({"optim": "adamw_8bit"}, DDP),
         ({"optim": "muon"}, FSDP2),
         ({"optim": "muon"}, DDP),
+        ({"verify_replicas": 5}, DDP),
+        ({"verify_replicas": 5}, HYBRID | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}),
         ({"reduce_dtype": "bf16"}, FSDP1),
         ({}, FSDP2 | {"ACCELERATE_MIXED_PRECISION": "bf16"}),
     ],

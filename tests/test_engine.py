@@ -61,7 +61,7 @@ def our_losses() -> list[float]:
         micro = [next(batches), next(batches)]
         done = train_step(run, micro, next_token_loss, count_next_tokens)
         scheduler.step()
-        found.append(done.loss.item())
+        found.append(done.loss)
     return found
 
 

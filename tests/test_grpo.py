@@ -27,8 +27,8 @@ from accelerate_recipes.arguments import shipped
 from accelerate_recipes.chess.next_moves import longest_move
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.posttraining.answers_trial import SAMPLING, draw_answers
-from accelerate_recipes.posttraining.prompts import end_of_prompt
+from accelerate_recipes.posttraining.drawing_trial import draw_answers
+from accelerate_recipes.posttraining.prompts import end_of_prompt, load_prompts, room_for_prompts
 from accelerate_recipes.posttraining.rewards import MATH_VERIFY, Reward, load_rewards, reward_problems
 from accelerate_recipes.report.samples import Samples
 from accelerate_recipes.upstream import CACHES
@@ -459,7 +459,7 @@ def test_rows(tmp_path, base):
             if content is not None:
                 (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
                 argv += [f"--{name}", str(tmp_path / f"{name}.jsonl")]
-        return module.load_rows(parse(module.Args, argv, world_size=1), tokenizer, model)
+        return load_prompts(parse(module.Args, argv, world_size=1), tokenizer, model)
 
     rows = [{"prompt": f"{i}+{j}=", "other": i} for i in range(9) for j in (0, 1)]
     sides = load(rows, None)
@@ -499,9 +499,9 @@ def test_rows(tmp_path, base):
         load([{"prompt": asked[0]}, {"prompt": "1"}], None)
     texts = [json.dumps({"value": i}) for i in range(9)]
     assert {*load([{"prompt": text} for text in texts], None)["train"]["prompt"]} < {*texts}
-    module, args = shipped.load(SCRIPT), SimpleNamespace(base_model="base", max_prompt_length=0)
+    args = SimpleNamespace(base_model="base", max_prompt_length=0)
     with pytest.raises(ConfigError, match=r"answers of 64 tokens leave no room .* 20 positions of base"):
-        module.room_for_prompts(args, LlamaConfig(max_position_embeddings=20), 64)
+        room_for_prompts(args, LlamaConfig(max_position_embeddings=20), 64)
     with pytest.raises(DataError, match="has no column 'prompt'; there are question"):
         load([{"question": "1+1="}], None)
     with pytest.raises(ConfigError, match=r"none of \d+ rows is left to"):
@@ -577,9 +577,6 @@ def test_a_simulated_answer_is_drawn_with_a_cache():
         read.append((*inputs["input_ids"].shape, cache and cache.get_seq_length()))
 
     model.model.register_forward_pre_hook(see, with_kwargs=True)
-    args = SimpleNamespace(**dict.fromkeys(SAMPLING), accumulation_steps=lambda ranks: 3)
-    draw_answers(
-        args, 8, model, {"prompt_ids": torch.ones(2, 5, dtype=torch.int64)}, lambda *begin: begun.append(begin)
-    )
+    draw_answers({}, torch.ones(6, 13, dtype=torch.int64), 8, 2, model, lambda *begin: begun.append(begin))
     assert read == [(6, 5, None), (6, 1, 5), (6, 1, 11)]
-    assert begun == [("prompts", 1), ("first tokens", 4), ("tokens between", 0), ("last tokens", 3)]
+    assert begun == [("prompts", 2), ("first tokens", 8), ("tokens between", 0), ("last tokens", 6)]

@@ -16,7 +16,7 @@ from peft import AutoPeftModel, PeftModel
 from safetensors.torch import load_file, save_file
 from tiny import composite_config, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes.arguments.adapters import AdapterArgs
@@ -30,6 +30,7 @@ from accelerate_recipes.models.adapters import targets
 from accelerate_recipes.models.attention import beyond_documents, choose, sees_images_whole
 from accelerate_recipes.models.composites import PARTS_OF_WHOLE, freeze, unused_parameters, weights_by_part
 from accelerate_recipes.models.documents import DOCUMENTS
+from accelerate_recipes.models.image_probe import check_whole
 from accelerate_recipes.models.images import (
     IMAGE_MODELS,
     ImageModelArgs,
@@ -145,6 +146,53 @@ def test_a_packed_row_computes_what_its_documents_do_alone(name, bases):
         eager = prepared(args_of(base, attn_implementation="eager"))
         loss_of(eager, row_of(eager, documents)).backward()
         assert distance(gradients(eager), gradient) < 1e-5
+
+
+def grown(name: str) -> PreTrainedConfig:
+    """Return the configuration of a family in sizes that a trial must make smaller."""
+    config = tiny_images.config(name)
+    vision, text = config.vision_config, config.get_text_config()
+    wide = ("hidden_size", "intermediate_size", "embed_dim", "out_hidden_size", "num_heads", "num_attention_heads")
+    for part, field in itertools.product((vision, text), (*wide, "num_key_value_heads")):
+        if field in vars(part):
+            setattr(part, field, 8 * getattr(part, field))
+    for field in {"depth", "num_hidden_layers"} & vars(vision).keys():
+        setattr(vision, field, 12)
+    for field in {"deepstack_visual_indexes", "fullatt_block_indexes"} & vars(vision).keys():
+        setattr(vision, field, [3, 6, 9])
+    return config
+
+
+@pytest.mark.parametrize("name", IMAGE_MODELS)
+def test_a_trial_with_images_agrees(name):
+    check_whole(grown(name), "base", "sdpa", documents_of(name))
+
+
+def three_positions(base: PreTrainedModel, documents: list) -> dict[str, torch.Tensor]:
+    return (row := join_documents(base, documents)) | {"position_ids": row["position_ids"][1:]}
+
+
+@pytest.mark.parametrize(
+    "name, part, broken",
+    [
+        ("gemma3", "images.image_masks", lambda config, batch: {}),
+        ("qwen3_vl", "image_probe.join_documents", three_positions),
+        ("qwen3_5", "image_probe.unpack_documents", lambda model, mixers: None),
+    ],
+)
+def test_a_trial_with_images_finds_what_leaks(name, part, broken, monkeypatch):
+    monkeypatch.setattr(f"accelerate_recipes.models.{part}", broken)
+    with pytest.raises(
+        ConfigError, match=r"base does not compute .* loss by \d+%, .* vision_tower by \d+%.* language_model"
+    ):
+        check_whole(grown(name), "base", "sdpa", documents_of(name))
+
+
+def test_a_model_that_cannot_be_tried_is_refused():
+    config = grown("llava")
+    config.vision_feature_layer = -9
+    with pytest.raises(ConfigError, match=r"no tiny llava could be made .* base computes .*IndexError"):
+        check_whole(config, "base", "sdpa", documents_of("llava"))
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
@@ -403,12 +451,12 @@ def test_flops_of_texts_are_those_of_the_text_part(name, bases):
     assert flops_per_token(half, 0, 0).attended == flops_per_token(text, 0, 0).attended * 4 / 6
 
 
-def test_the_text_part_is_asked_too(tmp_path):
+def test_the_text_part_is_asked_too():
     """A LLaVA may have any text part: one that ignores positions is refused, and its kernels are those of both."""
-    sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 100}
-    CONFIG_MAPPING["llava"](text_config={"model_type": "bloom"} | sizes).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="a bloom, and nothing shows"):
-        load_image_model(args_of(tmp_path, attn_implementation="auto"))
+    llava = tiny_images.config("llava")
+    llava.text_config = CONFIG_MAPPING["bloom"](hidden_size=32, n_layer=2, n_head=4)
+    with pytest.raises(ConfigError, match=r"base does not compute .*gradient of its language_model"):
+        check_whole(llava, "base", "eager", documents_of("llava"))
     internvl = CONFIG_MAPPING["internvl"](text_config={"model_type": "gpt_oss"})
     assert choose("auto", internvl, torch.bfloat16) == ("eager", "the model has attention sinks")
     with pytest.raises(ConfigError, match="does not support it; give eager"):

@@ -18,12 +18,15 @@ from PIL import Image
 from tiny_images import picture
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data import image_rows
+from accelerate_recipes.data import image_rows, image_sizes
 from accelerate_recipes.data.image_places import PLACE, SEEN
 from accelerate_recipes.data.image_rows import ImageRowArgs, load_image_sides
+from accelerate_recipes.data.image_sizes import known_sizes
 from accelerate_recipes.data.messages import TEXT
+from accelerate_recipes.data.passes import made_of
 from accelerate_recipes.data.pictures import ORIENTATION, Pictures, checked_image, decoded, image_checksum, upright_size
 from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.models.images import patches_of
 
 SIZES = {"a.png": (24, 16), "b.png": (16, 32), "c.png": (40, 20)}
 IMAGE = {"type": "image"}
@@ -442,6 +445,50 @@ def test_broken_images(kind, monkeypatch):
 def test_processors_are_sent_to_workers(name):
     pictures = pickle.loads(pickle.dumps(Pictures(tiny_images.processor(name))))
     wanted = Pictures(tiny_images.processor(name))
-    assert pictures.text_of(24, 16, False) == wanted.text_of(24, 16, False)
+    assert pictures.of_size(24, 16, False)[0] == wanted.of_size(24, 16, False)[0]
     found, values = pictures.inputs([SMALL]), wanted.inputs([SMALL])
     assert found.keys() == values.keys() and all((found[key] == values[key]).all() for key in values)
+
+
+def sized(number: int) -> list[tuple[str, list[tuple[int, int]]]]:
+    return [(f"rows.jsonl, row {row}", [(20 + row, 30)] * (1 + row % 2)) for row in range(number)]
+
+
+def test_sizes_are_made_once(folder, processor, monkeypatch, worker_server):
+    """Only sizes that are new are made, in processes or in this one; other settings of the processor make all anew."""
+    config, sizes, made = tiny_images.config("qwen2_vl"), sized(40), []
+
+    def counting(rows, *more, **how):
+        made.append(len(rows))
+        return made_of(rows, *more, **how)
+
+    monkeypatch.setattr(image_sizes, "made_of", counting)
+    found = known_sizes(processor, config, sizes, 2)
+    one = Pictures(processor)
+    assert made == [60] and found[0].of([(21, 30)] * 2) == [one.of_size(21, 30, True)[0]] * 2
+    assert found[1][21, 30, True] == found[1][21, 30, False] == patches_of(config, one.of_size(21, 30, False)[1])
+    monkeypatch.setattr(processor.tokenizer, "chat_template", "another")
+    assert known_sizes(processor, config, sizes, 1) == found and made == [60]
+    assert {*known_sizes(processor, config, sized(41), 1)[1]} == {*found[1], (60, 30, False)} and made == [60, 1]
+    (cache,) = (folder / "cache").glob("image-sizes-*")
+    assert sum(file.stat().st_size for file in cache.iterdir()) < 10_000
+    # A size is known though another one of the call is refused.
+    for number in (2, 1):
+        with pytest.raises(DataError, match=r"row 7: .* refuses an image of 10000 x 10 pixels"):
+            known_sizes(processor, config, [("row 7", [(10_000, 10)]), ("row 8", [(9, 9)])], 1)
+        assert made[2:] == [2, 1][: 3 - number]
+    damaged = max(cache.iterdir(), key=lambda file: file.stat().st_size)
+    content = damaged.read_bytes()
+    for wrong in (content[: len(content) // 2], content.replace(content[200:210], bytes(10)), b""):
+        damaged.write_bytes(wrong)
+        with pytest.raises(ConfigError, match=rf"{damaged.name} cannot be read: .* remove it"):
+            known_sizes(processor, config, sizes, 1)
+    damaged.unlink()
+    made.clear()
+    assert known_sizes(processor, config, sizes, 1) == found and made == [60]
+    images = processor.image_processor
+    monkeypatch.setattr(images, "size", images.size | {"longest_edge": 256})
+    assert known_sizes(processor, config, sizes, 1) != found and made == [60, 60]
+    config.vision_config.patch_size = 8
+    known_sizes(processor, config, sizes[:2], 1)
+    assert made == [60, 60, 3]

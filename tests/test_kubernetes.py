@@ -33,8 +33,8 @@ TOY = [str((CHILDREN / "toy.py").relative_to(ROOT)), "--per_device_train_batch_s
 PRESETS = sorted({*(ROOT / "recipes/configs").glob("*/*.yaml")} - {ROOT / "recipes/configs/sft_vlm/laptop.yaml"})
 # Further arguments that a preset needs on 32 processes.
 MODELS_OF_SFT = {path.stem for path in PRESETS if path.parent.name in ("sft", "sft_vlm")} - {
-    "arithmetic"
-}  # their rows are the user's
+    "arithmetic", "arithmetic_mixture",
+}  # fmt: skip  # their rows are the user's
 FLAGS = {
     **{
         name: ["--dataset_name", "trl-lib/Capybara", "--per_device_train_batch_size", "2", "--total_batch_size", "64"]
@@ -43,9 +43,11 @@ FLAGS = {
     **{f"deepvit_{layers}": ["--per_device_train_batch_size", "32"] for layers in (16, 24, 32)},
     "vit_large_imagenet": ["--per_device_train_batch_size", "16"],
     "arithmetic": ["--per_device_train_batch_size", "2"],
+    "arithmetic_mixture": ["--per_device_train_batch_size", "2"],
     "t5": ["--per_device_train_batch_size", "4"],
     "laptop": ["--total_batch_size", "32", "--per_device_train_batch_size", "1"],
     "laptop_long": ["--total_batch_size", "32"],
+    "qwen3_0_6b": ["--dataset_name", "trl-lib/Capybara", "--per_device_train_batch_size", "2"],
 }
 
 
@@ -459,6 +461,20 @@ def test_no_token_in_the_output(monkeypatch, capfd):
     assert token not in done.out + done.err
     (variable,) = [one for one in the_pod(found)["containers"][0]["env"] if one["name"] == "HF_TOKEN"]
     assert variable == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf-token", "key": "token"}}}
+
+
+def test_credentials_of_a_mirror():
+    """They come from a Secret; a folder of this machine is no place for pods."""
+    job = ["trainjob", [*GPUS, "--mirror-secret", "s3-keys", FULL, *LAPTOP, *FLAGS["laptop"]]]
+    found = list(yaml.safe_load_all(render_manifest(job[0], [*job[1], "--mirror", "file:///elsewhere/run"])[0]))
+    assert problems(found) == []
+    assert the_pod(found)["containers"][0]["envFrom"] == [{"secretRef": {"name": "s3-keys"}}]
+    for words, said in (
+        ([], "--mirror-secret has no effect"),
+        (["--mirror", "/mnt/other"], "the pods have no such folder"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            render_manifest(job[0], [*job[1], *words])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -35,18 +35,18 @@ MAY_IMPORT = {
     "life": BELOW,
     "args": BELOW | {"arguments"},
     "models": BELOW | {"args", "arguments", "hub.cache", "life", "upstream"},
-    "data": BELOW | {"args", "hub.cache", "life", "models"},
+    "data": BELOW | {"args", "arguments", "hub.cache", "life", "models"},
     "metrics": {"arguments", "disk", "models"},
     "losses": {"errors", "models", "ranks"},
-    "optim": {"args", "errors", "models", "ranks"},
+    "optim": {"args", "arguments", "errors", "models", "ranks"},
     "launch.checks": {"args", "errors", "models", "ranks", "upstream"},
     "distributed": {"args", "errors", "launch.checks", "life", "models", "optim", "ranks", "upstream"},
-    "checkpoint": BELOW | {"args", "data", "distributed", "hub.cache", "life", "metrics", "models", "optim", "upstream"},
+    "checkpoint": BELOW | {"args", "arguments", "data", "distributed", "hub.cache", "life", "metrics", "models", "optim", "upstream"},
     "agenda": {"checkpoint", "errors", "life", "metrics", "ranks", "upstream"},
     "run": BELOW | {"args", "checkpoint", "data", "distributed", "hub.cache", "life", "metrics", "models", "optim", "upstream"},
     "engine": {"agenda", "checkpoint", "distributed", "errors", "life", "metrics", "models", "ranks", "run"},
     "trial": {"args", "data", "errors", "hub.cache", "losses", "models"},
-    "report": BELOW | {"agenda", "args", "checkpoint", "data", "life"},
+    "report": BELOW | {"agenda", "args", "checkpoint", "data", "life", "metrics"},
     "chess": BELOW | {"args", "data", "hub.cache", "life", "models"},
     "plan": {
         "args", "arguments", "distributed", "engine", "errors", "launch.checks", "losses", "models", "optim", "ranks", "run",
@@ -211,7 +211,7 @@ def test_a_constructor_has_no_effect_beyond_its_object(path):
 
 
 # Lines of code, without blanks, comments and docstrings: a recipe is its task.
-MOST_LINES = {"template": 63, "t5": 200, "engine": 220}
+MOST_LINES = {"template": 63, "t5": 200, "c4": 140, "engine": 220}
 
 
 def lines_of_code(path) -> set[int]:
@@ -231,7 +231,9 @@ def test_sizes(path):
     lines = lines_of_code(path)
     assert len(path.read_text().splitlines()) <= 450
     # Long lines that the formatter leaves alone save none.
-    assert path not in RECIPES or path.read_text().count("# fmt: skip") <= {"c4": 2, "sft": 1}.get(path.stem, 0)
+    assert path not in RECIPES or path.read_text().count("# fmt: skip") <= {"c4": 2, "sft": 1, "kto": 1}.get(
+        path.stem, 0
+    )
     assert len(lines) <= MOST_LINES.get(path.stem, 130 if path in RECIPES else math.inf)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
@@ -247,7 +249,7 @@ MAY_CHANGE = {
     "eval_source_column", "eval_target_column", "metrics", "generation_max_length", "generation_num_beams",
     "generation_length_penalty", "precompute_ref_log_probs", "reward_weights", "stockfish", "stockfish_nodes",
     "rewards", "num_eval_prompts", "num_samples", "label_smoothing", "assistant_only_loss",
-    "image_folder",
+    "image_folder", "mixture", "beta", "temperature", "lmbda", "desirable_weight", "undesirable_weight", "disable_dropout",
 }  # fmt: skip
 MAY_CHANGE_IN_C4_ONLY = {"dataset_revision", "dataset_files"}
 FIXED = {"vit": {"train_files", "eval_files"}}

@@ -21,11 +21,12 @@ from transformers import (
 )
 from transformers.optimization import Adafactor
 
-from accelerate_recipes.args import OPTIMIZERS, THEIR_SCHEDULES, TrainArgs, parse
+from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse
+from accelerate_recipes.arguments.schedule import THEIR_SCHEDULES, num_warmup_steps
 from accelerate_recipes.checkpoint.checkpointer import seek
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.weights import WRAPPERS
-from accelerate_recipes.optim import Muon, make_scheduler, num_warmup_steps, optimizer_fn, trained_by_muon
+from accelerate_recipes.optim import Muon, make_scheduler, optimizer_fn, trained_by_muon
 
 STEPS = 20
 MODELS = [

@@ -41,6 +41,7 @@ SHORT = {
     "recipes/t5.py": [
         "--config_overrides", "d_model=16", "num_layers=1", "--num_eval_pairs", 4, "--generation_max_length", 4,
     ],
+    "recipes/sft.py": [*SIZES, "vocab_size=16"],
     "recipes/vit.py": SIZES,
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zlib
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 from datasets import Dataset
 from helpers import ROOT, STEPS, launch_ok, log_of, losses
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_images import picture
 from transformers import AutoTokenizer
 
@@ -147,7 +148,7 @@ def test_an_earlier_answer_has_its_own_images():
 
 def test_places_move_with_the_texts_of_images():
     """Answers that begin behind an image, or end with one, keep their places."""
-    texts = ImageTexts("<i>", {(1, 1, False): "IMAGE", (1, 1, True): "II"})
+    texts = ImageTexts("<i>", {(1, 1, False): zlib.compress(b"IMAGE"), (1, 1, True): zlib.compress(b"II")})
     part = Part("a<i>bc<i>d", [(4, 6), (5, 9), (9, 10)])
     text, answers, images = expanded(part, [(1, 1), (1, 1)], texts)
     assert text == "aIIbcIId" and [text[slice(*place)] for place in images] == ["II", "II"]
@@ -238,6 +239,7 @@ def test_batches(name, tmp_path):
     assert (behind == IGNORE_INDEX).all() and text_positions(alone["position_ids"])[0, len(rows[1]["input_ids"])] == 0
     both = collate([rows[1], rows[0]])
     assert both["input_ids"].shape[1] == sum(len(row["input_ids"]) for row in (rows[0], rows[1])), "no blank is needed"
+    assert both["places"] == [f"rows.jsonl, row {number}" for number in (4, 1, 2, 3)]
     Image.new("RGB", SIZES[0]).save(tmp_path / "0_0.png")
     assert "rows.jsonl, row 1, image 1" in collate([rows[0]])["error"]
 
@@ -344,6 +346,12 @@ def test_an_export_is_read_by_transformers(both, folder):
     (other / "processor_config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match="row 3"):
         check_export(other, None, 3)
+    shutil.copy(export / "processor_config.json", other)
+    settings = json.loads((other / "processor_config.json").read_text())
+    settings["image_processor"]["image_mean"] = [0.4] * 3
+    (other / "processor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"row 3.* other pixel values than in training"):
+        check_export(other, None, 3)
     rows = (other.parent / "rows.json").read_text()
     (other.parent / "rows.json").write_text(rows.replace("/images/", "/gone/"))
     said = check_export(other, ["question 3"], 3)
@@ -388,6 +396,24 @@ def test_no_row_is_left(forks, folder, tmp_path, longest, kind):
     assert forks.run(out, *arguments(folder, "qwen2_5_vl"), "--max_length", longest) == 2
     log = log_of(out)
     assert f"none of {kind} on" in log and f"--max_length {longest}" in log and "Traceback" not in log
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_names_file_and_row(forks, folder, tmp_path):
+    """Of packed rows, the places of their documents are named."""
+    out, base = tmp_path / "out", shutil.copytree(folder / "qwen2_5_vl", tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    weights[next(name for name in weights if "visual" in name)][:] = float("nan")
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    assert (
+        forks.run(out, *arguments(folder, "qwen2_5_vl"), "--packing", "--max_length", 150, "--model_name_or_path", base)
+        == 2
+    )
+    found = json.loads((out / "non_finite.json").read_text())
+    entries = [entry for rank in found["micro_batches_of_ranks"] for entry in rank]
+    places = [place for entry in entries for place in entry["places"]]
+    assert len(places) > sum(len(entry["rows"]) for entry in entries) == 6
+    assert {*places} <= {f"{folder}/train.jsonl, row {number}" for number in range(1, 25)}
 
 
 def test_a_setting_without_effect_is_refused():

@@ -10,6 +10,7 @@ from simulations import (
     C4,
     CHESS_DPO,
     DEEPVIT,
+    DISTILL,
     DPO,
     FP32,
     GRPO,
@@ -99,6 +100,9 @@ CASES = [
         2,
         [[*GRPO, "TIED", "--top_p", "0.9"], [*GRPO, "LLAMA", "--max_completion_length", "1", "--entropy_coef", "0.1"]],
         marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "fsdp_full", BF16, 2, [[*DISTILL, "LLAMA"], [*DISTILL[:-1], *LORA, "--lmbda", "0"]], marks=pytest.mark.slow
     ),
     pytest.param("fsdp_full", [*BF16, *RECOMPUTE], 2, [DEEPVIT], marks=pytest.mark.slow),
     pytest.param("fsdp_long", FP32, 2, [[], ["--attn_implementation", "auto"]], marks=pytest.mark.slow),

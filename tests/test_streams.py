@@ -20,7 +20,7 @@ import pytest
 import torch
 from helpers import ROOT
 from huggingface_hub import constants
-from streaming import QUICK, Ranks, no_retry, tokens_of
+from streaming import QUICK, Numbered, Ranks, no_retry, tokens_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -192,31 +192,6 @@ def test_every_document_once_in_each_epoch(source, corpus, tokenizer):
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
-class Numbered:
-    """Documents of random lengths, whose tokens are all the document's number (from 1); also counts reads."""
-
-    def __init__(self, sizes: list[int], mean_length: int):
-        self.shards = [f"{i}.json.gz" for i in range(len(sizes))]
-        self.sizes, self.starts = sizes, np.cumsum([1, *sizes]).tolist()
-        self.lengths = np.random.default_rng(0).integers(mean_length // 2, 2 * mean_length, size=sum(sizes)).tolist()
-        self.documents_read = [0] * len(sizes)  # decompressed documents, also those before the requested one
-
-    def version(self):
-        return {}
-
-    def read(self, shard, first, stride, on_retry):
-        before = 0
-        for index in range(first, self.sizes[shard], stride):
-            self.documents_read[shard] += index + 1 - before
-            before = index + 1
-            yield index
-        self.documents_read[shard] += max(0, self.sizes[shard] - before)
-
-    def tokens(self, shard, documents, first=0, epoch=0):
-        for number in (self.starts[shard] + index for index in documents[first:]):
-            yield np.full(self.lengths[number - 1], number, dtype=np.int32)
-
-
 UNEQUAL = {
     "a large and a small shard": ([24_000, 240], 10),
     "48 of 500 to 1500": (np.random.default_rng(1).integers(500, 1501, size=48).tolist(), 5),
@@ -238,21 +213,21 @@ def test_each_document_once_in_an_epoch_of_the_whole(sizes, mean_length, world_s
     max_length = 128
     source = Numbered(sizes, mean_length)
     if len(sizes) == 30:
-        source.lengths[7] = 20_000
+        source.num_tokens[7] = 20_000
     args = TrainArgs(total_batch_size=48, per_device_train_batch_size=8, seed=5)
     loaders = [
         StreamLoader(source, args, rank, world_size, max_length=max_length, num_streams=NUM_STREAMS, shuffle_block=64)
         for rank in range(world_size)
     ]
     ranks = Ranks(loaders)
-    num_steps = sum(source.lengths) // max_length // 48 + 3
+    num_steps = sum(source.num_tokens) // max_length // 48 + 3
     rows = list(itertools.chain(*ranks.run(num_steps)))
     epochs = [row["row"][0].item() for row in rows]
     assert epochs == sorted(epochs) and epochs[-1] > 0
     for epoch in range(epochs[-1]):  # the last epoch is not over
         tokens = torch.cat([row["input_ids"] for row in rows if row["row"][0] == epoch]).numpy()
-        assert np.bincount(tokens, minlength=len(source.lengths) + 1)[1:].tolist() == source.lengths
-        num_padded = len(tokens) // max_length - sum(source.lengths) // max_length
+        assert np.bincount(tokens, minlength=len(source.num_tokens) + 1)[1:].tolist() == source.num_tokens
+        num_padded = len(tokens) // max_length - sum(source.num_tokens) // max_length
         assert num_padded <= max(NUM_STREAMS / 2, 0.02 * len(tokens) / max_length), f"{num_padded} rows are cut short"
     if len(sizes) in (2, 48) and len(rows) > 1000:
         assert epochs[-1] == 1

@@ -3,6 +3,7 @@
 The base is a Llama of two layers, with weights of a useful size; a run is 6 steps and saves after 3.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -141,6 +142,11 @@ BESIDE_TRL = {
         "ipo": ("--loss_type", "ipo"),
         "reference kept": ("--precompute_ref_log_probs", "false"),
     },
+    "kto": {
+        "kto": ("--undesirable_weight", 0.7),
+        "apo": ("--loss_type", "apo_zero_unpaired", "--beta", 0.5),
+        "experts": ("--model_name_or_path", EXPERTS, "--per_device_train_batch_size", 8, "--router_aux_loss_coef", 0.5),
+    },
     "grpo": {
         "grpo": ("--loss_type", "grpo"),
         "dapo": ("--loss_type", "dapo", "--beta", 0.02),
@@ -163,6 +169,7 @@ def test_weights_are_those_of_trl(forks, arguments, pairs, chats, tmp_path, name
     more = {
         "sft": (),
         "dpo": ("--train_files", pairs / "pairs.jsonl", "--learning_rate", 1e-3),
+        "kto": ("--train_files", pairs / "judged.jsonl", "--learning_rate", 1e-3),
         "grpo": (
             "--train_files", pairs / "prompts.jsonl", "--rewards", f"{pairs}/rewards.py:short", "--num_generations", 4,
             "--max_completion_length", 8, "--num_eval_prompts", 2, "--learning_rate", 1e-3,
@@ -192,6 +199,7 @@ def test_whole_steps():
         "total_batch_size": 4,
         "max_steps": -1,
         "num_train_epochs": 1.5,
+        "exclude_rows": "",
     }
     pairs = SimpleNamespace(**args, num_generations=1, num_iterations=1)
     order = [row for batch in WholeSteps(7, pairs, 0, 1) for row in batch]
@@ -285,8 +293,12 @@ def test_flags_of_sft_are_read():
 def pairs(chats) -> Path:
     """Folder with pairs of translations, of different lengths, with prompts alone, and with a reward."""
     rows = [json.loads(line)["messages"] for line in (chats / "chats.jsonl").read_text().splitlines()]
-    with (chats / "pairs.jsonl").open("w") as pairs, (chats / "prompts.jsonl").open("w") as prompts:
-        for (question, answer), (_, other) in pairwise(rows):
+    files = (chats / f"{name}.jsonl" for name in ("judged", "pairs", "prompts"))
+    with contextlib.ExitStack() as opened:
+        judged, pairs, prompts = (opened.enter_context(file.open("w")) for file in files)
+        for number, ((question, answer), (_, other)) in enumerate(pairwise(rows)):
+            said = [question, answer if number % 3 else other]
+            judged.write(json.dumps({"messages": said, "label": bool(number % 3)}) + "\n")
             if answer != other:
                 pairs.write(json.dumps({"prompt": [question], "chosen": [answer], "rejected": [other]}) + "\n")
                 prompts.write(json.dumps({"prompt": question["content"][:40]}) + "\n")

@@ -48,7 +48,7 @@ from transformers import (
 )
 from transformers.generation.utils import ALL_CACHE_NAMES
 from trl import DPOTrainer, GRPOTrainer
-from trl.kernels import chunked_logprob
+from trl.kernels import chunked_divergence, chunked_logprob
 from trl.trainer import base_trainer
 
 from accelerate_recipes.posttraining import objective
@@ -85,6 +85,7 @@ TOUCHED = [
     (PreTrainedConfig, "_attn_implementation", "documents", "which attention a model has", None),
     (PreTrainedConfig, "_attn_implementation", "images", "whether rows with images say where documents begin", None),
     (PreTrainedConfig, "_attn_implementation", "references", "the attention that decides the values of the reference", None),
+    (PreTrainedConfig, "_attn_implementation", "supervised_images", "with which attention images are tried", None),
     (PreTrainedConfig, "_attn_implementation", "losses", "whether attention is told where documents begin", None),
     (PreTrainedConfig, "_attn_implementation", "probes", "with which attention packing is tried", None),
     (PreTrainedConfig, "_attn_implementation", "loading", "the same, before the weights are read", None),
@@ -94,6 +95,7 @@ TOUCHED = [
     (torch.nn.Module, "_buffers", "upstream", "buffers of the first rank", None),
     (torch.nn.Module, "_non_persistent_buffers_set", "upstream", "buffers that Accelerate must not see", None),
     (torch.nn.Module, "_parameters", "weights", "first values of sharded parameters", None),
+    (torch.nn.Module, "_non_persistent_buffers_set", "traces", "buffers that a forward pass does not change for good", None),
     (torch.nn.Module, "_buffers", "weights", "first values of buffers", None),
     (torch.nn.Module, "_buffers", "pretence", "buffers on the GPU, of parameters on the CPU", None),
     (LRScheduler, "_step_count", "checkpointer", "the schedule at a step", None),
@@ -130,6 +132,9 @@ TOUCHED = [
     (torch._C, "_get_accelerator", "pretence", "the device of that mesh", None),
     (chunked_logprob, "_forward_kernel", "pretence", "trl's loss runs without Triton", None),
     (chunked_logprob, "_backward_kernel", "pretence", "the same", None),
+    (chunked_divergence, "_stats_kernel", "pretence", "the same", None),
+    (chunked_divergence, "_jsd_kernel", "pretence", "the same", None),
+    (chunked_divergence, "_backward_kernel", "pretence", "the same", None),
     (chunked_logprob, "_TRITON_AVAILABLE", "pretence", "trl's loss takes its path of GPUs", None),
     # accelerate
     (PartialState, "_shared_state", "pretence", "the device", None),
@@ -170,7 +175,7 @@ TOUCHED = [
     (DPOTrainer, "_tp_size", "objective", "the same", None),
     (DPOTrainer, "_prepare_dataset", "preferences", "nothing: pairs are prepared by others", "self dataset processing_class args dataset_name"),
     (GRPOTrainer, "_tokenize_prompts", "chess_grpo", "prompts as the model was trained", "self prompts"),
-    (GenerationMixin, "_get_logits_processor", "answers_trial", "what drawing does to scores", None),
+    (GenerationMixin, "_get_logits_processor", "drawing_trial", "what drawing does to scores", None),
     (GenerationMixin, "_get_logits_processor", "generation", "draws by our own numbers, after all that changes the chances", None),
     (GRPOTrainer, "_generate_and_score_completions", "answers", "draws and scores the answers of a step", "self inputs"),
     (GRPOTrainer, "_get_per_token_logps_and_entropies", "answers", "gets positions", None),
@@ -189,7 +194,7 @@ TOUCHED = [
 SOURCES = [*(ROOT / "src/accelerate_recipes").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
 # Names of the standard library, or names that are public in spite of the underscore.
 NOT_UPSTREAM = {
-    "_C", "_SubParsersAction", "_actions", "_asdict", "_check_value", "_current_frames", "_exit", "_field_defaults",
+    "_C", "_SubParsersAction", "_actions", "_asdict", "_check_value", "_current_frames", "_exit", "_field_defaults", "_replace", "_batch",
     "_fields", "_option_string_actions",
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from accelerate_recipes.arguments.gpus import GPUS
-from accelerate_recipes.disk import print_any_text
+from accelerate_recipes.disk import print_any_text, readable
 from accelerate_recipes.errors import ConfigError, DataError, printable, suggestion
 
 EXAMPLES = """\
@@ -96,8 +97,11 @@ def command_parser() -> argparse.ArgumentParser:
     )
     healthy.add_argument("--output_dir", type=Path, default=Path("outputs/doctor"), help="folder of the card")
     saved = commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(dest="action", required=True)
-    add("verify", verify_checkpoint, "check every file of a checkpoint", to=saved).add_argument("directory", type=Path)
-    add("list", list_checkpoints, "list the checkpoints of a run", to=saved).add_argument("directory", type=Path)
+    of_copies = {"metavar": "DIRECTORY_OR_URL"}
+    add("verify", verify_checkpoint, "check every file of a checkpoint", to=saved).add_argument(
+        "directory", **of_copies
+    )
+    add("list", list_checkpoints, "list the checkpoints of a run", to=saved).add_argument("directory", **of_copies)
     seen = add("report", report_runs, "write the report of a run, or compare several runs on one page")
     seen.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output directory")
     seen.add_argument("--out", type=Path, default="comparison.html", help="page that compares several runs")
@@ -133,7 +137,7 @@ def main() -> None:
 def add_export_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the commands that make or use an export."""
     out = add("export", export_checkpoint, "turn a checkpoint into a folder that from_pretrained loads")
-    out.add_argument("checkpoint", type=Path)
+    out.add_argument("checkpoint", metavar="CHECKPOINT_OR_URL")
     out.add_argument("out", type=Path)
     out.add_argument("--dtype", choices=["bf16", "fp32"], help="dtype of the weights; default: that of evaluation")
     out.add_argument("--max_shard_size", default="5GB", help="largest safetensors file, such as 500MB")
@@ -247,13 +251,13 @@ def requeue(args: argparse.Namespace) -> None:
 
 def verify_checkpoint(args: argparse.Namespace) -> None:
     """Print the content of a checkpoint, or its defect."""
-    from accelerate_recipes.checkpoint import files
+    from accelerate_recipes.checkpoint import files, mirror
 
-    directory = args.directory
-    if reason := files.other_kind(directory, "checkpoint") or files.defect(directory) or files.damage(directory):
-        raise ConfigError(f"{directory}: {reason}")
-    marker = files.read_marker(directory)
-    print(f"{directory}: step {marker['step']}, saved by {marker['world_size']} x {marker['strategy']}")
+    with mirror.as_checkpoint(args.directory, Path(tempfile.gettempdir(), "copy")) as directory:
+        if reason := files.other_kind(directory, "checkpoint") or files.defect(directory) or files.damage(directory):
+            raise ConfigError(f"{args.directory}: {reason}")
+        marker = files.read_marker(directory)
+    print(f"{args.directory}: step {marker['step']}, saved by {marker['world_size']} x {marker['strategy']}")
     print("versions: " + ", ".join(f"{name} {version}" for name, version in marker["versions"].items()))
     for name, entry in sorted(marker["files"].items()):
         print(f"{entry['size']:>14,}  {name}")
@@ -262,15 +266,22 @@ def verify_checkpoint(args: argparse.Namespace) -> None:
 
 def list_checkpoints(args: argparse.Namespace) -> None:
     """Print a line for each directory named like a checkpoint: size, age, and whether it is complete."""
-    from accelerate_recipes.checkpoint import files
+    from accelerate_recipes.checkpoint import files, mirror
 
-    found = files.candidates(args.directory)
-    if not args.directory.is_dir():
-        raise ConfigError(f"{args.directory}: there is no such folder; give the output directory of a run")
-    if files.other_kind(args.directory, "checkpoint") is None:
-        raise ConfigError(f"{args.directory}: it is a checkpoint; give the folder above it")
+    directory = Path(args.directory)
+    if "://" in args.directory or (directory / "run.json").is_file():  # the place of a mirror
+        store = mirror.store_at(args.directory)
+        for copy in reversed(store.copies()):
+            marker = store.marker(copy)
+            print(f"{copy:<28} {readable(files.listed_bytes(marker)) + '   complete' if marker else 'incomplete'}")
+        return
+    found = files.candidates(directory)
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: there is no such folder; give the output directory of a run")
+    if files.other_kind(directory, "checkpoint") is None:
+        raise ConfigError(f"{directory}: it is a checkpoint; give the folder above it")
     if not found:
-        print(f"{args.directory} holds no checkpoint")
+        print(f"{directory} holds no checkpoint")
     for path in found:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         hours = (time.time() - path.stat().st_mtime) / 3600
@@ -288,22 +299,22 @@ def export_checkpoint(args: argparse.Namespace) -> None:
     import torch
 
     import accelerate_recipes.vision.classifiers  # noqa: F401  # registers DeepViT
-    from accelerate_recipes.checkpoint import files
+    from accelerate_recipes.checkpoint import files, mirror
     from accelerate_recipes.checkpoint.export import check_shard_size, export
     from accelerate_recipes.checkpoint.exported import ROWS, compare_rows
 
     check_shard_size(args.max_shard_size)
-    source = args.checkpoint
-    if reason := files.other_kind(source, "checkpoint") or files.defect(source) or files.damage(source):
-        raise ConfigError(f"{source}: {reason}")
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[args.dtype]
-    settings = {"merge_adapter": args.merge_adapter, "text_only": args.text_only_export}
-    try:
-        export(args.checkpoint, args.out, dtype=dtype, max_shard_size=args.max_shard_size, **settings)
-    except files.SaveError as error:
-        raise ConfigError(str(error)) from None
+    with mirror.as_checkpoint(args.checkpoint, args.out) as source:
+        if reason := files.other_kind(source, "checkpoint") or files.defect(source) or files.damage(source):
+            raise ConfigError(f"{source}: {reason}")
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[args.dtype]
+        settings = {"merge_adapter": args.merge_adapter, "text_only": args.text_only_export}
+        try:
+            export(source, args.out, dtype=dtype, max_shard_size=args.max_shard_size, **settings)
+        except files.SaveError as error:
+            raise ConfigError(str(error)) from None
     print(f"{args.out} holds the model of {args.checkpoint}")
-    run = args.checkpoint.resolve().parent
+    run = source.resolve().parent
     if (run / ROWS).exists():
         print(compare_rows(args.out, run))
 

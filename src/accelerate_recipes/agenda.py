@@ -1,5 +1,6 @@
 """Calendar of a run: when to log, evaluate, save and stop."""
 
+import contextlib
 import sys
 import time
 import uuid
@@ -11,8 +12,10 @@ from typing import Any
 from accelerate.utils import set_seed
 
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
+from accelerate_recipes.checkpoint.files import SaveError
+from accelerate_recipes.checkpoint.replicas import check_replicas
 from accelerate_recipes.checkpoint.resume import check_not_beyond
-from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.errors import ConfigError, DataError, ReplicaError
 from accelerate_recipes.life import stop, watch
 from accelerate_recipes.life.status import read_status, update_status
 from accelerate_recipes.life.stop import Stopped
@@ -233,11 +236,15 @@ class Agenda:
         self.log.log_step(self.step, window, grad_norm, learning_rate, gib, values)
 
     def evaluate_and_save(self) -> None:
-        """Evaluate and save if due, after a step and its log line.
+        """Compare the replicas, evaluate and save if due, after a step and its log line.
 
         Raises:
             Stopped: if a rank was asked to stop, also during the evaluation; a checkpoint is saved before.
+            ReplicaError: if the replicas differ; no checkpoint is saved then.
         """
+        every = self.args.verify_replicas
+        if every and self.step % every == 0:
+            self.verify()
         if not self.stopped and self.evaluation_is_due:
             # A whole evaluation may take hours, so the time limit of a collective holds for each batch.
             limit = self.args.ddp_timeout
@@ -248,6 +255,8 @@ class Agenda:
                 self.stopped = error
             watch.expect(f"what follows step {self.step}", limit)
         if self.save_is_due:
+            if every:
+                self.verify()
             self.checkpointer.save(self.step, self.data_state_fn())
             self.last_save = time.perf_counter()
         if self.ends:
@@ -256,6 +265,16 @@ class Agenda:
         if self.stopped:
             self.accelerator.end_training()
             raise self.stopped
+
+    def verify(self) -> None:
+        """Compare the replicas. Raises ReplicaError, with the last checkpoint, which was saved when they were the same."""
+        try:
+            check_replicas(self.accelerator, self.checkpointer.model, self.checkpointer.optimizer)
+        except ReplicaError as error:
+            with contextlib.suppress(SaveError):
+                self.checkpointer.wait()
+            good = f"Last good checkpoint: {self.checkpointer.newest or 'none yet'}"
+            raise ReplicaError(f"step {self.step}: {error}. No checkpoint is saved. {good}") from None
 
     def end(self) -> list[dict]:
         """Close the log; return the records of metrics.jsonl, including those of earlier parts of the run."""

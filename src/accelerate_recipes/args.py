@@ -28,7 +28,10 @@ from accelerate_recipes.arguments.declaring import (
     read_preset,
     words_of,
 )
+from accelerate_recipes.arguments.health import HealthArgs
 from accelerate_recipes.arguments.help import help_text, recipe_parser
+from accelerate_recipes.arguments.mirror import MirrorArgs
+from accelerate_recipes.arguments.schedule import OWN_SCHEDULES, THEIR_SCHEDULES, schedule_problems
 from accelerate_recipes.disk import IS_POINTER, is_pointer
 from accelerate_recipes.errors import noting, raise_problems
 from accelerate_recipes.ranks import data_world_size, is_first, ranks_a_row, readers
@@ -49,17 +52,11 @@ OWNED_ELSEWHERE = {
 
 
 OPTIMIZERS = ["adamw_torch_fused", "adamw_bf16_kahan", "adafactor", "adamw_8bit", "muon"]
-OWN_SCHEDULES = ["linear", "cosine", "constant_with_warmup"]
-# Those of transformers' table that follow from the step alone: the others need values of the run.
-THEIR_SCHEDULES = [
-    "constant", "cosine_with_restarts", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "inverse_sqrt", "polynomial",
-    "warmup_stable_decay",
-]  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
-class TrainArgs(AdapterArgs):
+class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
     """Arguments that every recipe takes. A step is a completed optimizer step; the size of a batch counts sequences."""
 
     output_dir: str = arg(
@@ -67,7 +64,7 @@ class TrainArgs(AdapterArgs):
     )
     resume_from_checkpoint: str = arg(
         "latest",
-        "Checkpoint to resume: `latest` (the newest in --output_dir, else a fresh start), a path, or `none`.",
+        "Checkpoint to resume: `latest` (in --output_dir or --mirror, else a fresh start), a path, a URL, or `none`.",
         group="saving",
     )
     data_only: bool = arg(
@@ -234,7 +231,8 @@ class TrainArgs(AdapterArgs):
 
     def problems(self, world_size: int) -> list[str]:
         """List contradictions between these values, one sentence each. A recipe extends the list."""
-        return [*self.contradictions(world_size), *self.adapter_problems(), *self.batch_problems(world_size)]
+        of_parts = [*self.mirror_problems(), *self.adapter_problems(), *self.health_problems()]
+        return [*self.contradictions(world_size), *of_parts, *self.batch_problems(world_size)]
 
     def contradictions(self, world_size: int) -> Iterator[str]:
         yield from schedule_problems(self, self.max_steps)
@@ -338,6 +336,16 @@ class TrainArgs(AdapterArgs):
 
         return {*cls.fixed, *(f.name for f in fields(cls) if is_fixed(f.name))}
 
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest rows of the run, where rows have a length."""
+        return self.max_length
+
+    @property
+    def alone(self) -> list[Any]:
+        """Arguments of a run on each of its sources alone; see `data.mixture`."""
+        return [self]
+
     def accumulation_steps(self, world_size: int) -> int:
         """Return the number of forward passes per optimizer step on one process."""
         return self.total_batch_size // (self.per_device_train_batch_size * world_size)
@@ -358,39 +366,6 @@ class TrainArgs(AdapterArgs):
 
 
 Args = TypeVar("Args", bound=TrainArgs)
-
-
-def num_warmup_steps(args: TrainArgs, total_steps: int) -> int:
-    return round(args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * total_steps)
-
-
-def schedule_problems(args: TrainArgs, total_steps: int) -> Iterator[str]:
-    """List problems of the schedule, one sentence each. `total_steps` below 1 is a number that is not known yet."""
-    name, given = args.lr_scheduler_type, args.lr_scheduler_kwargs
-    of_schedule = f"--lr_scheduler_type {name}"
-    if args.min_lr_ratio and name not in ("linear", "cosine"):
-        other = "; give --lr_scheduler_kwargs min_lr_rate=SHARE" if "with_min_lr" in name else "; remove one of the two"
-        yield f"--min_lr_ratio {args.min_lr_ratio} has no effect with {of_schedule}{other}"
-    if name not in THEIR_SCHEDULES or name == "constant":
-        if given:
-            yield f"--lr_scheduler_kwargs {', '.join(given)} has no effect with {of_schedule}; remove one of the two"
-        return
-    from transformers import get_scheduler  # seconds, which only these schedules need
-
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
-    steps = total_steps if total_steps > 0 else 1000
-    warmup = num_warmup_steps(args, steps)
-    try:
-        (share,) = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=given).lr_lambdas
-        shares = [share(step) for step in (0, steps // 2, steps - 1, steps)]
-    except (TypeError, ValueError, ArithmeticError) as error:
-        yield f"{of_schedule} with --lr_scheduler_kwargs {given or '(none)'}: {error}"
-        return
-    falling = given.get("num_decay_steps", 0)
-    if 0 < total_steps < warmup + falling:
-        yield f"num_decay_steps={falling} and {warmup} steps of warm-up are more than the run's {total_steps}; lower one"
-    elif not all(0 <= value < float("inf") for value in shares):
-        yield f"{of_schedule} with --lr_scheduler_kwargs {given}: the learning rate would be negative or infinite"
 
 
 def parse(args_class: type[Args], argv: Sequence[str], world_size: int = 0) -> Args:

@@ -223,8 +223,10 @@ def prepare(
             register_fsdp_forward_method(inner, "generate")
             if parameter_device(accelerator) != accelerator.device:
                 upstream.computes_on(inner, accelerator.device)
-    else:
+    elif trained or accelerator.distributed_type == DistributedType.FSDP:
         model = accelerator.prepare(model)
+    else:  # DDP would refuse a model that is not trained
+        model = accelerator.prepare_model(model, evaluation_mode=True)
     recompute_documents(model)
     recompute_every(model, args.checkpoint_every_n_layers)
     local = sum(local_numel(p) for p in model.parameters())
@@ -245,7 +247,8 @@ def prepare(
         layer_names = accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
         layers = [unit for unit in units if type(unit).__name__.removeprefix("FSDP") in layer_names]
         prefetch_layers(layers, args.prefetch_layers)
-    return model, make_optimizer(model), units[:2]
+    optimizer = make_optimizer(model) if trained else torch.optim.SGD(model.parameters())  # which is never used
+    return model, optimizer, units[:2]
 
 
 def parameter_device(accelerator: Accelerator) -> torch.device:
@@ -333,7 +336,7 @@ def report_strategy(
     parts += [f"allocator {os.environ[name]}" for name in ALLOCATOR_SETTINGS if name in os.environ]
     if accelerator.device.type == "cpu":
         parts.append(f"{torch.get_num_threads()} threads a process")
-    if trained < total:
+    if 0 < trained < total:
         has_adapters = any(".lora_" in name for name, _ in model.named_parameters())
         parts.append(f"{'adapters: ' if has_adapters else ''}{trained:,} parameters are trained, {trained / total:.2%}")
     parts.append(f"{local:,} of {total:,} parameters on rank {accelerator.process_index}")

@@ -7,11 +7,9 @@ part. `agenda.Agenda` does the other work that is due at a step.
 """
 
 import contextlib
-import json
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,14 +17,17 @@ from accelerate import Accelerator
 from torch import nn
 
 from accelerate_recipes.agenda import Agenda, EvaluateFn
-from accelerate_recipes.checkpoint.files import SaveError, complete_checkpoints, step_of
+from accelerate_recipes.checkpoint.files import SaveError
+from accelerate_recipes.checkpoint.non_finite import dump_non_finite
 from accelerate_recipes.distributed import accumulate, clip_gradients
 from accelerate_recipes.errors import DataError, NonFiniteError
 from accelerate_recipes.life import stop
+from accelerate_recipes.life.spikes import Spikes
+from accelerate_recipes.life.traces import MarkFn, Traces
 from accelerate_recipes.metrics import Window
 from accelerate_recipes.models.composites import check_tokens
 from accelerate_recipes.models.shared_rows import part_of_rows, row_group
-from accelerate_recipes.ranks import on_all_data_ranks, on_all_ranks, sum_over_ranks
+from accelerate_recipes.ranks import on_all_data_ranks, sum_over_ranks
 from accelerate_recipes.run import Run
 
 Batch = dict[str, Any]  # tensors, and plain numbers such as the longest document
@@ -61,19 +62,19 @@ class TrainLoader(Protocol):
 
 
 class Step(NamedTuple):
-    """Result of one optimizer step, equal on all ranks. Tensors lie on the device."""
+    """Result of one optimizer step, equal on all ranks but for `micro_losses`. Tensors lie on the device."""
 
     loss_sums: torch.Tensor  # (K,), one for each part of the loss, in nats
     num_targets: torch.Tensor  # (K,), one for each part
     grad_norm: torch.Tensor  # scalar, before clipping
+    micro_losses: torch.Tensor  # (M,), sums of this rank's micro-batches
+    loss: float  # mean over all targets, in nats per token; the means of several parts are added
+    norm: float  # `grad_norm`, as a mean over the ranks
+    has_targets: bool
     save: bool  # a rank wants a checkpoint
     stop: bool  # a rank was asked to stop
     is_uneven: bool  # `TrainLoader.is_uneven` is true on a rank
-
-    @property
-    def loss(self) -> torch.Tensor:
-        """Mean over all targets, in nats per token. A loss of several parts is the sum of their means."""
-        return (self.loss_sums / self.num_targets.clamp(min=1)).sum()
+    skipped: str = ""  # why the step was left out
 
 
 def train_step(
@@ -83,14 +84,42 @@ def train_step(
     count_fn: CountFn,
     wants_save: bool = False,
     is_uneven: bool = False,
+    spikes: Spikes | None = None,
+    mark_fn: MarkFn | None = None,
 ) -> Step:
     """Take one optimizer step on this rank's micro-batches, which lie on its device; without a target no weight changes.
 
+    `spikes` judges the step; by default, loss and gradient norm must be finite. A step that it leaves out is one without
+    targets, and says why. For `mark_fn` see `train`.
+
     Raises:
-        NonFiniteError: if the loss or the gradient norm is not finite. The weights are still unchanged then.
+        NonFiniteError: for a step that must end the run. The weights are still unchanged then.
     """
+    traces = Traces(run.model, mark_fn)
+    compute = partial(compute_step, run, micro_batches, loss_fn, count_fn, wants_save, is_uneven)
+
+    def again() -> Step:
+        traces.restore()
+        run.optimizer.zero_grad()
+        return compute()
+
+    step, reason = (spikes or Spikes(is_exact=adds_in_order(run))).settle(compute(), again)
+    if reason:
+        traces.remove()
+        sums, targets, norm = (torch.zeros_like(value) for value in step[:3])
+        step = step._replace(loss_sums=sums, num_targets=targets, grad_norm=norm, has_targets=False, skipped=reason)
+    if step.has_targets:  # else weight decay and the moments of earlier steps would change the weights
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    return step
+
+
+def compute_step(
+    run: Run, micro_batches: Sequence[Batch], loss_fn: LossFn, count_fn: CountFn, wants_save: bool, is_uneven: bool
+) -> Step:
+    """Compute loss and clipped gradients of one optimizer step."""
     accelerator, model, max_grad_norm = run.accelerator, run.model, run.args.max_grad_norm
-    # The check below reads the norm, not the clipped gradients, so the limit must be a finite number.
+    # A step is judged by the norm, not by the clipped gradients, so the limit must be a finite number.
     assert 0 <= max_grad_norm < float("inf"), max_grad_norm
     # Count before computing: each micro-batch's loss is divided by the number of targets of the whole step, on all ranks.
     # The same collective carries all that the ranks must agree on: wishes to save and to stop, and uneven data.
@@ -106,20 +135,21 @@ def train_step(
             loss = loss_fn(model, batch)
             accelerator.backward((loss * scale).sum())
         micro_losses.append(loss.detach().reshape(-1))
-    loss_sums = sum_over_ranks(torch.stack(micro_losses).sum(0))
+    losses = torch.stack(micro_losses)
     grad_norm = clip_gradients(accelerator, model, max_grad_norm)
+    # Replicas compute norms of their own, which a fault may make different; with their mean all ranks decide alike.
+    norm = grad_norm.to(losses, non_blocking=True).reshape(1)
+    loss_sums, norm = sum_over_ranks(torch.cat([losses.sum(0), norm])).split([losses.shape[1], 1])
+    loss = (loss_sums / num_targets.clamp(min=1)).sum(0, keepdim=True)
     # A step waits for the device only here. All values are reduced over all ranks, so all ranks decide the same.
-    are_finite = torch.isfinite(loss_sums).all(), torch.isfinite(grad_norm.to(loss_sums.device))
-    flags = torch.stack([*are_finite, num_targets[-1] > 0, *(num_wishes > 0)])
-    loss_is_finite, norm_is_finite, has_targets, *wanted = flags.tolist()
-    step = Step(loss_sums, num_targets, grad_norm, *wanted)
-    if not (loss_is_finite and norm_is_finite):
-        message = f"loss {step.loss.item()}, gradient norm {grad_norm.item()}"
-        raise NonFiniteError(message, torch.stack(micro_losses).sum(-1).tolist())
-    if has_targets:  # else weight decay and the moments of earlier steps would change the weights
-        run.optimizer.step()
-    run.optimizer.zero_grad()
-    return step
+    values = [loss, norm / accelerator.num_processes, num_targets[-1:], num_wishes]
+    loss, norm, *flags = torch.cat([value.double() for value in values]).tolist()
+    return Step(loss_sums, num_targets, grad_norm, losses.sum(-1), loss, norm, *(flag > 0 for flag in flags))
+
+
+def adds_in_order(run: Run) -> bool:
+    """Tell whether the same computation gives the same bits."""
+    return run.accelerator.device.type == "cpu" or run.args.full_determinism
 
 
 def train(
@@ -131,24 +161,32 @@ def train(
     evaluate_fn: EvaluateFn,
     draw_fn: DrawFn | None = None,
     values_fn: Callable[[int], dict[str, float]] | None = None,
+    mark_fn: MarkFn | None = None,
 ) -> list[dict]:
     """Train to the run's last step, beginning at the checkpoint to resume if there is one.
 
     `evaluate_fn(step)` runs on all ranks: before training, after training, and every `eval_steps`. `values_fn(step)`
-    also runs on all ranks; it returns additional values for the log line after `step`.
+    also runs on all ranks; it returns additional values for the log line after `step`. If `loss_fn` gathers these values,
+    `mark_fn()` returns a function that forgets what it gathers from then on: a step may be computed again, or left out.
 
     Returns:
         The records of metrics.jsonl, including those of earlier parts of the run.
 
     Raises:
         Stopped: when a rank was asked to stop; a checkpoint is saved before.
-        NonFiniteError: naming the step and the last good checkpoint.
+        NonFiniteError: for a step that went wrong, naming it and the last good checkpoint.
         DataError: for many steps without a target.
     """
     accelerator, args, checkpointer = run.accelerator, run.args, run.checkpointer
-    agenda = Agenda(checkpointer, run.total_steps, run.flops, evaluate_fn, train_loader.state)
+    fatal = args.max_skips if args.on_spike == "skip" else 1
+    spikes = Spikes(args.spike_factor, fatal, by_norm_alone=draw_fn is not None, is_exact=adds_in_order(run))
+    agenda = Agenda(
+        checkpointer, run.total_steps, run.flops, evaluate_fn, lambda: train_loader.state() | spikes.state()
+    )
     step = agenda.begin()
     train_loader.start_at(step, checkpointer.data_states)
+    spikes.restore(checkpointer.data_states)
+    spikes.write(run.output_dir)
     micro_batches = iter(train_loader)
     accumulation_steps = args.accumulation_steps(run.data_world_size)
     window = Window()
@@ -167,16 +205,19 @@ def train(
         try:
             if draw_fn is not None:
                 batches = draw_fn(step, batches)
-            done = train_step(run, batches, loss_fn, count_fn, agenda.save_is_overdue(), train_loader.is_uneven)
+            wishes = agenda.save_is_overdue(), train_loader.is_uneven
+            done = train_step(run, batches, loss_fn, count_fn, *wishes, spikes, mark_fn)
         except NonFiniteError as error:
             with contextlib.suppress(SaveError):
                 checkpointer.wait()
-            file, good = dump_non_finite(accelerator, run.output_dir, step, batches, error, checkpointer.newest)
+            file, good = dump_non_finite(run.output_dir, step, batches, error, checkpointer.newest)
             raise NonFiniteError(
                 f"step {step + 1}: {error}. The weights were not changed; the rows of the batch are in {file}. "
                 f"Last good checkpoint: {good or 'none yet'}",
                 error.micro_losses,
             ) from None
+        if done.skipped:
+            spikes.skip(step + 1, done, batches, run.output_dir)
         train_loader.is_uneven = done.is_uneven
         lr = run.scheduler.get_last_lr()[0]
         run.scheduler.step()
@@ -190,38 +231,10 @@ def train(
         if agenda.log_is_due:
             parts = on_all_data_ranks(train_loader.counts())
             counts = {name: sum(part[name] for part in parts) for name in parts[0]}
-            agenda.log_window(window, grad_norm, lr, counts | (values_fn(step) if values_fn else {}))
+            agenda.log_window(window, grad_norm, lr, counts | spikes.counts() | (values_fn(step) if values_fn else {}))
             window = Window()
         agenda.evaluate_and_save()
     return agenda.end()
-
-
-def dump_non_finite(
-    accelerator: Accelerator,
-    output_dir: Path,
-    step: int,
-    batches: Sequence[Batch],
-    error: NonFiniteError,
-    newest: Path | None,
-) -> tuple[Path, Path | None]:
-    """Write the rows of the step after `step`, and the loss of each micro-batch, to non_finite.json.
-
-    Returns:
-        The file, and the last good checkpoint. A checkpoint is not good if its weights give no micro-batch a finite loss.
-    """
-    rows = [batch["row"].tolist() for batch in batches]
-    ranks = on_all_ranks([{"rows": r, "loss_sum": loss} for r, loss in zip(rows, error.micro_losses, strict=True)])
-    if newest and step_of(newest) == step and not any(math.isfinite(e["loss_sum"]) for rank in ranks for e in rank):
-        newest = next((path for path in reversed(complete_checkpoints(output_dir)) if step_of(path) < step), None)
-    file = output_dir / "non_finite.json"
-    if accelerator.is_main_process:
-        found = {"step": step + 1, "found": str(error), "last_good_step": step, "checkpoint": str(newest or "")}
-        # JSON has no NaN; as text, every reader accepts it.
-        micro_batches = [[entry | {"loss_sum": str(entry["loss_sum"])} for entry in rank] for rank in ranks]
-        file.write_text(
-            json.dumps(found | {"micro_batches_of_ranks": micro_batches}, indent=1) + "\n", encoding="utf-8"
-        )
-    return file, newest
 
 
 @torch.no_grad()

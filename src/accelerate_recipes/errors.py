@@ -20,7 +20,7 @@ class DataError(Exception):
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient norm is not finite. The weights are those before the step.
+    """A step went wrong: its loss or gradient norm is not finite, or a spike. The weights are those before the step.
 
     `micro_losses` are the summed token losses of this rank's micro-batches.
     """
@@ -28,6 +28,10 @@ class NonFiniteError(RuntimeError):
     def __init__(self, message: str, micro_losses: list[float]):
         super().__init__(message)
         self.micro_losses = micro_losses
+
+
+class ReplicaError(RuntimeError):
+    """Replicas of the weights, which must be the same bits, differ."""
 
 
 def error_list(title: str, errors: Sequence[str]) -> str:

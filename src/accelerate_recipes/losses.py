@@ -1,7 +1,7 @@
 """Sums of token losses, and the number of target tokens in each sum. The engine divides the sum by the number."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.documents import READ_BOUNDARIES, boundaries, boundary_arguments, document_masks
 from accelerate_recipes.models.probes import Packing, check_head, check_packing, crosses, packing_of, unwrapped
 from accelerate_recipes.models.shared_rows import balance_of_rows, balance_weight, whole_rows
-from accelerate_recipes.ranks import computes_in_bf16
+from accelerate_recipes.ranks import computes_in_bf16, sum_over_ranks
 
 # Size of a chunk of logits: BYTES_OF_A_WORD for each word of the vocabulary or, if more, the size of the hidden states in
 # fp32, but at most BYTES_OF_A_CHUNK. In bf16, with 131,072 words, a chunk has 768 to 2,048 rows.
@@ -42,8 +42,12 @@ def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
     return summed_cross_entropy(output.logits.flatten(0, 1), next_tokens(batch)) + balance
 
 
-def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def next_token_loss_without_logits(
+    model: nn.Module, batch: dict[str, torch.Tensor], losses: torch.Tensor | None = None
+) -> torch.Tensor:
     """Compute the loss and the gradients of `next_token_loss`, with logits of only some of the tokens at a time.
+
+    `losses`, (B x T,) in fp32, gets the loss of each position, 0 where there is no target.
 
     This is for a large vocabulary: whole logits are (B, T, V), and with their gradient take some 10 bytes an element.
 
@@ -57,7 +61,7 @@ def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tens
     # FSDP1 may wrap the output layer too.
     head = next(module for module in causal_lm.get_output_embeddings().modules() if isinstance(module, nn.Linear))
     check_head(causal_lm.config)
-    head.forward = partial(linear_cross_entropy, head, next_tokens(batch))
+    head.forward = partial(linear_cross_entropy, head, next_tokens(batch), losses=losses)
     try:
         output, balance = predict(model, batch)
     finally:
@@ -156,15 +160,20 @@ def sequence_to_sequence_loss(model: nn.Module, batch: dict[str, torch.Tensor]) 
 
 
 @torch.compiler.disable
-def linear_cross_entropy(head: nn.Linear, targets: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Sum the cross-entropy of `head(hidden)`, in nats, as an fp32 scalar. `hidden` is (B, T, H), `targets` (B x T,)."""
+def linear_cross_entropy(
+    head: nn.Linear, targets: torch.Tensor, hidden: torch.Tensor, losses: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sum the cross-entropy of `head(hidden)`, in nats, as an fp32 scalar. `hidden` is (B, T, H), `targets` (B x T,).
+
+    `losses`, like `targets` but in fp32, gets the loss of each position.
+    """
     device = hidden.device.type
     is_cast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if is_cast else hidden.dtype
     # Without autocast: it would compute products of `add_product` in bf16 that must be in fp32. The meta device has none.
     with torch.autocast(device, enabled=False) if is_cast else contextlib.nullcontext():
         return LinearCrossEntropy.apply(
-            head.weight, hidden.flatten(0, -2), head.bias, targets, dtype, torch.is_grad_enabled()
+            head.weight, hidden.flatten(0, -2), head.bias, targets, dtype, torch.is_grad_enabled(), losses
         )
 
 
@@ -181,7 +190,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, weight, hidden, bias, targets, dtype, with_gradients):
+    def forward(ctx, weight, hidden, bias, targets, dtype, with_gradients, losses=None):
         inputs, size = (weight, hidden, bias), weight.shape[0]
         # Each chunk reads and writes the whole gradient of the weight, so chunks should be large. But they should be small
         # beside the model's activations.
@@ -195,7 +204,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden, dtype=dtype) if needed[1] else None
         of_bias = weight.new_zeros(size, dtype=torch.float32) if needed[2] else None
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        losses = torch.empty_like(targets, dtype=torch.float32)
+        losses = torch.empty_like(targets, dtype=torch.float32) if losses is None else losses
         for start in range(0, len(targets), rows):
             chunk = slice(start, start + rows)
             ignored = targets[chunk, None] == IGNORE_INDEX
@@ -235,7 +244,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         factors = factor if scales is None else factor / scales, factor, factor
         # Each sum is freed before the next is multiplied.
         gradients = [times(ctx.kept.pop(0), *how) for how in zip(factors, ctx.dtypes, strict=True)]
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 def times(sums: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -303,3 +312,72 @@ def count_next_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def count_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Count the targets of `sequence_to_sequence_loss`, as a scalar on the batch's device: all labels but padding."""
     return (batch["labels"] != IGNORE_INDEX).sum()
+
+
+def forget_after(gathered: list) -> Callable[[], None]:
+    """Return a function that removes what is added to a list from here on; it may be called several times."""
+    number = len(gathered)
+
+    def forget() -> None:
+        del gathered[number:]
+
+    return forget
+
+
+class LossOfSources:
+    """Loss of next tokens that trains; of a mixture, it also keeps the sums of the sources with these names, for the log.
+
+    `whole_logits` chooses as in `next_token_loss_fn`.
+    """
+
+    def __init__(self, whole_logits: bool, names: Sequence[str] = ()):
+        self.loss_fn, self.whole_logits, self.names = next_token_loss_fn(whole_logits), whole_logits, names
+        self.measured: list[torch.Tensor] = []  # of the micro-batches since the last log line
+
+    def __call__(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if not self.names:
+            return self.loss_fn(model, batch)
+        if self.whole_logits:
+            output, balance = predict(model, batch)
+            targets = next_tokens(batch)
+            losses = F.cross_entropy(
+                output.logits.flatten(0, 1).float(), targets, ignore_index=IGNORE_INDEX, reduction="none"
+            )
+            loss = losses.sum() + balance
+        else:
+            losses = torch.empty(batch["input_ids"].numel(), device=batch["input_ids"].device)
+            loss = next_token_loss_without_logits(model, batch, losses)
+        # Where ranks share rows, the last position has a target too.
+        losses = losses.detach().view(batch["input_ids"].shape)[:, : batch["labels"].shape[1] - 1]
+        self.measured.append(sums_by_source(batch, losses, len(self.names)))
+        return loss
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that forgets the micro-batches from here on."""
+        return forget_after(self.measured)
+
+    def values(self, step: int) -> dict[str, float]:
+        """Return the mean loss and the number of targets of each source since the last log line. Call it on all ranks."""
+        if not self.measured:  # one source, or all steps were left out
+            return {}
+        sums, self.measured = sum_over_ranks(torch.stack(self.measured).sum(0)).tolist(), []
+        return means_of_sources(self.names, sums)
+
+
+def sums_by_source(batch: dict[str, torch.Tensor], losses: torch.Tensor, num_sources: int) -> torch.Tensor:
+    """Sum losses of next tokens, (B, T - 1), by the source of each token, which `source` of the batch numbers, (B, T).
+
+    Returns:
+        (2 K,) of float64: the sums of K sources, then their numbers of targets.
+    """
+    sources = torch.arange(num_sources, device=losses.device)[:, None, None]
+    is_of = (batch["source"][:, 1:] == sources) & (batch["labels"][:, 1:] != IGNORE_INDEX)
+    return torch.cat([torch.where(is_of, losses.double(), 0).sum((1, 2)), is_of.sum((1, 2)).double()])
+
+
+def means_of_sources(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+    """Return the loss and the number of targets of each source, from summed `sums_by_source`; no loss without a target."""
+    found = {}
+    for name, loss, targets in zip(names, sums[: len(names)], sums[len(names) :], strict=True):
+        found |= ({f"{name}_loss": loss / targets} if targets else {}) | {f"{name}_targets": int(targets)}
+    return found

@@ -243,6 +243,8 @@ class MetricsLog:
         line += f", peak memory: {gib:.1f} GiB, data wait: {record['data_wait']:.1%}"
         line += f", retries: {record['retries']}" if record.get("retries") else ""
         line += f", reward: {record['reward']:.3f}" if "reward" in record else ""
+        losses = {name: record.get(f"{name}_loss") for name in sources_in([record])}
+        line += "".join(f", {name}_loss: {loss:.3f}" for name, loss in losses.items() if loss is not None)
         self._write(record, line)
 
     def log_evaluation(self, step: int, values: dict[str, float]) -> None:
@@ -263,6 +265,12 @@ class MetricsLog:
                 file.write(json.dumps(record) + "\n")
         values = {name: value for name, value in record.items() if name not in ("step", "time")}
         self.accelerator.log(values, step=record["step"])
+
+
+def sources_in(records: Iterable[dict]) -> list[str]:
+    """List the names of the sources in the records of a mixture, of which each has several values."""
+    names = dict.fromkeys(name for record in records for name in record if name.endswith("_asked"))
+    return [name.removesuffix("_asked") for name in names]
 
 
 def is_evaluation(record: dict) -> bool:

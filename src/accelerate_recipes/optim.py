@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.adamw import adamw
 from transformers.pytorch_utils import Conv1D
 
-from accelerate_recipes.args import OWN_SCHEDULES, TrainArgs, num_warmup_steps, schedule_problems
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.arguments.schedule import OWN_SCHEDULES, num_warmup_steps, schedule_problems
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.models.weights import WRAPPERS
 from accelerate_recipes.ranks import computes_in_bf16, is_first
@@ -402,6 +403,19 @@ def make_scheduler(
         return args.min_lr_ratio + (1 - args.min_lr_ratio) * shape
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
+
+
+def multiply_in_phases(scheduler: torch.optim.lr_scheduler.LambdaLR, factors: Sequence[tuple[int, float]]) -> None:
+    """Multiply the rate of a schedule by factors, each from a step on, the first of them after step 0."""
+
+    def factor(step: int) -> float:
+        return next((value for begin, value in reversed(factors) if begin <= step), 1.0)
+
+    def times_factor(share: Callable[[int], float]) -> Callable[[int], float]:
+        return lambda step: share(step) * factor(step)
+
+    if factors:
+        scheduler.lr_lambdas = [*map(times_factor, scheduler.lr_lambdas)]
 
 
 def warmup_warnings(args: TrainArgs, total_steps: int) -> list[str]:

@@ -26,8 +26,9 @@ from accelerate_recipes.args import Args, TrainArgs, parse, resolve
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.export import exported_files
 from accelerate_recipes.checkpoint.files import MARKER, SaveError, candidates
+from accelerate_recipes.checkpoint.mirror import finish_copies
 from accelerate_recipes.disk import is_full, print_any_text
-from accelerate_recipes.errors import ConfigError, DataError, NonFiniteError, printable, raise_problems
+from accelerate_recipes.errors import ConfigError, DataError, NonFiniteError, ReplicaError, printable, raise_problems
 from accelerate_recipes.hub.push import push
 from accelerate_recipes.launch.requirements import (
     Requirements,
@@ -119,7 +120,7 @@ def run_recipe(
             say(said, sys.stdout)
         if code:
             parent.tell_launcher(said)
-    except (ConfigError, DataError, NonFiniteError, SaveError) as error:
+    except (ConfigError, DataError, NonFiniteError, ReplicaError, SaveError) as error:
         told = watched is not None and watched.tell_first_rank(str(error))
         if told or not is_first_of_machine():
             # Another process prints the error: rank 0, which this process has told, or the first process of the machine,
@@ -203,3 +204,6 @@ def end_with(args: TrainArgs | None, **changes: str) -> None:
         except OSError as error:  # a full disk must not hide how the run ended
             say(f"warning: status.json could not be written: {error}")
         write_report(Path(args.output_dir))
+    if args is not None:
+        with contextlib.suppress(OSError):  # a copy must not change how a run ends
+            finish_copies(Path(args.output_dir), changes["state"])

@@ -31,6 +31,7 @@ from accelerate_recipes.args import Args
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import step_of
+from accelerate_recipes.checkpoint.mirror import begin_copies
 from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.checkpoint.resume import agree_on_resume
 from accelerate_recipes.data import shown
@@ -172,7 +173,8 @@ class Run(Generic[Args]):
 
     def check_data(self, loaders: dict[str, HasRows]) -> None:
         """Raise ConfigError, before a model is loaded, if a resumed run has other data than its checkpoint."""
-        if self.resumed_from and hasattr(training := loaders.get("Training"), "check"):
+        training = next((loader for name, loader in loaders.items() if name.startswith("Training")), None)
+        if self.resumed_from and hasattr(training, "check"):
             training.check(read_json(self.resumed_from / "data.json"))
 
     def shard(self, model: PreTrainedModel) -> None:
@@ -181,8 +183,8 @@ class Run(Generic[Args]):
         self.model, self.optimizer, self.first_units = prepare(self.accelerator, model, self.args)
 
     def shard_reference(self, model: PreTrainedModel) -> nn.Module:
-        """Shard a second model, which is never trained, as the strategy says."""
-        sharded, *_ = prepare(self.accelerator, model, self.args)
+        """Shard a second model, which is never trained, as the strategy says. It keeps its dtype."""
+        sharded, *_ = prepare(self.accelerator, model.requires_grad_(False), self.args)
         return sharded.eval()
 
     def rest_of_base(self, model: PreTrainedModel) -> dict[str, str | None] | None:
@@ -223,7 +225,7 @@ class Run(Generic[Args]):
             ConfigError: if adapters, strategy or settings do not fit the model.
         """
         if ranks_a_row() > 1:
-            check_shared_masks(model.config, model.config._attn_implementation, self.args.max_length)
+            check_shared_masks(model.config, model.config._attn_implementation, self.args.longest_row)
         if model.config.model_type in UNBALANCED:
             self.print(f"Experts are not balanced: {type(model).__name__} computes no loss for that")
         tie_as_read(model)  # again, since a recipe may load its model without `models.loading`
@@ -285,6 +287,7 @@ def start(args: Args) -> Run[Args]:
         is_folder = os.path.isdir(name)
         same_on_machines("a folder" if is_folder else cache.revision("model", name), f"the commit of {name}")
     run = Run(args, accelerator, agree_on_resume(accelerator, args))
+    begin_copies(args)
     if run.is_first:
         device = device_name(accelerator.device).removeprefix("this ")
         facts = {
@@ -313,7 +316,17 @@ def before_and_after(before: dict, after: dict) -> Result:
     lines = [
         f"Held out, {name.removeprefix('eval_')}: before {before[name]:.4f}, after {after[name]:.4f}" for name in names
     ]
-    panels = [Curves({"held out": name}, spoken(name).capitalize()) for name in names if name != "eval_loss"]
+    sources = [name[5:-5] for name in names if name.endswith("_loss") and name != "eval_loss"]
+    others = [name for name in names if not name.endswith("_loss")]
+    panels = [Curves({"held out": name}, spoken(name).capitalize()) for name in others]
+    shares = {
+        f"{name}{said}": f"{name}_{key}" for name in sources for said, key in (("", "share"), (", asked", "asked"))
+    }
+    panels += [
+        Curves({name: f"{name}_loss" for name in sources}, "Loss by source"),
+        Curves({name: f"eval_{name}_loss" for name in sources}, "Loss by source, held out"),
+        Curves(shares, "Share of the rows"),
+    ]
     return Result("\n".join(lines), curves=panels)
 
 

@@ -47,7 +47,7 @@ class Trial:
     runs them. Before each pass, it calls `begin(name, times)`, where `times` is the number of such passes in a step.
 
     A loss may compare the model with its base. Then `keep_reference(base)` gets the base: the model without its
-    adapters, or a second model, sharded like it.
+    adapters, or a second model, sharded like it. Or it compares it with the model that `make_reference` makes.
     """
 
     config: PreTrainedConfig
@@ -59,6 +59,7 @@ class Trial:
     unit: str = "tokens"
     before_fn: Callable[[Any, dict[str, Any], Callable[[str, int], None]], None] | None = None
     keep_reference: Callable[[Any], None] | None = None
+    make_reference: Callable[[], PreTrainedModel] | None = None
 
     @property
     def is_packed(self) -> bool:
@@ -88,11 +89,11 @@ def config_of(args: TrainArgs) -> PreTrainedConfig:
 
 
 def packed_trial(args: Any, config: PreTrainedConfig | None, loss_fn: Callable) -> Trial:
-    """Make the trial of a causal language model on packed rows of --max_length tokens: one long document, and a short one.
+    """Make the trial of a causal language model on the longest packed rows of a run: one long document, and a short one.
 
     `config` is the configuration of a new model; None for the pretrained model of the arguments.
     """
-    length, rows = args.max_length, args.per_device_train_batch_size
+    length, rows = args.longest_row, args.per_device_train_batch_size
     row = pack_row(np.zeros(length, dtype=np.int64), [length - 1, 1], length, 0, args.document_mask)
     settings = {"attn_implementation": args.attn_implementation, "dtype": load_settings(args)["dtype"]}
     return Trial(

@@ -1,4 +1,4 @@
-"""Train sft.py, dpo.py or grpo.py (RECIPE), and the same base by trl's own trainer and loop, in one process.
+"""Train sft.py, dpo.py, kto.py or grpo.py (RECIPE), and the same base by trl's own trainer and loop, in one process.
 
 trl gets the prepared rows in our order, all of a step as one micro-batch, our optimizer, and for answers our numbers. Written
 to beside.json: how far apart the weights are at the end, and how far trl's have moved, both relative to their length; and the
@@ -8,6 +8,7 @@ largest relative difference of the norms of gradients.
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import datasets
 import torch
 from torch.utils.data import SequentialSampler
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.engine import train
@@ -33,7 +34,12 @@ settings.load_settings = lambda args: {
     "dtype": torch.float64,
     "experts_implementation": "eager",
 }  # torch has no grouped products of it
-CONFIG, TRL = {"sft": (SFTConfig, SFTTrainer), "dpo": (DPOConfig, DPOTrainer), "grpo": (GRPOConfig, GRPOTrainer)}[NAME]
+CONFIG, TRL = {
+    "sft": (SFTConfig, SFTTrainer),
+    "dpo": (DPOConfig, DPOTrainer),
+    "kto": (KTOConfig, KTOTrainer),
+    "grpo": (GRPOConfig, GRPOTrainer),
+}[NAME]
 
 
 class InOrder(TRL):
@@ -70,17 +76,25 @@ def compared(run: Any, loader: Any, *, loss_fn: Any, **functions: Any) -> list[d
     more = {
         "sft": {"assistant_only_loss": False},
         "dpo": {},
+        "kto": {},
         "grpo": {"shuffle_dataset": False, "steps_per_generation": 1},
     }[NAME]
     given = {"reward_funcs": loss_fn.__self__.reward_funcs} if NAME == "grpo" else {}
+    if NAME == "kto":
+        vars(args).update({field.name: field.default for field in fields(KTOConfig) if not hasattr(args, field.name)})
+        # trl would load it with grouped products
+        given["ref_model"] = make_model(args)
     model = make_model(args)
     first = vector(model)
     rows = rows.remove_columns([name for name in rows.column_names if name.startswith("ref_")])
+    rows = rows.select([*in_order(order, args)])
+    if NAME == "kto":
+        rows = rows.map(beside_neighbours, batched=True, batch_size=args.total_batch_size)
     trainer = InOrder(
         model=model,
-        args=trl_config(run, CONFIG, **decided | more),
+        args=trl_config(run, CONFIG, **decided, **more),
         processing_class=load_tokenizer(args.model_name_or_path),
-        train_dataset=rows.select([*in_order(order, args)]),
+        train_dataset=rows,
         **given,
     )
     optimizer = optimizer_fn(model, args)(model)
@@ -106,7 +120,17 @@ def in_order(order: Any, args: Any) -> Iterator[int]:
     else:
         size = args.total_batch_size // args.per_device_train_batch_size
         for batch in islice(order, args.max_steps * size):
-            yield from batch
+            yield from (number % order.num_rows for number in batch)
+
+
+def beside_neighbours(rows: dict[str, list]) -> dict[str, list]:
+    """Make rows of KTO as trl prepares them: in a step, each prompt also has the answer of the row before."""
+    begins = [next(n for n, label in enumerate(labels) if label >= 0) for labels in rows["labels"]]
+    made = {
+        "prompt_ids": [ids[:begin] for ids, begin in zip(rows["input_ids"], begins, strict=True)],
+        "completion_ids": [ids[begin:] for ids, begin in zip(rows["input_ids"], begins, strict=True)],
+    }
+    return made | {"KL_completion_ids": made["completion_ids"][-1:] + made["completion_ids"][:-1]}
 
 
 module.train = compared

@@ -65,7 +65,7 @@ def documents_of(name: str, texts: list[tuple] = TEXTS) -> list[Document]:
     tokenizer, mark, found = processor.tokenizer, tiny_images.FAMILIES[name]["written"], []
     for number, (text, sizes, answer) in enumerate(texts):
         first, *others = text.replace("<image>", mark).split(processor.image_token)
-        written = [pictures.text_of(*size, len(sizes) > 1) for size in sizes]
+        written = [pictures.of_size(*size, len(sizes) > 1)[0] for size in sizes]
         before = "".join([first, *(image + part for image, part in zip(written, others, strict=True))])
         prompt, target = (tokenizer(part)["input_ids"] for part in (f"<|im_start|>{before}:", f"{answer}<|im_end|>"))
         ids = torch.tensor([prompt + target])
@@ -104,7 +104,7 @@ def main(args: Args) -> None:
             step = train_step(run, [on_this_rank(row, run.accelerator) for row in own], loss_of, count_next_tokens)
             if args.exports:
                 run.scheduler.step()
-            found.append((step.loss.item(), step.grad_norm.item()))
+            found.append((step.loss, step.grad_norm.item()))
         weights = {WRAPPERS.sub("", name): toy.whole(p).contiguous() for name, p in run.model.named_parameters()}
         if run.is_first:
             result = {"steps": found, "units": sorted({type(unit).__name__ for unit in fsdp_units(run.model)})}

@@ -16,7 +16,7 @@ from toy import requirements
 from accelerate_recipes import distributed
 from accelerate_recipes.args import arg
 from accelerate_recipes.models.shared_rows import part_of_rows, row_group
-from accelerate_recipes.plan.ledger import GATHERED, Ledger
+from accelerate_recipes.plan.ledger import GATHERED, PARAMETERS, Ledger
 from accelerate_recipes.plan.simulate import Job, load_trial, num_logits, outcome_of, take_steps
 from accelerate_recipes.ranks import data_world_size
 from accelerate_recipes.recipe import run_recipe
@@ -49,10 +49,15 @@ def ledger_of(accelerator, command: list[str]) -> dict:
     if accelerator.is_fsdp2:  # else Accelerate looks for the layers of the model before
         accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None
     run.shard(trial.make_model(trial.config))
+    reference = run.shard_reference(trial.make_reference()) if trial.make_reference else None
+    if reference is not None:
+        trial.keep_reference(reference)
     number = args.accumulation_steps(data_world_size())
     with Ledger("cpu", num_logits(trial.config)) as ledger:
         batches = [{n: v.clone() if torch.is_tensor(v) else v for n, v in trial.batch.items()} for _ in range(number)]
         batches = [part_of_rows(batch, row_group(accelerator)) for batch in batches]
+        if reference is not None:
+            ledger.tag(reference.parameters(), PARAMETERS)
         outcomes = []
         for _ in range(TRIES):
             take_steps(ledger, run, trial, batches)

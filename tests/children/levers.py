@@ -55,7 +55,7 @@ def main(args: Args) -> None:
     dist.reduce_scatter_single = record
     rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, document_mask=True)
     batches = iter(make_train_loader(rows, args, accelerator.process_index, accelerator.num_processes))
-    losses = [train_step(run, [next(batches)], next_token_loss, count_next_tokens).loss.item() for _ in range(STEPS)]
+    losses = [train_step(run, [next(batches)], next_token_loss, count_next_tokens).loss for _ in range(STEPS)]
     if accelerator.is_main_process:
         result = {
             "losses": losses,

@@ -82,9 +82,7 @@ def main(args: Args) -> None:
         return run
 
     def train(run: Run) -> list[float]:
-        return [
-            train_step(run, [batch], next_token_loss_without_logits, count_next_tokens).loss.item() for _ in range(3)
-        ]
+        return [train_step(run, [batch], next_token_loss_without_logits, count_next_tokens).loss for _ in range(3)]
 
     result = {"world_size": world_size, "models": {}}
     for name, values in MODELS.items():

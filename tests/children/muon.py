@@ -57,7 +57,7 @@ def main(args: Args) -> None:
     losses = []
     for _ in range(4):
         step = [next(batches) for _ in range(args.accumulation_steps(world_size))]
-        losses.append(train_step(run, step, next_token_loss, count_next_tokens).loss.item())
+        losses.append(train_step(run, step, next_token_loss, count_next_tokens).loss)
     of_ranks = gather_object([sum(made)])
     if run.accelerator.is_main_process:
         Path(args.output_dir).mkdir(parents=True)

@@ -51,7 +51,7 @@ def main(args: Args) -> None:
     for length in LENGTHS:
         batches = micro_batches(length)
         done = train_step(run, batches, next_token_loss, count_next_tokens)
-        losses.append(done.loss.item())
+        losses.append(done.loss)
         norms.append(done.grad_norm.item())
     if accelerator.is_main_process:
         buffers = {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers()}

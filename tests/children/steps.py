@@ -67,7 +67,7 @@ def main(args: Args) -> None:
             ]
             done = train_step(run, micro, next_token_loss, count_next_tokens)
             run.scheduler.step()
-            found.append((done.loss.item(), done.grad_norm.item()))
+            found.append((done.loss, done.grad_norm.item()))
             if len(found) + first == STEPS // 2:
                 if accelerator.is_main_process:
                     (Path(args.output_dir) / "metrics.jsonl").touch()

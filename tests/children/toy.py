@@ -2,7 +2,8 @@
 
 <output_dir>/rows.jsonl lists the rows of each step. Variables of the environment: TOY_FAULT is where the run dies (see
 faults.py), TOY_FSIZE the largest size of a file in bytes, TOY_HANG a step in which the last rank hangs, TOY_BAD_DATA a step in which
-rank 1's data are bad (0: before training), TOY_POISON a row whose loss is not a number, TOY_PACE extra seconds for each batch.
+rank 1's data are bad (0: before training), TOY_POISON a row whose loss is not a number,
+TOY_FLIP bits that hardware flips: "step", "rank", "where" (loss, gradient or weight) and "times"; TOY_PACE extra seconds for each batch.
 """
 
 import json
@@ -37,6 +38,7 @@ from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.loading import load_model, new_model
 from accelerate_recipes.models.tokenizers import new_word_tokenizer
 from accelerate_recipes.models.weights import WRAPPERS
+from accelerate_recipes.optim import local_shard
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.recipe import Requirements
 from accelerate_recipes.run import Run
@@ -122,12 +124,10 @@ def look_at_data(run: Run[Args], step: int) -> None:
 def train_with_faults(run: Run[Args], loader: StepLoader, *, loss_fn: LossFn, evaluate_fn: EvaluateFn, **rest) -> Any:
     """Train as the template does; write down what each step reads, and let happen what the environment asks for."""
     first_step = step_of(run.resumed_from) if run.resumed_from else 0
-    num_passes = 0
+    flips = json.loads(os.environ.get("TOY_FLIP", '{"step": 0}'))
 
     def faulty_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        nonlocal num_passes
-        step = first_step + num_passes // run.args.accumulation_steps(run.data_world_size) + 1
-        num_passes += 1
+        step = run.scheduler.last_epoch + 1
         if run.rank % ranks_a_row() == 0:
             with (run.output_dir / "rows.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"from": first_step, "step": step, "rows": batch["row"].tolist()}) + "\n")
@@ -137,6 +137,9 @@ def train_with_faults(run: Run[Args], loader: StepLoader, *, loss_fn: LossFn, ev
             time.sleep(1000)
         time.sleep(float(os.environ.get("TOY_PACE", 0)))
         loss = loss_fn(model, batch)
+        if step == flips["step"] and run.rank == flips["rank"] and flips["times"] > 0:
+            flips["times"] -= 1
+            loss = flipped(model, loss, flips["where"], 1e30 * (1 + flips["times"]))
         return loss * float("nan") if int(os.environ.get("TOY_POISON", -2)) in batch["row"] else loss
 
     def faulty_evaluate(step: int) -> dict[str, float]:
@@ -151,6 +154,18 @@ def train_with_faults(run: Run[Args], loader: StepLoader, *, loss_fn: LossFn, ev
         if run.is_first:
             save_file({WRAPPERS.sub("", name): p for name, p in frozen.items()}, run.output_dir / "frozen.safetensors")
     return records
+
+
+def flipped(model: torch.nn.Module, loss: torch.Tensor, where: str, factor: float) -> torch.Tensor:
+    """Let hardware flip a bit: of the loss, of its gradient alone, or of a weight, which stays so."""
+    if where == "loss":
+        return loss * factor
+    if where == "gradient":
+        loss.register_hook(lambda gradient: gradient * factor)
+    else:
+        weight = local_shard(next(model.parameters()).detach())
+        weight.view(torch.int32).flatten()[0] ^= 1
+    return loss
 
 
 def whole(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -63,9 +63,10 @@ def named(name: str, place: str) -> str:
 
 
 def data(value: str, preset: Path) -> str:
-    """Return where the data lie that a shipped preset names, if they are not in the working directory."""
+    """Return where the data lie that a shipped preset or mixture names, if they are not in the working directory."""
     is_here = not value.startswith("data/") or os.path.exists(value)
-    is_shipped = (HOME / value).exists() and preset.resolve().is_relative_to((HOME / "recipes").resolve())
+    folders = [(HOME / name).resolve() for name in ("recipes", "data")]
+    is_shipped = (HOME / value).exists() and any(preset.resolve().is_relative_to(folder) for folder in folders)
     return value if is_here or not is_shipped else str(HOME / value)
 
 

@@ -3,8 +3,6 @@
 import contextlib
 import itertools
 import json
-import math
-import random
 import shutil
 import time
 import warnings
@@ -17,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -30,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from transformers import GenerationConfig, PreTrainedConfig
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.checkpoint import files
+from accelerate_recipes.checkpoint import files, mirror
 from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
 from accelerate_recipes.checkpoint.weight_files import saved_tensors, write_adapter, write_safetensors
@@ -39,6 +36,7 @@ from accelerate_recipes.distributed import strategy_name
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import update_status
+from accelerate_recipes.life.traces import rng_state, set_rng_state
 from accelerate_recipes.models import adapters
 from accelerate_recipes.models.pretrained import check_generation_config, model_checksum
 from accelerate_recipes.models.weights import WRAPPERS
@@ -218,8 +216,11 @@ class Checkpointer:
         files.remove_leftovers(final.parent)
         # The next checkpoint will be as large as the last one. Without room, fail before anything is written.
         if self.newest is not None and self.newest.is_dir():
-            needed, free = files.total_size(self.newest), shutil.disk_usage(final.parent).free
-            if free < needed:
+            needed = files.total_size(self.newest)
+            if self.args.mirror and shutil.disk_usage(final.parent).free < needed:
+                remove_old(final.parent, self.args, waits=False)  # the mirror then stops reading it
+                mirror.wait_for_room(final.parent, needed)
+            if (free := shutil.disk_usage(final.parent).free) < needed:
                 remedy = "make room, or lower --save_total_limit"
                 raise OSError(f"{readable(free)} are free, the last checkpoint has {readable(needed)}; {remedy}")
         unfinished = files.unfinished(final)
@@ -363,35 +364,27 @@ def ask_to_stop_if_failed(save: Future) -> None:
         stop.ask("a save that failed")
 
 
-def remove_old(output_dir: Path, args: TrainArgs) -> None:
-    """Remove the complete checkpoints but the newest `save_total_limit`, each `keep_every_n_steps`, and the best."""
-    present = files.complete_checkpoints(output_dir)
-    keep = set(present[-args.save_total_limit :])  # all, if the limit is 0
-    if args.keep_every_n_steps:
-        keep |= {checkpoint for checkpoint in present if files.step_of(checkpoint) % args.keep_every_n_steps == 0}
-    scores = {checkpoint: found for checkpoint in present if (found := score(checkpoint, args)) is not None}
-    if scores:
-        keep.add(max(scores, key=scores.__getitem__))
-    for old in present:
-        if old not in keep:
+def remove_old(output_dir: Path, args: TrainArgs, *, waits: bool = True) -> None:
+    """Remove the complete checkpoints but the newest `save_total_limit`, each `keep_every_n_steps`, and the best.
+
+    One that the mirror is reading is removed by a later call, unless this one `waits` for nothing.
+    """
+    present = {files.step_of(checkpoint): checkpoint for checkpoint in files.complete_checkpoints(output_dir)}
+    scores = {step: best_score(checkpoint, args) for step, checkpoint in present.items()}
+    keep = files.kept(scores, args.save_total_limit, args.keep_every_n_steps)
+    is_read = mirror.read_now(output_dir) if args.mirror and waits else None
+    for step, old in present.items():
+        if step not in keep and old.name != is_read:
             # Rename first: an interrupted removal must not leave a directory with the name of a checkpoint.
             shutil.rmtree(old.rename(files.unfinished(old)))
 
 
-def score(checkpoint: Path, args: TrainArgs) -> float | None:
-    """Return `metric_for_best_model` at the checkpoint's step, negated if a lower value is better.
-
-    None if it was not measured, if it is not finite, or if the checkpoint's metrics.jsonl is damaged.
-    """
-    if not args.metric_for_best_model or files.difference(checkpoint, "metrics.jsonl", files.read_marker(checkpoint)):
+def best_score(checkpoint: Path, args: TrainArgs) -> float | None:
+    """Return `files.score` of a checkpoint; None also if its metrics.jsonl is damaged."""
+    metric, step = args.metric_for_best_model, files.step_of(checkpoint)
+    if not metric or files.difference(checkpoint, "metrics.jsonl", files.read_marker(checkpoint)):
         return None
-    key = f"eval_{args.metric_for_best_model}"
-    records = read_json_lines(checkpoint / "metrics.jsonl")
-    values = [record[key] for record in records if key in record and record["step"] == files.step_of(checkpoint)]
-    if not values or not math.isfinite(values[-1]):
-        return None
-    is_loss = args.metric_for_best_model.endswith("loss")
-    return values[-1] if args.greater_is_better or (args.greater_is_better is None and not is_loss) else -values[-1]
+    return files.score(read_json_lines(checkpoint / "metrics.jsonl"), step, metric, args.greater_is_better)
 
 
 def seek(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
@@ -399,23 +392,3 @@ def seek(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
     scheduler.last_epoch = step - 1
     scheduler._step_count += 1  # a first step of the schedule before one of the optimizer would be warned of
     scheduler.step()
-
-
-def rng_state() -> dict[str, Any]:
-    """Return the state of every random generator of this process, in a form that `weights_only=True` can load."""
-    kind, keys, *rest = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.copy()), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy(), *rest))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

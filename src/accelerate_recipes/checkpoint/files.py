@@ -1,10 +1,12 @@
 """Names and files of checkpoints and exports: which are complete, which are damaged, and what a killed run has left."""
 
 import json
+import math
 import os
 import re
 import shutil
 import warnings
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, count
 from pathlib import Path
@@ -16,7 +18,6 @@ from safetensors import SafetensorError
 
 from accelerate_recipes.disk import checksum, fsync, read_json
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.ranks import is_first
 
 # torch warns when a single process saves, which is intended here. With FSDP1, which always saves this way, it warns dozens
 # of times.
@@ -47,8 +48,6 @@ def defect(checkpoint: Path) -> str | None:
         return f"its {MARKER} is damaged: {error}"
     for name, entry in marker["files"].items():
         file = checkpoint / name
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            return f"its {MARKER} names {name}, which is not in it"
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != entry["size"]:
@@ -105,12 +104,22 @@ def read_marker(checkpoint: Path) -> dict:
         FileNotFoundError: if there is none.
         ValueError: if it was changed.
     """
-    marker = read_json(checkpoint / MARKER)
+    return checked_marker(read_json(checkpoint / MARKER))
+
+
+def checked_marker(marker: Any) -> dict:
+    """Return a marker without its own checksum.
+
+    Raises:
+        ValueError: if it was changed, or names a file outside of the checkpoint.
+    """
     if not isinstance(marker, dict) or "args.yaml" not in marker.get("files", ()):
         raise ValueError("it does not list the files of a checkpoint")
     written = marker.pop("checksum", None)
     if written != checksum_of(marker):
         raise ValueError(f"its checksum is {checksum_of(marker)} instead of {written}")
+    if outside := next((n for n in marker["files"] if Path(n).is_absolute() or ".." in Path(n).parts), None):
+        raise ValueError(f"it names {outside}, which is not in the checkpoint")
     return marker
 
 
@@ -121,7 +130,11 @@ def write_marker(checkpoint: Path, marker: dict) -> None:
 
 def total_size(checkpoint: Path) -> int:
     """Add up the bytes of a checkpoint's files, as its marker lists them."""
-    return sum(entry["size"] for entry in read_marker(checkpoint)["files"].values())
+    return listed_bytes(read_marker(checkpoint))
+
+
+def listed_bytes(marker: dict) -> int:
+    return sum(entry["size"] for entry in marker["files"].values())
 
 
 def checksum_of(marker: dict) -> str:
@@ -142,6 +155,8 @@ def complete_checkpoints(output_dir: Path) -> list[Path]:
 
     Rank 0 warns about each directory that has the name of a checkpoint but is not complete.
     """
+    from accelerate_recipes.ranks import is_first  # torch, which the uploader of a mirror does without
+
     complete = []
     for checkpoint in candidates(output_dir):
         reason = defect(checkpoint)
@@ -150,6 +165,32 @@ def complete_checkpoints(output_dir: Path) -> list[Path]:
         elif is_first():
             warnings.warn(f"skipping {checkpoint}: {reason}", stacklevel=2)
     return complete
+
+
+def kept(scores: Mapping[int, float | None], limit: int, every: int) -> set[int]:
+    """Choose the steps whose checkpoints are kept: the newest `limit` (0: all), multiples of `every`, and the best.
+
+    `scores` has the complete checkpoints by step; a higher score is better.
+    """
+    keep = set(sorted(scores)[-limit:])
+    if every:
+        keep |= {step for step in scores if step % every == 0}
+    found = {step: value for step, value in sorted(scores.items()) if value is not None}
+    return keep | ({max(found, key=found.__getitem__)} if found else set())
+
+
+def score(records: Sequence[dict], step: int, metric: str, greater_is_better: bool | None) -> float | None:
+    """Return the value of the evaluation by which the best checkpoint is chosen, negated if a lower value is better.
+
+    None without a `metric`, if it was not measured at `step`, or if it is not finite.
+    """
+    key = f"eval_{metric}"
+    values = [record[key] for record in records if metric and key in record and record["step"] == step]
+    if not values or not math.isfinite(values[-1]):
+        return None
+    return (
+        values[-1] if greater_is_better or (greater_is_better is None and not metric.endswith("loss")) else -values[-1]
+    )
 
 
 def set_aside(checkpoint: Path) -> None:

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.export import check_replaceable, is_same_model
+from accelerate_recipes.checkpoint.mirror import fetch_from_mirror, fetched, is_copy
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.life import lock
 from accelerate_recipes.ranks import on_all_ranks, on_first_rank
@@ -38,7 +39,7 @@ def find_resume(args: TrainArgs) -> Path | None:
     elif given == "none":
         chosen = None
     else:
-        chosen = Path(given)
+        chosen = fetched(given, output_dir / "fetched") if is_copy(given) else Path(given)
         if reason := files.other_kind(chosen, "checkpoint"):
             raise ConfigError(f"--resume_from_checkpoint {given}: {reason}; give latest, none, or a checkpoint's path")
         if not files.NAME.fullmatch(chosen.name):
@@ -81,6 +82,9 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
     rank, world_size = accelerator.process_index, accelerator.num_processes
     # A damaged checkpoint is renamed, so the next turn finds an older one.
     while True:
+        if args.mirror:
+            on_first_rank(lambda: take_directory(Path(args.output_dir)))
+            fetch_from_mirror(args)
         chosen = on_first_rank(lambda: find_in_own(args))
         unseen = [i for i, reason in enumerate(on_all_ranks(chosen and files.defect(chosen))) if reason]
         if unseen:
@@ -112,12 +116,7 @@ def find_in_own(args: TrainArgs) -> Path | None:
         ConfigError: like `find_resume`, and if another run owns the directory, or if it cannot be written to.
     """
     output_dir = Path(args.output_dir)
-    try:
-        lock.take(output_dir)
-    except OSError as error:
-        names = ", ".join(map(str, files.leftovers(output_dir)))
-        room = f"make room: {names} may be removed" if names else "make room, or give another"
-        raise ConfigError(f"--output_dir {output_dir} cannot be written to: {error}; {room}") from None
+    take_directory(output_dir)
     try:
         chosen = find_resume(args)
     except ConfigError:
@@ -125,6 +124,15 @@ def find_in_own(args: TrainArgs) -> Path | None:
         raise
     files.remove_leftovers(output_dir)
     return chosen
+
+
+def take_directory(output_dir: Path) -> None:
+    try:
+        lock.take(output_dir)
+    except OSError as error:
+        names = ", ".join(map(str, files.leftovers(output_dir)))
+        room = f"make room: {names} may be removed" if names else "make room, or give another"
+        raise ConfigError(f"--output_dir {output_dir} cannot be written to: {error}; {room}") from None
 
 
 def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:

@@ -32,8 +32,9 @@ def space_needed(
     at_once = saves
     if args.save_total_limit:
         kept = args.max_steps // args.keep_every_n_steps if args.max_steps > 0 and args.keep_every_n_steps else 0
-        # An old checkpoint is removed only when the new one is complete.
-        at_once = min(saves, args.save_total_limit + bool(args.metric_for_best_model) + 1 + kept)
+        # An old checkpoint is removed only when the new one is complete, and when the mirror has read it.
+        more = bool(args.metric_for_best_model) + bool(args.mirror) + 1
+        at_once = min(saves, args.save_total_limit + more + kept)
     coming = max(0, at_once - len(present))
     export = (num_parameters if args.merge_adapter else trained) * args.param_dtype.itemsize + rest
     return coming * size + export, f"{coming} checkpoints of {readable(size)} and the export of {readable(export)}"

@@ -67,7 +67,7 @@ class ChatArgs(RowsArgs):
         template = str(tokenizer.chat_template)  # all of them if it has several, by name
         if ASKS in template:
             self.template_date = self.template_date or on_first_rank(
-                lambda: first_prepared(self.read_rows()["train"], template)
+                lambda: first_prepared(self.alone[0].read_rows()["train"], template)
             )
         elif self.template_date:
             raise ConfigError(

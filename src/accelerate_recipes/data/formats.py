@@ -43,6 +43,8 @@ from accelerate_recipes.errors import ConfigError, DataError, other_recipe, prin
 from accelerate_recipes.ranks import is_first
 
 PAIR, SCORES, JUDGED = ("chosen", "rejected"), ("score_chosen", "score_rejected"), ("prompt", "completion", "score")
+LABEL = "label"  # column that says whether an answer is good
+VALUES = (*SCORES, JUDGED[2], LABEL)  # columns that judge answers
 ANSWERS = {"output", "completion", "response", "answer", *PAIR}
 BEFORE = ("system", "history")  # a system prompt as text; earlier questions with their answers
 PLAIN = datasets.List({"role": TEXT, "content": TEXT})
@@ -59,7 +61,7 @@ class Form(NamedTuple):
     @property
     def said(self) -> list[str]:
         """Columns that hold texts or messages."""
-        return [name for name in self.needs if name != JUDGED[2]]
+        return [name for name in self.needs if name not in VALUES]
 
     @property
     def is_pair(self) -> bool:
@@ -82,6 +84,7 @@ DPO = (
     Form("Alpaca pairs", ("instruction", *PAIR), ("input", *SCORES, *BEFORE)),
     Form("question and pair", ("question", *PAIR), (*SCORES, *BEFORE)),
 )
+KTO = tuple(Form(f"{form.name}, with a label", (*form.needs, LABEL), form.takes, form.is_written) for form in SFT)
 
 
 @dataclass
@@ -92,6 +95,11 @@ class FormatArgs(ChatArgs):
     columns: list[str] = arg(
         [], "Columns that have other names than in a form, as NAME=COLUMN: prompt=question completion=answer."
     )
+
+    # What a source of a mixture may set, where the recipe takes a mixture.
+    of_source = (
+        "dataset_name", "dataset_config", "train_split", "train_files", "eval_files", "heldout_share", "columns",
+    )  # fmt: skip
 
     @property
     def forms(self) -> Sequence[Form]:
@@ -173,7 +181,7 @@ def in_usual_form(
     else:
         made = ["messages"] if as_messages else ["prompt", "completion"]
     kind = TEXT if not as_messages else PLAIN if are_texts else ANY
-    kept = {name: rows.features[name] for name in (*SCORES, JUDGED[2], *SETTINGS) if name in read}
+    kept = {name: rows.features[name] for name in (*VALUES, *SETTINGS) if name in read}
     return rows.map(
         usual_row,
         with_indices=True,
@@ -255,7 +263,7 @@ def ambiguity(
 
 def check_judged(rows: datasets.Dataset, form: Form, mapping: dict[str, str], source: str) -> None:
     """Raise ConfigError for answers of which a column says that some are bad, as in rows for KTO: SFT would train them."""
-    if form in DPO or form.name == "text" or {*form.needs} <= {*mapping}:
+    if form in (*DPO, *KTO) or form.name == "text" or {*form.needs} <= {*mapping}:
         return
     for name in ("label", "kto_tag"):
         if not isinstance(rows.features.get(name), datasets.Value):
@@ -266,7 +274,8 @@ def check_judged(rows: datasets.Dataset, form: Form, mapping: dict[str, str], so
             numbers = [number for number, value in enumerate(rows[name], 1) if value in bad]
             raise ConfigError(
                 f"{source}, row {numbers[0]}: {name!r} is {bad[0]!r}, as in {len(numbers):,} of {len(rows):,} rows: it "
-                "marks a bad answer, which would be trained like the good ones; remove these rows, or give "
+                "marks a bad answer, which would be trained like the good ones; train on both by recipes/kto.py, remove "
+                "these rows, or give "
                 f"--columns {' '.join(f'{need}={need}' for need in form.needs)} if {name} means something else"
             )
 
@@ -335,7 +344,7 @@ def usual_row(
         DataError: for a row that does not have the form.
     """
     number = index + 1
-    kept = {name: row[name] for name in (*SCORES, JUDGED[2], *SETTINGS) if name in row}
+    kept = {name: row[name] for name in (*VALUES, *SETTINGS) if name in row}
     if kept.get("tools") is not None:
         tools = parsed(row["tools"], "tools", number, source) or []
         if form.needs[0] == "conversations":
@@ -351,7 +360,7 @@ def usual_row(
 
 def texts(row: dict, form: Form) -> dict[str, str]:
     """Return a prompt that ends with a blank line, and the answers."""
-    asked, *answers = form.needs
+    asked, *answers = form.said
     prompt = "".join(f"{message['content']}\n\n" for message in [*said_before(row), *question(row, asked)])
     found = {name: text_in(row, name) for name in answers}
     return {"prompt": prompt} | (found if form.is_pair else {"completion": found[answers[0]]})

@@ -24,6 +24,7 @@ from accelerate_recipes.data.stream_order import Row
 from accelerate_recipes.data.streams import StreamLoader
 from accelerate_recipes.data.tars import TarImage, stream_images
 from accelerate_recipes.errors import DataError
+from accelerate_recipes.models import IGNORE_INDEX
 
 SHUFFLED = 256  # images that every stream holds in memory, about 28 MB of ImageNet's files
 
@@ -80,14 +81,23 @@ class ImageShards(Preparation):
 class ImageStreams(StreamLoader):
     """StreamLoader of images. A batch identifies its images by epoch, number of the shard, and place in the shard."""
 
+    names = ("epoch", "shard", "image")
+
     def __init__(
         self, source: ImageShards, args: TrainArgs, rank: int, world_size: int, num_streams: int, block: int = SHUFFLED
     ):
         super().__init__(source, args, rank, world_size, max_length=1, num_streams=num_streams, shuffle_block=block)
 
-    def _batch(self, rows: list[list[Row]]) -> dict[str, Any]:
-        return default_collate([row.tokens[0] for (row,) in rows])
+    def _batch(self, rows: list[list[Row]], max_length: int) -> dict[str, Any]:
+        images = [row.tokens[0] for (row,) in rows]
+        return default_collate([empty(i) if tuple(i["row"].tolist()) in self.excluded else i for i in images])
 
     def counts(self) -> dict[str, int]:
         counts = super().counts()
         return {"images_seen": counts["documents_seen"], "retries": counts["retries"]}
+
+
+def empty(image: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return a black image without a target in place of another."""
+    labels = {name: np.full_like(value, IGNORE_INDEX) for name, value in image.items() if name.endswith("labels")}
+    return image | labels | {"pixel_values": np.zeros_like(image["pixel_values"]), "row": np.array([-1, -1, -1])}

@@ -6,20 +6,20 @@ The tokens of an image follow from its size alone. So rows are made from sizes, 
 import contextlib
 import io
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from PIL import Image, ImageOps
-from tqdm import tqdm
 from transformers import ProcessorMixin
 
-from accelerate_recipes.data.image_texts import ImageTexts, Size, render_documents
+from accelerate_recipes.data.image_texts import ImageTexts, Key, Size, render_documents
 from accelerate_recipes.data.rendering import Rendering, first_difference
 from accelerate_recipes.errors import DataError
-from accelerate_recipes.ranks import is_first
 
 ORIENTATION = 0x0112  # EXIF's number of the field that says how a camera was held
 SIDEWAYS = (5, 6, 7, 8)
@@ -114,15 +114,21 @@ def image_checksum(content: bytes) -> str:
     return xxhash.xxh3_64_hexdigest(content)
 
 
+def keys_of(documents: Iterable[tuple[str, Sequence[Size]]]) -> dict[Key, str]:
+    """Map the keys of all images of documents to the first document with it; see `Pictures.texts_for`."""
+    found: dict[Key, str] = {}
+    for place, sizes in documents:
+        # A part of the row may have the first image alone.
+        for key in [*((*size, len(sizes) > 1) for size in sizes), *((*size, False) for size in sizes[:1])]:
+            found.setdefault(key, place)
+    return found
+
+
 class Pictures:
     """Values and texts that a model's processor makes of images, without the texts around them."""
 
     def __init__(self, processor: ProcessorMixin):
         self.processor = processor
-        # By width, height, and whether there are others: of what was asked for, the text, and the inputs of the image alone
-        # or of two, in which pixels have no values.
-        self.texts: dict[tuple[int, int, bool], str] = {}
-        self.shapes: dict[tuple[int, int, bool], dict[str, torch.Tensor]] = {}
 
     @property
     def names(self) -> list[str]:
@@ -134,42 +140,31 @@ class Pictures:
         Raises:
             DataError: for a size that the processor refuses.
         """
-        bar = tqdm(desc="Sizes of images", unit=" sizes", disable=None if is_first() else True, delay=10)
-        for place, sizes in documents:
-            # A part of the row may have the first image alone.
-            for size, is_among_others in [
-                *((size, len(sizes) > 1) for size in sizes),
-                *((size, False) for size in sizes[:1]),
-            ]:
-                bar.update((*size, is_among_others) not in self.texts)
-                try:
-                    self.text_of(*size, is_among_others)
-                except ValueError as error:
-                    raise DataError(f"{place}: {error}") from error
-        bar.close()
-        return ImageTexts(self.processor.image_token, self.texts)
+        texts = {}
+        for key, place in keys_of(documents).items():
+            try:
+                texts[key] = zlib.compress(self.of_size(*key)[0].encode())
+            except ValueError as error:
+                raise DataError(f"{place}: {error}") from error
+        return ImageTexts(self.processor.image_token, texts)
 
-    def text_of(self, width: int, height: int, is_among_others: bool) -> str:
-        """Return the text that stands for an image. LLaVA-OneVision divides an image into tiles only if it is alone.
+    def of_size(self, width: int, height: int, is_among_others: bool) -> tuple[str, dict[str, torch.Tensor]]:
+        """Make the text that stands for an image, and what the model reads of a blank one, or of two.
+
+        LLaVA-OneVision divides an image into tiles only if it is alone.
 
         Raises:
             ValueError: for a size that the processor refuses.
         """
-        key = width, height, is_among_others
-        if key not in self.texts:
-            blank = Image.new("RGB", (width, height))
-            try:
-                values, (self.texts[key], *_) = self.processed([blank, blank] if is_among_others else [blank])
-            except Exception as error:  # processors raise errors of many kinds
-                raise ValueError(
-                    f"the processor of the model refuses an image of {width} x {height} pixels: {error}; give another "
-                    "image, or remove the row"
-                ) from error
-            values = {name: torch.as_tensor(value) for name, value in values.items() if name in self.names}
-            self.shapes[key] = {
-                name: value.to("meta") if name == "pixel_values" else value for name, value in values.items()
-            }
-        return self.texts[key]
+        blank = Image.new("RGB", (width, height))
+        try:
+            values, (text, *_) = self.processed([blank, blank] if is_among_others else [blank])
+        except Exception as error:  # processors raise errors of many kinds
+            raise ValueError(
+                f"the processor of the model refuses an image of {width} x {height} pixels: {error}; give another "
+                "image, or remove the row"
+            ) from error
+        return text, {name: torch.as_tensor(value) for name, value in values.items() if name in self.names}
 
     def processed(self, images: Sequence[Image.Image]) -> tuple[dict[str, Any], list[str]]:
         """Process the images of one document; also return the text that stands for each."""
@@ -190,8 +185,16 @@ class Pictures:
         return {name: torch.isin(ids, known).long() for name in names}
 
 
+def pixels_shown(processor: ProcessorMixin, images: Sequence[Image.Image]) -> list[float]:
+    """Return the number of pixel values that a processor makes of images, and some of them, evenly spread."""
+    values = Pictures(processor).inputs(images)["pixel_values"].flatten()
+    return [len(values), *values[:: len(values) // 64 + 1].tolist()]
+
+
 def render_with_images(row: dict, processor: ProcessorMixin, **settings: Any) -> list[Rendering]:
     """Render a row with `messages` and `images` as documents; the processor must make the same tokens of the whole row.
+
+    If the row has `pixels`, those that `pixels_shown` has found in training, they must also be the same.
 
     Raises:
         ValueError: if it does not, and like `image_texts.render_documents`.
@@ -213,6 +216,11 @@ def render_with_images(row: dict, processor: ProcessorMixin, **settings: Any) ->
             raise ValueError(
                 f"token {place + 1} is another one of the processor: images stand elsewhere than in training"
             )
+    if images and row.get("pixels"):
+        before, now = row["pixels"], pixels_shown(processor, images)
+        # Releases of PIL and numpy may round otherwise; another mean, size or filter changes more.
+        if len(before) != len(now) or not np.allclose(before, now, rtol=0, atol=1e-3):
+            raise ValueError(f"its images have other pixel values than in training: {now[:6]}..., were {before[:6]}...")
     return [Rendering(*document[:3]) for document in documents]
 
 

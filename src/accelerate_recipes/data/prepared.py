@@ -189,7 +189,7 @@ def tokenizing_warnings(args: TrainArgs, needed: Sequence[cache.HubDataset]) -> 
     """Warn if the rows probably take longer to tokenise than the waiting processes allow."""
     if not args.tokenizes_first:
         return []
-    local = [*args.train_files, *args.eval_files]
+    local = [file for source in args.alone for file in (*source.train_files, *source.eval_files)]
     size = sum(cache.size_of(Path(file)) or 0 for file in local) + sum(map(cache.bytes_of, needed))
     num_workers = args.dataset_num_proc or 1
     seconds = size / (TOKENIZED_PER_SECOND * num_workers)

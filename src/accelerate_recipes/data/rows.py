@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import NUM_ROWS
+from accelerate_recipes.data.excluded import excluded_rows
 from accelerate_recipes.data.prepared import check_content
 from accelerate_recipes.errors import ConfigError, DataError
 
@@ -37,9 +38,9 @@ class Rows(torch.utils.data.Dataset):
 
 
 @lru_cache(maxsize=2)
-def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order of the rows in one epoch."""
-    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(num_rows)
+def permutation(num_rows: int, seed: int, epoch: int, source: int = 0) -> np.ndarray:
+    """Return the order of the rows in one epoch. Each `source` of 32 bits, of a mixture, has another."""
+    return np.random.Generator(np.random.Philox(key=[seed, epoch + (source << 32)])).permutation(num_rows)
 
 
 def rows_of_step(step: int, batch_size: int, num_rows: int, seed: int, end: float = math.inf) -> list[int]:
@@ -66,11 +67,15 @@ class StepOrder(Sampler[list[int]]):
         self.rank = rank
         self.world_size = world_size
         self.start_step = 0
+        self.excluded = excluded_rows(args.exclude_rows)
+        if beyond := [row for row in self.excluded if row >= num_rows]:
+            said = f"--exclude_rows {args.exclude_rows} names row {max(beyond)}"
+            raise ConfigError(f"{said}, but the data have {num_rows} rows, from 0; the file belongs to other data")
 
     def __iter__(self) -> Iterator[list[int]]:
         size, step = self.args.per_device_train_batch_size, self.start_step
         while rows := self.rows(step):
-            mine = self.share_of(rows)
+            mine = [-1 if row % self.num_rows in self.excluded else row for row in self.share_of(rows)]
             for start in range(0, len(mine), size):
                 yield mine[start : start + size]
             step += 1
@@ -197,16 +202,18 @@ def make_train_loader(
     lengths: np.ndarray | None = None,
     collate_fn: Callable[[list], dict[str, torch.Tensor]] | None = None,
     content: str = "",
-    order_class: type[StepOrder] = StepOrder,
+    order_class: Callable[..., StepOrder] = StepOrder,
+    loader_class: type[StepLoader] = StepLoader,
 ) -> StepLoader:
     """Make the loader of this rank's micro-batches, in the order of the steps.
 
     With `lengths`, the micro-batches of a step have rows of similar length. `order_class` is EpochOrder for rows with random
-    changes. `content` is the `checksum_of_rows`, by which a resumed run checks that the rows are the same.
+    changes; a mixture has its own order and loader. `content` is the `checksum_of_rows`, by which a resumed run checks that
+    the rows are the same.
     """
     position = (args, rank, world_size)
     order = order_class(len(rows), *position) if lengths is None else LengthOrder(lengths, *position)
-    loader = StepLoader(
+    loader = loader_class(
         rows,
         batch_sampler=order,
         collate_fn=collate_fn,
@@ -225,6 +232,7 @@ def make_eval_loader(
     world_size: int,
     lengths: np.ndarray | None = None,
     collate_fn: Callable[[list], dict[str, torch.Tensor]] | None = None,
+    num_workers: int = 0,
 ) -> RowLoader:
     """Make a loader with every row on exactly one rank and equally many batches on each, padded by rows without targets.
 
@@ -246,6 +254,7 @@ def make_eval_loader(
         rows,
         batch_sampler=batches,
         collate_fn=collate_fn,
+        num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # evaluation must not change the dropout of later steps
     )

@@ -12,7 +12,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import xxhash
 from huggingface_hub import HfApi, constants
@@ -166,3 +166,9 @@ def hub_url(dataset_name: str, name: str, revision: str) -> str:
 def is_named_elsewhere(file: str) -> bool:
     """Tell whether a user names a file by a URL or on the Hub, not on this disk."""
     return is_remote(file) or file.startswith(HUB)
+
+
+def fingerprint(shards: Sequence[str]) -> list:
+    """Return the number of shards and a hash of their names, without folders: a run may continue with a copy of the data."""
+    names = "\n".join(PurePath(shard).name for shard in shards)
+    return [len(shards), xxhash.xxh64_hexdigest(names.encode())]

@@ -89,8 +89,9 @@ def first_rows(
     counted, which = "", "the first"
     if num_targets is not None:
         counted = f"Rows to train on: {count_line(num_targets, counts)}"
-    elif "Training" in loaders:  # a stream: nobody has counted its rows
-        first = np.array([row.num_targets for row in dict(parts)["Training"]])
+    elif first := [row.num_targets for name, rows in parts if name.startswith("Training") for row in rows]:
+        # Streams: nobody has counted their rows.
+        first = np.array(first)
         counted, which = f"The first rows to train on: {count_line(first, {})}", "they"
     if folder:
         write_rows(folder, parts, counted)

@@ -16,6 +16,10 @@ The order of an epoch depends on (seed, epoch). The shards are permuted and deal
 left over (all of them, if there are fewer shards than streams) are shared: if k streams share a shard, each takes every
 k-th document. Within a shard, each stream shuffles its documents in blocks of `shuffle_block`.
 
+In a mixture (`mixed_streams`) rows run on over the end of an epoch: the row in which an epoch ends goes on with the first
+documents of the next, so no stream ever ends. Streams that share a shard take turns with its documents, so a source may have
+fewer documents than there are streams: an epoch of it still has each document once.
+
 Every row carries the state of its stream after that row, eight numbers. So a checkpoint holds the states after the rows
 that were consumed, not after those that workers have prepared. For a resume, each stream decompresses at most one shard
 from its start.
@@ -30,6 +34,8 @@ import numpy as np
 from accelerate_recipes.errors import DataError
 
 Offer = tuple[tuple[int, bool, int], int, int]  # key of a row, number of its tokens, rank that has it
+# Its multiples modulo 2**64 fill any interval evenly, so in few epochs each stream has each of the turns.
+GOLDEN = 0x9E3779B97F4A7C15
 SHUFFLE_BLOCK = 1024  # documents that every stream holds in memory, about 2 MB of C4's text
 
 
@@ -62,7 +68,7 @@ class StreamState(NamedTuple):
     part: int = 0  # place in the epoch's list of the stream's shards
     document: int = 0  # place among the stream's documents of this shard, in shuffled order
     token: int = 0  # place in this document
-    rows: int = 0  # since the start of the epoch
+    rows: int = 0  # since the start of the epoch; of the run, if rows run on over its end
     tokens: int = 0  # since the start of the run
     documents: int = 0  # documents that ended since the start of the run
     left_out: int = 0  # documents with too few tokens since the start of the run
@@ -77,6 +83,7 @@ class Order(NamedTuple):
     shuffle_block: int = SHUFFLE_BLOCK
     min_document_tokens: int = 0
     heldout_share: float = 0.0
+    runs_on: bool = False  # a row goes on over the end of an epoch
 
 
 class Row(NamedTuple):
@@ -91,7 +98,8 @@ class Row(NamedTuple):
     place: int  # (number of earlier rows of its stream in the epoch) * (number of streams) + (number of its stream)
     tokens: np.ndarray  # (T,) integers, or one object
     lengths: list[int]  # of the pieces of documents in the row
-    state: StreamState  # of its stream, after this row
+    state: StreamState  # of its stream, or of its source in this stream, after this row
+    source: int = 0  # number of its source in a mixture
 
     @property
     def key(self) -> tuple[int, bool, int]:
@@ -118,7 +126,9 @@ def parts_of_stream(order: Order, num_shards: int, stream: int, epoch: int) -> l
         # The streams are divided among the shards left over: streams `first` to `end - 1` share this one.
         place = stream * left // order.num_streams
         first, end = (-(-p * order.num_streams // left) for p in (place, place + 1))
-        parts.append((shards[whole + place], stream - first, end - first))
+        stride = end - first
+        turn = (epoch * GOLDEN % 2**64) * stride >> 64 if order.runs_on else 0
+        parts.append((shards[whole + place], (stream - first + turn) % stride, stride))
     return parts
 
 
@@ -147,7 +157,7 @@ def stream_documents(
 def stream_rows(
     source: Documents, order: Order, stream: int, state: StreamState, on_retry: Callable[[], None]
 ) -> Iterator[Row]:
-    """Yield the rows of one stream from `state` on, without end. Each epoch ends with a remainder.
+    """Yield the rows of one stream from `state` on, without end. Each epoch ends with a remainder, unless rows run on.
 
     Raises:
         DataError: if there is no document at all.
@@ -159,8 +169,8 @@ def stream_rows(
         return Row(state.epoch, is_rest, place, tokens, [len(piece) for piece in pieces], behind)
 
     # One turn of this loop is the rest of an epoch, from `state` on. `start` is the first unread token of the document.
+    pieces, space, is_checked = [], order.max_length, False
     while True:
-        pieces, space = [], order.max_length
         start, tokens_seen, ended, left_out = state.token, state.tokens, state.documents, state.left_out
         for (part, document), tokens in stream_documents(source, order, stream, state, on_retry):
             if len(tokens) < order.min_document_tokens:
@@ -181,11 +191,15 @@ def stream_rows(
                     yield row(False, behind)
                     state, pieces, space = behind, [], order.max_length
             start = 0
-        if not pieces and state.rows == 0:
+        if not (pieces or state.rows or is_checked):
             check_not_empty(source, order, on_retry)
+            is_checked = True
         behind = StreamState(state.epoch + 1, tokens=tokens_seen, documents=ended, left_out=left_out)
-        yield row(True, behind)
-        state = behind
+        if order.runs_on:
+            state = behind._replace(rows=state.rows)
+        else:
+            yield row(True, behind)
+            state, pieces, space = behind, [], order.max_length
 
 
 def check_not_empty(source: Documents, order: Order, on_retry: Callable[[], None]) -> None:
@@ -210,14 +224,22 @@ def no_document(use: str, shards: Sequence[str], min_document_tokens: int) -> st
     return f"there is no document{least} to {use} on in {shards[0]}{more}"
 
 
-def rows_of_epoch(lengths: Sequence[np.ndarray], order: Order, epoch: int) -> int:
-    """Count the rows of an epoch, given the number of tokens of each document of each shard."""
-    whole, rests = 0, []
+def tokens_of_epoch(lengths: Sequence[np.ndarray], order: Order, epoch: int) -> list[int]:
+    """Count the tokens that each stream reads in an epoch, given the number of tokens of each document of each shard."""
+    found = []
     for stream in range(order.num_streams):
         parts = parts_of_stream(order, len(lengths), stream, epoch)
         read = np.concatenate([lengths[shard][first::stride] for shard, first, stride in parts] or [np.empty(0, int)])
+        found.append(int(read[read >= order.min_document_tokens].sum()))
+    return found
+
+
+def rows_of_epoch(lengths: Sequence[np.ndarray], order: Order, epoch: int) -> int:
+    """Count the rows of an epoch, given the number of tokens of each document of each shard."""
+    whole, rests = 0, []
+    for stream, tokens in enumerate(tokens_of_epoch(lengths, order, epoch)):
         # A stream cuts its tokens into rows without gaps, so only their sum counts.
-        rows, rest = divmod(int(read[read >= order.min_document_tokens].sum()), order.max_length)
+        rows, rest = divmod(tokens, order.max_length)
         whole += rows
         rests.append(((epoch, True, rows * order.num_streams + stream), rest, 0))
     return whole + len(join_rests(sorted(rests), order.max_length))

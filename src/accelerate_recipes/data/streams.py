@@ -7,22 +7,23 @@ import heapq
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data import NUM_ROWS
+from accelerate_recipes.data.excluded import excluded_rows
 from accelerate_recipes.data.packing import collate, pack_row
+from accelerate_recipes.data.shards import fingerprint
+from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.data.stream_order import (
     Documents,
     Order,
@@ -97,23 +98,21 @@ class StreamArgs:
 class StreamRows(IterableDataset):
     """Dataset of the rows of some streams in their order, without end, as lists of `Row`. A text in a list is an error."""
 
-    source: Documents
-    order: Order
-    states: dict[int, StreamState]
+    read: Callable[[int, Any, Callable[[], None]], Iterator[Row]]  # rows of a stream from a state on
+    states: dict[int, Any]
     retries: torch.Tensor  # (number of streams,) in shared memory
 
-    def __iter__(self) -> Iterator[list[Row | str]]:
+    def __iter__(self) -> Iterator[Sequence[Row | str]]:
         rows = [
-            stream_rows(self.source, self.order, stream, state, partial(self.retries[stream].add_, 1))
-            for stream, state in self.states.items()
+            self.read(stream, state, partial(self.retries[stream].add_, 1)) for stream, state in self.states.items()
         ]
         try:
             # A resume must decompress what it skips. Use all cores: decompression does not hold the interpreter's lock.
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-                first = list(pool.map(next, rows))
-            merged = heapq.merge(*(chain([row], rest) for row, rest in zip(first, rows, strict=True)))
-            while True:
-                yield list(islice(merged, len(rows)))
+                first = list(pool.map(lambda some: list(islice(some, 1)), rows))
+            merged = heapq.merge(*(chain(row, rest) for row, rest in zip(first, rows, strict=True)))
+            while found := list(islice(merged, len(rows))):
+                yield found
         except DataError as error:  # yield its text: an exception would come wrapped in the worker's traceback
             yield [str(error)]
 
@@ -145,6 +144,8 @@ class StreamLoader:
     in host memory, pinned if there is a GPU.
     """
 
+    names = ("epoch", "place")  # numbers by which a batch identifies a row
+
     def __init__(
         self,
         source: Documents,
@@ -164,20 +165,50 @@ class StreamLoader:
         self.document_mask = document_mask
         self.share = args.accumulation_steps(world_size) * args.per_device_train_batch_size
         self.order = Order(num_streams, seed=args.seed, **order)
+        self.excluded = excluded_rows(args.exclude_rows, self.names)
         self.step = 0
-        self.consumed = {stream: StreamState() for stream in range(rank, num_streams, world_size)}
+        self.consumed: dict[int, Any] = dict.fromkeys(range(rank, num_streams, world_size), self.beginning)
         # Each worker writes the entries of its own streams; the main process reads them.
         self.retries = torch.zeros(num_streams, dtype=torch.int64).share_memory_()
         self.is_uneven = True
         self.version = on_first_rank(source.version)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self._batches(Lookahead(heapq.merge(*self._start_workers())))
+    @property
+    def beginning(self) -> Any:
+        """State of a stream before its first row."""
+        return StreamState()
 
-    def _batches(self, ahead: Lookahead) -> Iterator[dict[str, Any]]:
+    def restored(self, state: Sequence[Any]) -> Any:
+        """Return the state of a stream that a checkpoint holds as plain numbers."""
+        return StreamState(*state)
+
+    def read(self, order: Order) -> Callable[[int, Any, Callable[[], None]], Iterator[Row]]:
+        """Return what reads the rows of a stream: from its number, its state, and what to call before a retry."""
+        return partial(stream_rows, self.source, order)
+
+    def consume(self, row: Row) -> None:
+        """Let the state of a row's stream be that after the row."""
+        self.consumed[row.place % self.order.num_streams] = row.state
+
+    @property
+    def current(self) -> Order:
+        """Order of the rows of the next step. Where it changes, workers begin anew at the states of the streams."""
+        return self.order
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self._batches(*self._start())
+
+    def _start(self) -> tuple[Order, Lookahead]:
+        """Start workers that read the rows of the next step, and what follows."""
+        return self.current, Lookahead(heapq.merge(*self._start_workers()))
+
+    def _batches(self, order: Order, ahead: Lookahead) -> Iterator[dict[str, Any]]:
         size = self.args.per_device_train_batch_size
-        self.is_uneven, last = True, None  # the ranks have not agreed on anything yet
+        # The ranks have not agreed on anything yet. Streams that run on are even.
+        self.is_uneven, last = not order.runs_on, None
         while True:
+            if self.current != order:
+                order, ahead = self._start()
             if self.is_uneven:
                 mine, gone = self._divide(ahead)
             else:
@@ -189,12 +220,25 @@ class StreamLoader:
                 if start + size == self.share:
                     self.step += 1
                     for row in gone:
-                        self.consumed[row.place % self.order.num_streams] = row.state
-                    self.is_uneven = not self._goes_on_evenly(last, ahead)
-                batch = self._batch(mine[start : start + size])
+                        self.consume(row)
+                    self.is_uneven = not (order.runs_on or self._goes_on_evenly(last, ahead))
+                batch = self._batch(mine[start : start + size], order.max_length)
                 if torch.cuda.is_available():
                     batch = {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
                 yield batch
+
+    @property
+    def first(self) -> dict[str, HasRows]:
+        """Sources of the first rows to train on, by heading."""
+        return {"Training": self}
+
+    def described(self, num_steps: int) -> list[str]:
+        """Describe each source of a mixture in one line, for a run of so many steps."""
+        return []
+
+    def seen(self, step: int) -> dict[str, float]:
+        """Return what the log tells of the sources of a mixture after a step."""
+        return {}
 
     def first_batch(self, size: int = NUM_ROWS) -> dict[str, Any]:
         """Make a batch of the run's first `size` rows, to show them. Only this process reads them.
@@ -203,8 +247,11 @@ class StreamLoader:
             DataError: for shards that cannot be read.
         """
         streams = range(self.order.num_streams)
-        first = (next(stream_rows(self.source, self.order, s, StreamState(), lambda: None)) for s in streams)
-        return self._batch([[row] for row in islice((row for row in first if len(row.tokens)), size)])
+        read = self.read(self.order)
+        first = (next(read(stream, self.beginning, lambda: None)) for stream in streams)
+        return self._batch(
+            [[row] for row in islice((row for row in first if len(row.tokens)), size)], self.order.max_length
+        )
 
     def num_steps(self) -> int:
         """Count the optimizer steps of the run: --max_steps, or the steps that --num_train_epochs passes over the rows need.
@@ -242,7 +289,7 @@ class StreamLoader:
         started = []
         for part in parts:
             states = {stream: self.consumed[stream] for stream in part}
-            rows = StreamRows(self.source, self.order, states, self.retries)
+            rows = StreamRows(self.read(self.current), states, self.retries)
             # Each worker has its own loader, because workers do not have equally many rows.
             loader = DataLoader(
                 rows,
@@ -315,13 +362,16 @@ class StreamLoader:
                 found |= {key: row for key, row in handed_over.items() if key in taken}
         return [[found[key] for key, _, _ in rows] for rows in shares[self.rank]], own
 
-    def _batch(self, rows: list[list[Row]]) -> dict[str, Any]:
+    def _batch(self, rows: list[list[Row]], max_length: int) -> dict[str, Any]:
         packed = []
         for parts in rows:
-            tokens = np.concatenate([part.tokens for part in parts])
+            name = parts[0].epoch, parts[0].place
+            if name in self.excluded:
+                name, parts = (-1, -1), []
+            tokens = np.concatenate([part.tokens for part in parts] or [np.empty(0, np.int32)])
             lengths = [length for part in parts for length in part.lengths]
-            row = pack_row(tokens, lengths, self.order.max_length, 0, self.document_mask)
-            packed.append(row | {"row": torch.tensor([parts[0].epoch, parts[0].place])})
+            row = pack_row(tokens, lengths, max_length, 0, self.document_mask)
+            packed.append(row | {"row": torch.tensor(name)})
         return collate(packed)
 
     def state(self) -> dict:
@@ -349,14 +399,16 @@ class StreamLoader:
             return
         self.check(states)
         streams = {stream: state for part in states for stream, state in part["streams"].items()}
-        self.consumed = {stream: StreamState(*streams[str(stream)]) for stream in self.consumed}
+        self.consumed = {stream: self.restored(streams[str(stream)]) for stream in self.consumed}
 
     def check(self, states: list[dict]) -> None:
         """Raise ConfigError if the states belong to other data, or to another order."""
         then, now = states[0], self.state()
-        for name, value in now["order"].items():
-            if then["order"][name] != value:
-                raise ConfigError(f"{name} is {value}, the checkpoint has {then['order'][name]}; set it back")
+        if "sources" in then and "sources" not in now:
+            raise ConfigError("the checkpoint is that of a run with --mixture; give it again, or another --output_dir")
+        for name, value in Order(**then["order"])._asdict().items():  # earlier versions had fewer fields
+            if now["order"][name] != value:
+                raise ConfigError(f"{name} is {now['order'][name]}, the checkpoint has {value}; set it back")
         if then["shards"] != now["shards"]:
             raise ConfigError(
                 f"the data are others than the checkpoint's: {now['shards'][0]} shards now, {then['shards'][0]} then"
@@ -375,7 +427,9 @@ class StreamLoader:
 
         `retries` counts retries on a failing network since this process started.
         """
-        states = self.consumed.values()
+        return self.counts_of(self.consumed.values())
+
+    def counts_of(self, states: Collection[StreamState]) -> dict[str, int]:
         return {
             "tokens_seen": sum(state.tokens for state in states),
             "documents_seen": sum(state.documents for state in states),
@@ -384,15 +438,9 @@ class StreamLoader:
         }
 
 
-def single_rows(lists: Iterator[list[Row | str]]) -> Iterator[Row]:
+def single_rows(lists: Iterator[Sequence[Row | str]]) -> Iterator[Row]:
     """Yield the rows of the lists one by one. Raises DataError for an error that a worker found."""
     for row in chain.from_iterable(lists):
         if isinstance(row, str):
             raise DataError(row)
         yield row
-
-
-def fingerprint(shards: Sequence[str]) -> list:
-    """Return the number of shards and a hash of their names, without folders: a run may continue with a copy of the data."""
-    names = "\n".join(PurePath(shard).name for shard in shards)
-    return [len(shards), xxhash.xxh64_hexdigest(names.encode())]

@@ -41,6 +41,9 @@ class TextArgs(StreamArgs):
     shares_rows = True
     fills_caches = False
 
+    # Largest share that a source of the same mixture holds out.
+    of_others = 0.0
+
     group = "data"
     dataset_name: str = arg(
         "allenai/c4", "Dataset on the Hub, or a folder with the same files, such as a mounted copy.", fixed=False
@@ -80,15 +83,19 @@ class TextArgs(StreamArgs):
         found = super().problems(world_size)
         named = {"train_files": {*self.train_files}, "validation_files": {*self.validation_files}}
         for name in ("validation_files",) if self.pretokenize else named:
-            here = [file for file in getattr(self, name) if not (is_named_elsewhere(file) or self.is_elsewhere(file))]
             try:
-                named[name] |= {*named_shards(here)}  # also those in folders
+                named[name] |= self.files_here(name)
             except ConfigError as error:
                 found.append(f"--{name} {error}")
         train, validation = ({*map(os.path.realpath, files)} for files in named.values())
         if both := sorted(train & validation):
             found.append(f"--train_files and --validation_files both name {both[0]}; remove it from one")
         return found
+
+    def files_here(self, name: str) -> set[str]:
+        """Find the files on this machine that an argument names, also those in folders."""
+        here = [file for file in getattr(self, name) if not (is_named_elsewhere(file) or self.is_elsewhere(file))]
+        return {*named_shards(here)}
 
     @property
     def is_here(self) -> bool:
@@ -109,6 +116,11 @@ class TextArgs(StreamArgs):
         is_named = self.validation_files or any(getattr(self, name) != fields[name].default for name in names)
         return self.heldout_share if self.train_files and not is_named else 0.0
 
+    @property
+    def share_left_out(self) -> float:
+        """Share of the documents that is not trained on, by a hash of the text: a source of a mixture may hold it out."""
+        return max(self.share_heldout, self.of_others)
+
     def train_shards(self) -> list[str]:
         """Find the files to train on."""
         if self.train_files:
@@ -126,20 +138,20 @@ class TextArgs(StreamArgs):
     def train_texts(self) -> Iterator[str]:
         """Read the documents to train on, shard by shard."""
         texts = all_texts(self.train_shards(), self.text_column)
-        return (text for text in texts if not falls_under(text, self.share_heldout))
+        return (text for text in texts if not falls_under(text, self.share_left_out))
 
     def validation_text(self, tokenizer: PreTrainedTokenizerBase) -> "TextShards":
         """Open the text to validate on."""
-        share = self.share_heldout
+        share = self.share_left_out if self.share_heldout else 0.0
         return TextShards(
             self.validation_shards(), tokenizer, self.text_column, heldout_share=share, is_heldout=share > 0
         )
 
     def text_note(self, shards: Sequence[str]) -> str:
         """Note for the end of a line: the held-out documents, and that a .txt file is one document; else an empty text."""
-        held = f"; {self.share_heldout:.1%} of the documents, by a hash of their text, are validated on"
+        held = f"; {self.share_left_out:.1%} of the documents, by a hash of their text, are validated on"
         is_txt = any(shard.endswith(TXT) for shard in shards)
-        return (held if self.share_heldout else "") + ("; each .txt file is one document" if is_txt else "")
+        return (held if self.share_left_out else "") + ("; each .txt file is one document" if is_txt else "")
 
     def text_datasets(self, training: bool) -> list[cache.HubDataset]:
         """List the datasets of the Hub that are read for validation and, with `training`, for training."""

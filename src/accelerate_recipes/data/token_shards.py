@@ -111,7 +111,7 @@ def open_text(
     """Open the text to train on. With --pretokenize, open it as tokens, and make these now if they are missing."""
     if not args.pretokenize:
         shards = on_first_rank(args.train_shards)
-        return TextShards(shards, tokenizer, args.text_column, heldout_share=args.share_heldout)
+        return TextShards(shards, tokenizer, args.text_column, heldout_share=args.share_left_out)
     return pretokenize(args, tokenizer, rank, world_size)
 
 
@@ -137,12 +137,12 @@ def pretokenize(args: TextArgs, tokenizer: PreTrainedTokenizerBase, rank: int, w
         "text_column": args.text_column,
         "tokenizer": backend_checksum(tokenizer),
         "special_tokens": [tokenizer.bos_token_id, tokenizer.eos_token_id],
-        "heldout_share": args.share_heldout,
+        "heldout_share": args.share_left_out,
         "dtype": "<u2" if max(tokenizer.get_vocab().values()) < 2**16 else "<u4",
     }
     if not is_pretokenized(folder):
         shards = here or args.train_shards()
-        source = TextShards(shards, tokenizer, args.text_column, heldout_share=args.share_heldout)
+        source = TextShards(shards, tokenizer, args.text_column, heldout_share=args.share_left_out)
         made_from = asked | key | {"shards": [Path(shard).name for shard in source.shards]}
         if rank == 0 and not (folder / MANIFEST).exists():
             folder.mkdir(parents=True, exist_ok=True)

@@ -188,6 +188,8 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
     budget = f"--activation_memory_budget {share} says how much compiled layers"
     grad_dtype = next(name for name, dtype in DTYPES.items() if dtype == args.param_dtype)
     is_ddp = not use_fsdp and int(env.get("WORLD_SIZE", 1)) > 1
+    uses_mesh, replicas = is_on(env, "ACCELERATE_USE_PARALLELISM_CONFIG"), "PARALLELISM_CONFIG_DP_REPLICATE_SIZE"
+    is_hybrid = uses_mesh and int(env.get(replicas, 1)) > 1
     problems = {
         "--load_in_4bit needs a GPU, and there is none: a CPU would unpack each weight in each pass; leave it out, "
         "which trains adapters beside the model in bf16": args.load_in_4bit and not num_devices,
@@ -211,6 +213,9 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
         "false, or choose another --optim": args.optim == "muon" and env.get("FSDP_OFFLOAD_PARAMS") == "true",
         "--optim adamw_8bit: bitsandbytes does not take FSDP's sharded parameters; choose single.yaml or ddp.yaml, or "
         "--optim adafactor or adamw_bf16_kahan": use_fsdp and args.optim == "adamw_8bit",
+        f"--verify_replicas {args.verify_replicas} compares replicas of the weights, and this launch has one alone; set it "
+        "to 0, or take several processes and accelerate_configs/ddp.yaml or "
+        "fsdp_hybrid.yaml": args.verify_replicas > 0 and not (is_ddp or is_hybrid),
         "--load_in_4bit keeps linear layers in 4 bits, mixed_precision: fp8 computes them in fp8; leave one of them "
         "out": precision == "fp8" and args.load_in_4bit,
         "--optim adamw_bf16_kahan keeps the weights in bf16, mixed_precision: bf16 in the accelerate YAML keeps them in "

@@ -24,7 +24,8 @@ IMAGE = re.compile(
 )
 NAMES = {  # flags that hold names, with the largest allowed length; the queue becomes the value of a label
     "namespace": (NAMESPACE, 63), "checkpoints_pvc": (SUBDOMAIN, 253), "cache_pvc": (SUBDOMAIN, 253),
-    "token_secret": (SUBDOMAIN, 253), "storage_class": (SUBDOMAIN, 253), "queue": (SUBDOMAIN, 63),
+    "token_secret": (SUBDOMAIN, 253), "mirror_secret": (SUBDOMAIN, 253), "storage_class": (SUBDOMAIN, 253),
+    "queue": (SUBDOMAIN, 63),
 }  # fmt: skip
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 TAINT = re.compile(f"{KEY}(={VALUE})?(:({'|'.join(EFFECTS)}))?", re.ASCII)
@@ -59,6 +60,7 @@ class JobArgs:
     storage_class: str = arg("", "Storage class of the claim that --checkpoints-size makes.")
     cache_pvc: str = arg("", f"Claim of a volume with downloaded models and data, at {CACHE}; pods use no network.")
     token_secret: str = arg("", "Secret that holds the Hub's token, under the key `token`.")
+    mirror_secret: str = arg("", "Secret whose keys become variables of the environment: credentials of --mirror.")
     grace_seconds: int | None = arg(
         None,
         "Seconds from SIGTERM to SIGKILL; default: time for two saves as long as the longest so far, else 300.",

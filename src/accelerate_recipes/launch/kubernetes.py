@@ -86,6 +86,10 @@ def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
             problems.append(f"{pushes}: pods with --cache-pvc use no network; remove one of the two")
         elif pushes and not job.token_secret:
             problems.append(f"{pushes} needs a token that may write; give --token-secret")
+        if (mirror := launch.args.mirror) and "://" not in mirror:
+            problems.append(f"--mirror {mirror}: the pods have no such folder; give a URL")
+        if job.mirror_secret and not mirror:
+            problems.append("--mirror-secret has no effect without --mirror; add that to the run, or remove it")
     if job.name:
         # The operator appends to the name; the result must be a valid label.
         last = (job.nodes or 1) - 1
@@ -113,6 +117,7 @@ def manifest(kind: str, job: JobArgs, config: str, launch: Launch) -> str:
         "container": container,
         "cpus": str(job.cpus_per_node or ""),
         "efa": str(job.efa or ""),
+        "env_from": [{"secretRef": {"name": job.mirror_secret}}] if job.mirror_secret else [],
         "files": f"{job.name}-{digest[:10]}",
         "files_path": FILES,
         "gpus": str(job.gpus_per_node or ""),

@@ -31,7 +31,8 @@ def read_in_pod(
 ) -> tuple[list[str], list[str]]:
     """List paths that a run reads but that only this machine has; and, as warnings, paths that the image must hold."""
     names, problems, warnings = {need.name for need in needed.needs}, [], []
-    for name, value in args.values().items():
+    sources = [source for source in args.alone if source is not args]  # of a mixture
+    for name, value in [item for one in (args, *sources) for item in one.values().items()]:
         for text in value if isinstance(value, list) else [value]:
             if name in requirements.WRITTEN or not isinstance(text, str) or is_below(text, volumes):
                 continue
@@ -45,7 +46,7 @@ def read_in_pod(
                     )
             elif text in names and os.path.isabs(text):
                 warnings.append(f"--{name} {text} must be in the image, which was not checked")
-    return problems, warnings
+    return [*dict.fromkeys(problems)], [*dict.fromkeys(warnings)]
 
 
 def is_in_image(path: str) -> bool:

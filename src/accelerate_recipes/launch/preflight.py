@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint import files
+from accelerate_recipes.checkpoint.mirror import is_copy
 from accelerate_recipes.checkpoint.resume import damaged, find_resume
 from accelerate_recipes.checkpoint.space import space_problems
 from accelerate_recipes.data.prepared import tokenizing_warnings
@@ -88,6 +89,8 @@ def with_adapters(models: Sequence[PreTrainedModel], args: TrainArgs) -> list[st
 
 def resume_problems(args: TrainArgs, *, reads: bool) -> tuple[Path | None, list[str], list[str]]:
     """Find the checkpoint that a run would resume, with problems and warnings. With `reads`, verify all its checksums."""
+    if is_copy(args.resume_from_checkpoint):  # the run fetches it
+        return None, [], []
     try:
         chosen = find_resume(args)
     except ConfigError as error:

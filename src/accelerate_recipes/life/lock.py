@@ -9,11 +9,9 @@ import time
 import uuid
 from pathlib import Path
 
-import psutil
-
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import stop
-from accelerate_recipes.life.status import attempt
+from accelerate_recipes.life.status import attempt, is_known_dead
 
 HEARTBEAT = 5.0  # seconds between two touches of the file
 SILENCE = 3 * HEARTBEAT  # seconds without a touch after which the owner counts as dead
@@ -84,10 +82,8 @@ def is_lost() -> bool:
 def living_owner(file: Path, me: dict) -> dict | None:
     """Return the owner of the lock if its run is still alive. This takes up to SILENCE seconds."""
     other = read(file)
-    if other is not None and other["host"] == me["host"] and not process_lives(other["process"]):
+    if other is not None and is_known_dead(other, me):
         return None
-    if other is not None and me["job"] and other["job"] == me["job"] and other["restarts"] < me["restarts"]:
-        return None  # this job, before it was requeued
     # The owner's clock may differ from ours, so only a change of the time counts.
     first = touched(file)
     deadline = time.monotonic() + SILENCE
@@ -96,13 +92,6 @@ def living_owner(file: Path, me: dict) -> dict | None:
         if touched(file) != first:
             return read(file)
     return None
-
-
-def process_lives(process: int) -> bool:
-    try:
-        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def read(file: Path) -> dict | None:

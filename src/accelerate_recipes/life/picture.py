@@ -52,13 +52,21 @@ def draw_run(path: Path, records: list[dict], bars: Bars | None = None, panels: 
 
 
 def plot(axes: Any, records: Sequence[dict], name: str, label: str | None = None, **style: Any) -> None:
-    """Draw a value over the steps into axes of matplotlib, if there is one: held-out values as dots on a dashed line."""
+    """Draw a value over the steps into axes of matplotlib, if there is one: held-out values as dots on a dashed line.
+
+    What was asked for is a dotted line, which lies over the line of what came out.
+    """
     points = points_of(records, name)
     is_heldout = name.startswith("eval_")
     label = label or ("held out" if is_heldout else "training")
     style |= {"marker": "o"} if is_heldout or len(points) == 1 else {}
     if points:
-        axes.plot(*zip(*points, strict=True), "--" if is_heldout else "-", label=label, linewidth=1.2, **style)
+        is_asked = name.endswith("_asked")
+        line, style = (
+            ("--" if is_heldout else ":" if is_asked else "-"),
+            ({"color": "black"} if is_asked else {}) | style,
+        )
+        axes.plot(*zip(*points, strict=True), line, label=label, linewidth=1.2, **style)
         axes.xaxis.get_major_locator().set_params(integer=True)
 
 

@@ -2,7 +2,8 @@
 
 Its keys: `state` (running, finished, stopped, failed: the user must correct something, crashed: any other error), `step`
 (of the newest checkpoint), `checkpoint` (its path), `reason` (of a stop, failure or crash), `longest_save_seconds`, `job`
-(the job that wrote the file), `restarts` (of this job), and `run` (the id of the run in a tracker).
+(the job that wrote the file), `restarts` (of this job), `run` (the id of the run in a tracker), and `mirror` (with --mirror:
+its `url`, the newest complete `copy` there, the time `since` which there is no newer one, and the last `problem`).
 """
 
 import json
@@ -11,6 +12,8 @@ import threading
 import warnings
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from accelerate_recipes.disk import is_full, write_atomically
 from accelerate_recipes.life.attempts import update_attempt
@@ -25,6 +28,19 @@ def attempt() -> dict[str, Any]:
     """Return the id of this Slurm job (empty without Slurm), and how often it was restarted."""
     restarts = os.environ.get("SLURM_RESTART_COUNT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0
     return {"job": os.environ.get("SLURM_JOB_ID", ""), "restarts": int(restarts)}
+
+
+def is_known_dead(other: dict, me: dict) -> bool:
+    """Tell whether the owner of a place has surely ended: its process has left this host, or this job was restarted.
+
+    Both have `host`, `process`, and what `attempt` returns.
+    """
+    if bool(me["job"]) and other["job"] == me["job"] and other["restarts"] < me["restarts"]:
+        return True
+    try:
+        return other["host"] == me["host"] and psutil.Process(other["process"]).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def is_wish_of_a_person(reason: str) -> bool:

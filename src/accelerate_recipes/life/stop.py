@@ -24,6 +24,7 @@ LEAVE_SECONDS = 15.0  # time for the processes to end, and for the job script to
 # State of this process; it is global, because signals are global. `_file` is None until `listen` is called.
 _file: Path | None = None
 _asked_by: str | None = None
+_killed_at = float("inf")  # by time.monotonic
 _job_ends = float("inf")
 _batches = 0  # number of evaluation batches
 _last_step = _longest_save = 0.0  # seconds
@@ -48,6 +49,9 @@ def listen(output_dir: Path) -> None:
 
 
 def _on_signal(number: int, frame) -> None:
+    global _killed_at
+    if number == signal.SIGTERM and _killed_at == float("inf"):  # the launcher has it too, and kills after this time
+        _killed_at = time.monotonic() + float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
     ask(signal.Signals(number).name)
 
 
@@ -55,6 +59,11 @@ def ask(reason: str) -> None:
     """Ask this rank, and therefore all ranks, to stop at the next step or batch of an evaluation."""
     global _asked_by
     _asked_by = reason
+
+
+def seconds_left() -> float:
+    """Return how long this process may go on: until shortly before the end of the job, or of the launcher's patience."""
+    return min(_job_ends - time.time(), _killed_at - time.monotonic()) - LEAVE_SECONDS / 3
 
 
 def requested() -> str | None:

@@ -21,8 +21,9 @@ COMPOSITES = (
     "gemma3", "gemma4", "idefics3", "internvl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_vl",
     "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm", "vipllava",
 )  # fmt: skip
-# Types that can be trained whole, on images too: they compute a packed row as they compute each document alone.
-# tests/test_image_models.py compares them.
+# Types that can be trained whole, on images too. Each run tries whether its own model computes a packed row as each document
+# alone (`image_probe`). A trial does not show that the names of parts, the numbers of patches, the tokens of a blank image
+# and the export are right; tests/test_image_models.py and tests/test_image_rows.py do, for these types.
 IMAGE_MODELS = (
     "gemma3", "gemma4", "glm46v", "glm4v", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3",
     "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",

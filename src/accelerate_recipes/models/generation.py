@@ -46,6 +46,7 @@ def generate_texts(
     num_beams: int = 1,
     length_penalty: float = 1.0,
     sampling: Sampling | None = None,
+    may_stop: bool = True,
 ) -> Generated:
     """Generate a text for each prompt (token ids): greedily, with beams or by `sampling`. Every rank gets all texts.
 
@@ -56,7 +57,7 @@ def generate_texts(
     rank.
 
     Raises:
-        Stopped: between two batches, if a rank was asked to stop.
+        Stopped: between two batches, if a rank was asked to stop, unless `may_stop` is false: in the middle of a step.
     """
     rank, world_size = accelerator.process_index, accelerator.num_processes
     generator = accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -90,7 +91,8 @@ def generate_texts(
         own_draws(accelerator.device, sampling and sampling.seed),
     ):
         for start in range(0, len(mine), batch_size):
-            stop.raise_if_requested(accelerator)
+            if may_stop:
+                stop.raise_if_requested(accelerator)
             indices = mine[start : start + batch_size]
             batch = tokenizer.pad(
                 {"input_ids": [prompts[i] for i in indices]},  # pyright: ignore[reportGeneralTypeIssues]

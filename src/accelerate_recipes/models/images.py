@@ -1,6 +1,5 @@
 """Models that also see images, trained whole: loading, parts, and what they read of a row of several documents."""
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +14,11 @@ from accelerate_recipes import upstream
 from accelerate_recipes.args import arg
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.adapters import load_settings
-from accelerate_recipes.models.attention import choose, class_of, sees_images_whole
+from accelerate_recipes.models.attention import choose, sees_images_whole
 from accelerate_recipes.models.composites import IMAGE_MODELS, PARTS_OF_WHOLE, freeze, sees_images
 from accelerate_recipes.models.documents import READ_BOUNDARIES, boundaries, boundary_arguments, text_positions
 from accelerate_recipes.models.loading import made, read_model, tie_as_read
 from accelerate_recipes.models.pretrained import Kind, generation_config, load_config
-from accelerate_recipes.models.probes import Packing, packing_of
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.upstream import CACHES
@@ -173,21 +171,6 @@ def check_image_model(config: PreTrainedConfig, name: str) -> None:
         )
 
 
-def check_text_part(config: PreTrainedConfig, name: str, attention: str) -> None:
-    """Check that the text part, which may be of any class, keeps attention inside the documents of a packed row.
-
-    Raises:
-        ConfigError: if a tiny model does not, by positions alone, or cannot be made.
-    """
-    text = copy.deepcopy(config.get_text_config())
-    text._attn_implementation = attention
-    if class_of(text) is not None and packing_of(text) is not Packing.POSITIONS:  # else it is of the type itself
-        raise ConfigError(
-            f"the text part of {name} is a {text.model_type}, and nothing shows that its attention stays inside a document "
-            "of a packed row; give another model"
-        )
-
-
 def load_image_model(args: Any) -> PreTrainedModel:
     """Load a model that sees images, whole, with frozen parts; its rows are those of `join_documents`.
 
@@ -201,7 +184,6 @@ def load_image_model(args: Any) -> PreTrainedModel:
     config = load_config(name)
     check_image_model(config, name)
     attention, _ = choose(args.attn_implementation, config, settings["dtype"], args.has_boundaries)
-    check_text_part(config, name, attention)
     settings |= {"attn_implementation": {"text_config": attention, "vision_config": "sdpa"}}
     if args.data_only:
         model = image_model_on_meta(config, **settings)
@@ -211,10 +193,15 @@ def load_image_model(args: Any) -> PreTrainedModel:
     # Some classes name parts of a layer, or modules that are never called.
     layers = {type(module).__name__ for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
     model._no_split_modules = sorted(layers)
+    return freeze(correct(model), args)
+
+
+def correct(model: PreTrainedModel) -> PreTrainedModel:
+    """Correct, in place, what transformers computes otherwise for a packed row with images than for its documents."""
     upstream.keep_lone_token(model)
-    if sees_images_whole(config):
+    if sees_images_whole(model.config):
         model.register_forward_pre_hook(add_image_masks, with_kwargs=True)
-    return freeze(model, args)
+    return model
 
 
 def image_model_on_meta(config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from accelerate_recipes.errors import ConfigError
@@ -134,45 +140,57 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
         text = config.get_text_config()
         # Take the text part alone if it has a class of its own.
         config = copy.deepcopy(text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config)
-        text, layers = config.get_text_config(), text.num_hidden_layers
-        lists = {
-            name: value
-            for name, value in vars(text).items()
-            # A list with more different values holds numbers, not kinds of layers.
-            if isinstance(value, list) and len(value) == layers and len(set(map(repr, value))) <= 4
-            if not any(isinstance(entry, float) for entry in value)
-        }
-        kinds = list(zip(*lists.values(), strict=True)) or list(getattr(text, "layer_types", None) or ())
-        # The last layers may take keys and values from earlier ones of their kind.
-        shared = getattr(text, "num_kv_shared_layers", None) or 0
-        kinds = [(kind, i >= layers - shared) for i, kind in enumerate(kinds)]
-        chosen = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]] or list(range(min(2, layers)))
-        if not lists:  # the kind of a layer follows from its index: keep all layers up to the last kind
-            chosen = list(range(max(2, chosen[-1] + 1)))
-        sizes = sizes_of_tiny(text, len(chosen))
-        # Some configurations list sizes by layer.
-        sizes |= {name: [sizes.get(name, value[i]) for i in chosen] for name, value in lists.items()}
-        sizes["num_kv_shared_layers"] = sum(i >= layers - shared for i in chosen)
-        if getattr(text, "hybrid_layer_ids", None):  # Zamba2's
-            sizes["hybrid_layer_ids"] = [i for i, kind in enumerate(sizes["layers_block_type"]) if kind == "hybrid"]
-        by_layer = fields_by_layer(text, chosen, sizes)
-        for name, value in sizes.items():
-            if getattr(text, name, None) is not None:
-                setattr(text, name, value)
-        if by_layer:
-            text.per_layer_config = by_layer
-        text.pad_token_id = sizes["vocab_size"] - 1  # a token of no document; some classes need one
-        vars(config).pop("quantization_config", None)
-        with torch.random.fork_rng([]), torch.device("cpu"):
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-            for parameter in model.parameters():
-                if parameter.is_floating_point() and not parameter.any():  # zeros would hide their input
-                    nn.init.normal_(parameter, std=0.2)
-            model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False, **inputs)
+        shrink(config.get_text_config())
+        model = randomly_made(AutoModelForCausalLM, config, attention)
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False, **inputs)
     except Exception:  # an unusual configuration may raise anything: only the real model can tell
         return None
+    return model
+
+
+def randomly_made(auto_class: Any, config: PreTrainedConfig, attention: str | dict[str, str]) -> PreTrainedModel:
+    """Make a model of an auto class of transformers in which no parameter is all zeros, which would hide their input."""
+    vars(config).pop("quantization_config", None)
+    with torch.random.fork_rng([]), torch.device("cpu"):
+        torch.manual_seed(0)
+        model = auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and not parameter.any():
+                nn.init.normal_(parameter, std=0.2)
     return model.eval()
+
+
+def shrink(text: PreTrainedConfig, **other: int) -> None:
+    """Change the configuration of a text part, in place, to that of a tiny model; see `tiny_model`. `other` sizes win."""
+    layers = text.num_hidden_layers
+    lists = {
+        name: value
+        for name, value in vars(text).items()
+        # A list with more different values holds numbers, not kinds of layers.
+        if isinstance(value, list) and len(value) == layers and len(set(map(repr, value))) <= 4
+        if not any(isinstance(entry, float) for entry in value)
+    }
+    kinds = list(zip(*lists.values(), strict=True)) or list(getattr(text, "layer_types", None) or ())
+    # The last layers may take keys and values from earlier ones of their kind.
+    shared = getattr(text, "num_kv_shared_layers", None) or 0
+    kinds = [(kind, i >= layers - shared) for i, kind in enumerate(kinds)]
+    chosen = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]] or list(range(min(2, layers)))
+    if not lists:  # the kind of a layer follows from its index: keep all layers up to the last kind
+        chosen = list(range(max(2, chosen[-1] + 1)))
+    sizes = sizes_of_tiny(text, len(chosen))
+    # Some configurations list sizes by layer.
+    sizes |= {name: [sizes.get(name, value[i]) for i in chosen] for name, value in lists.items()}
+    sizes["num_kv_shared_layers"] = sum(i >= layers - shared for i in chosen)
+    if getattr(text, "hybrid_layer_ids", None):  # Zamba2's
+        sizes["hybrid_layer_ids"] = [i for i, kind in enumerate(sizes["layers_block_type"]) if kind == "hybrid"]
+    sizes |= other
+    by_layer = fields_by_layer(text, chosen, sizes)
+    for name, value in sizes.items():
+        if getattr(text, name, None) is not None:
+            setattr(text, name, value)
+    if by_layer:
+        text.per_layer_config = by_layer
+    text.pad_token_id = sizes["vocab_size"] - 1  # a token of no document; some classes need one
 
 
 def fields_by_layer(

@@ -192,14 +192,14 @@ class Prediction:
                     f"  {name} among {size} ranks, {place}: {counts['calls']} calls, {in_gib(counts['sent'])} GiB sent"
                 )
         hidden = max(0.0, outcome.compute + outcome.memory + outcome.communication - outcome.seconds)  # rounding
-        drawing = f"; drawing answers takes {outcome.before:.3g} s of the step" if outcome.before else ""
+        before = f"; passes before the micro-batches take {outcome.before:.3g} s of the step" if outcome.before else ""
         share = outcome.optimizer / self.mean_seconds
         if outcome.by_muon and share > 0.1:
-            drawing += f"; Muon takes {share:.0%} of it: raise --total_batch_size, or choose another --optim"
+            before += f"; Muon takes {share:.0%} of it: raise --total_batch_size, or choose another --optim"
         lines += [
             f"Time of a step, at {EFFICIENCY:.0%} of each peak speed: {self.step_time}; "
             f"{outcome.compute:.3g} bound by FLOPs, {outcome.memory:.3g} by memory, "
-            f"{outcome.communication:.3g} on links, {hidden:.3g} hidden by others{drawing}",
+            f"{outcome.communication:.3g} on links, {hidden:.3g} hidden by others{before}",
             f"Speed at most: {self.targets_per_second:,.0f} {outcome.unit}/s, {self.mfu:.1%} MFU",
         ]
         if self.hours is not None:

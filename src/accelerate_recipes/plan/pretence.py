@@ -152,6 +152,12 @@ def fake_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
     )[0]
 
 
+KERNELS_OF_TRL = {
+    "chunked_logprob": ("_forward_kernel", "_backward_kernel"),
+    "chunked_divergence": ("_stats_kernel", "_jsd_kernel", "_backward_kernel"),
+}
+
+
 class Kernel:
     """Stand-in for a Triton kernel: it does nothing, since such a kernel allocates nothing."""
 
@@ -160,15 +166,15 @@ class Kernel:
 
 
 def of_trl() -> list[Any]:
-    """List patches that make trl's loss take its GPU path, if trl's loss is loaded."""
-    module = sys.modules.get("trl.kernels.chunked_logprob")
-    if module is None:
-        return []
-    return [
-        *(mock.patch.object(module, name, Kernel()) for name in ("_forward_kernel", "_backward_kernel")),
-        mock.patch.object(module, "_TRITON_AVAILABLE", True),
-        mock.patch.object(module, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b)), create=True),
-    ]
+    """List patches that make trl's losses take their GPU path, if they are loaded."""
+    triton, found = SimpleNamespace(cdiv=lambda a, b: -(-a // b)), []
+    for name, kernels in KERNELS_OF_TRL.items():
+        if module := sys.modules.get(f"trl.kernels.{name}"):
+            found += [mock.patch.object(module, kernel, Kernel()) for kernel in kernels]
+            found.append(mock.patch.object(module, "triton", triton, create=True))
+            if hasattr(module, "_TRITON_AVAILABLE"):
+                found.append(mock.patch.object(module, "_TRITON_AVAILABLE", True))
+    return found
 
 
 def packed_sequence_indices(is_packed: bool) -> Any:

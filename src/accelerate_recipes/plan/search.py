@@ -104,7 +104,7 @@ def sharing_changes(args: TrainArgs, env: Mapping[str, str]) -> list[Change]:
 
     if replicas > 1:
         found.append(Change("shard", sizes(replicas // 2 if replicas % 2 == 0 else 1, row)))
-    divided = [args.max_length, int(env["LOCAL_WORLD_SIZE"]), world // replicas]
+    divided = [args.longest_row, int(env["LOCAL_WORLD_SIZE"]), world // replicas]
     if args.shares_rows and all(number % (2 * row) == 0 for number in divided):
         found.append(
             in_config("fsdp_long.yaml", env, *sizes(replicas, 2))

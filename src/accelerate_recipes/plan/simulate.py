@@ -236,7 +236,9 @@ def simulate_here(job: Job) -> Outcome:
         args.merge_adapter = False  # it would read files
         config = with_layers(trial.config, job.num_layers) if job.num_layers else trial.config
         model = trial.make_model(config)
-        base = trial.make_model(config) if trial.keep_reference and not args.use_peft else None
+        base = trial.make_reference() if trial.make_reference else None  # whole, of any number of layers
+        if trial.keep_reference and not (base or args.use_peft):
+            base = trial.make_model(config)
     adapter = add_adapters(model, args)
     is_uniform = are_alike(model, config)
     mixers_in(model)  # caches its answer: under fakes, its tiny model would have no values

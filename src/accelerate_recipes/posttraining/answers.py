@@ -5,34 +5,30 @@ random number of its own. So a run draws the same answers on any number of proce
 """
 
 import contextlib
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import datasets
 import torch
-from jinja2 import TemplateError
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 from trl import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range
-from accelerate_recipes.checkpoint.exported import as_exported, shown_ends
+from accelerate_recipes.checkpoint.exported import as_exported
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.messages import NUM_COMPARED
-from accelerate_recipes.data.rendering import Rendering
-from accelerate_recipes.data.template_values import IS_RESERVED, RESERVED
-from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.generation import drawn_by, numbers_of, own_draws
 from accelerate_recipes.models.weights import seed_of
 from accelerate_recipes.posttraining.objective import Objective, Outputs
-from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs
-from accelerate_recipes.posttraining.trained_rows import ReadRows, compare_with_rendering, content_of_sides
+from accelerate_recipes.posttraining.prompts import PromptArgs, as_object, compare_prompts
+from accelerate_recipes.posttraining.settings import SYNC_REFERENCE
+from accelerate_recipes.posttraining.trained_rows import ReadRows, content_of_sides
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.report.samples import Samples, expected
 from accelerate_recipes.run import Run
@@ -68,12 +64,11 @@ OVER_TOKENS = {"bnpo", "cispo", "dapo", "vespo"}
 
 
 @dataclass
-class GRPOArgs(TrainerArgs):
+class GRPOArgs(PromptArgs):
     """Arguments of every recipe on trl's GRPOTrainer, in addition to the fields of GRPOConfig. Put it before that class."""
 
-    max_prompt_length: int = arg(
-        0, "Longest prompt in tokens; longer ones are left out. 0: as long as the model can read.", min=0, group="data"
-    )
+    has_empty_rows = False
+
     per_device_train_batch_size: int = arg(8, "Answers per forward pass on one process.", min=1)
     total_batch_size: int = arg(128, "Answers per optimizer step, over all processes and accumulation.", min=1)
     num_generations: int = arg(8, "Answers to each prompt, which are compared with each other.", min=2)
@@ -81,12 +76,12 @@ class GRPOArgs(TrainerArgs):
     learning_rate: float = 1e-6
     weight_decay: float = 0.0
 
-    groups = TrainerArgs.groups | dict.fromkeys(
+    groups = PromptArgs.groups | dict.fromkeys(
         ("temperature", "beta", "loss_type", "num_iterations", "reward_weights", "mask_truncated_completions"), "task"
     )
     fixed = frozenset({"num_iterations", "num_generations"})
     ranges = (
-        TrainerArgs.ranges
+        PromptArgs.ranges
         | dict.fromkeys(NOT_NEGATIVE, Range(min=0))
         | dict.fromkeys(("delta", "sapo_temperature_neg", "sapo_temperature_pos", "vllm_server_timeout"), Range(above=0))
         | dict.fromkeys(AT_LEAST_ONE, Range(min=1))
@@ -98,7 +93,7 @@ class GRPOArgs(TrainerArgs):
         | {"reward_weights": Range()}
     )  # fmt: skip
     owned_elsewhere = (
-        TrainerArgs.owned_elsewhere
+        PromptArgs.owned_elsewhere
         | dict.fromkeys(("generation_batch_size", "steps_per_generation"), "answers are drawn for one step at a time")
         | dict.fromkeys(SYNC_REFERENCE, "the reference is the model that it begins with")
         | dict.fromkeys(ADAPTIVE_ENTROPY, "a checkpoint would not hold its state; --entropy_coef is constant")
@@ -132,31 +127,17 @@ class GRPOArgs(TrainerArgs):
             found.append(
                 "--entropy_coef is for all tokens, --top_entropy_quantile leaves some out; remove one of the two"
             )
-        for name, example in (("chat_template_kwargs", "enable_thinking"), ("generation_kwargs", "renormalize_logits")):
-            if as_object(given := getattr(self, name)) is None:
-                found.append(f"--{name} is {given!r}; it must be a JSON object, such as '{{\"{example}\": false}}'")
+        if as_object(self.generation_kwargs) is None:
+            found.append(
+                f"--generation_kwargs is {self.generation_kwargs!r}; it must be a JSON object, such as "
+                "'{\"renormalize_logits\": false}'"
+            )
         found += [
             f"--generation_kwargs has {key}, which {why}; remove it"
             for key in as_object(self.generation_kwargs) or ()
             if (why := DECIDED.get(key) or ("" if self.use_vllm or hasattr(GenerationConfig(), key) else NO_SETTING))
         ]
-        if reserved := sorted(RESERVED & {*(self.template_settings or ())}):
-            found.append(f"--chat_template_kwargs has {', '.join(reserved)}, which {IS_RESERVED}")
         return found
-
-    @property
-    def template_settings(self) -> dict[str, Any]:
-        """Settings that the chat template gets for every prompt."""
-        return as_object(self.chat_template_kwargs)  # pyright: ignore[reportReturnType]  `problems` refuses None
-
-
-def as_object(given: str | dict | None) -> dict[str, Any] | None:
-    """Return the JSON object that an argument is, or was parsed to; None for another value."""
-    try:
-        found = json.loads(given) if isinstance(given, str) else given or {}
-    except json.JSONDecodeError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 class AnswerTrainer(Objective, GRPOTrainer):
@@ -275,6 +256,13 @@ class RewardTrainer(AnswerTrainer):
         with frozen_date(self.run.args.template_date):
             return super()._tokenize_prompts(prompts)
 
+    def compare(self, rows: datasets.Dataset) -> None:
+        """Compare the first prompts with the rendering of the tokenizer that will be exported; see `compare_prompts`."""
+        prompts = [rows[i]["prompt"] for i in range(min(NUM_COMPARED, len(rows)))]
+        ids, *_ = self._tokenize_prompts(prompts)
+        given = self.base_stops, prompts, ids, self.eos_token_ids
+        on_first_rank(lambda: compare_prompts(self.run, as_exported(self.model, self.processing_class), *given))
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self._pending_extra_logs[EXPECTED].extend(map(expected, inputs))
         return super()._generate_and_score_completions(inputs)
@@ -302,53 +290,3 @@ def rows_of_prompts(
     """Return prompts as rows of a run, with their checksum."""
     run = trainer.run
     return ReadRows(run, train, heldout, as_rows, content_of_sides(run, train, heldout), show=trainer.batch_of)
-
-
-def compare_prompts(trainer: RewardTrainer, rows: datasets.Dataset) -> None:
-    """Compare the first prompts, and the end of an answer, with the rendering of the tokenizer that will be exported.
-
-    Raises:
-        ConfigError: if they differ, or the template cannot render an answer.
-    """
-    run, tokenizer, ends = trainer.run, trainer.processing_class, trainer.eos_token_ids
-
-    def compare() -> None:
-        exported = as_exported(trainer.model, tokenizer)
-        first = [rows[i]["prompt"] for i in range(min(NUM_COMPARED, len(rows)))]
-        trained = [Rendering(ids, [False] * len(ids)) for ids in trainer._tokenize_prompts(first)[0]]
-        common = json.dumps(run.args.template_settings)
-        written = [{"prompt": prompt, "chat_template_kwargs": common} for prompt in first]
-        # Answers are drawn until one of the eos tokens comes, so the model learns to end with one of them.
-        compare_with_rendering(run, exported, trainer.base_stops, written, trained, ends)
-        if not isinstance(first[0], str):
-            tell_of_end(run, exported.tokenizer, first[0], ends)
-
-    on_first_rank(compare)
-
-
-def tell_of_end(run: Run[Any], exported: PreTrainedTokenizerBase, prompt: list[dict], ends: Sequence[int]) -> None:
-    """Tell if the template ends an answer with a special token at which generation, which stops at `ends`, goes on.
-
-    This is fine for a base model that has never seen the template, but a chat model would go on after its answers.
-
-    Raises:
-        ConfigError: if the template cannot render an answer.
-    """
-    try:
-        written = end_of_answer(exported, prompt, run.args.template_settings)
-    except (TemplateError, ValueError, TypeError) as error:
-        raise ConfigError(f"the chat template cannot render an answer to the first prompt: {error}") from error
-    special = {*exported.all_special_ids, *exported.added_tokens_decoder}
-    if special & {*written} and not {*ends} & {*written}:
-        run.print(
-            f"The chat template ends an answer with {exported.decode(written)!r}, but answers are drawn until "
-            f"{shown_ends(exported, ends)}. If the model has learned the template, name that end in its "
-            "generation_config.json (eos_token_id)"
-        )
-
-
-def end_of_answer(tokenizer: PreTrainedTokenizerBase, prompt: list[dict], settings: dict[str, Any]) -> list[int]:
-    """Tokenise the text that the chat template writes after an answer."""
-    messages = [*prompt, {"role": "assistant", "content": "Answer"}]
-    text: Any = tokenizer.apply_chat_template(messages, tokenize=False, **settings)
-    return tokenizer(text.rpartition("Answer")[2], add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]

@@ -2,24 +2,20 @@
 
 from collections.abc import Callable
 from functools import partial
-from inspect import signature
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import register_fsdp_forward_method
-from transformers import Cache, GenerationConfig
 
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import choose
 from accelerate_recipes.posttraining.answers import AnswerTrainer
+from accelerate_recipes.posttraining.drawing_trial import draw_answers
 from accelerate_recipes.posttraining.objective import bare
 from accelerate_recipes.posttraining.prompts import room_for_prompts
 from accelerate_recipes.posttraining.settings import pad_multiple, with_fused_head
 from accelerate_recipes.ranks import data_world_size
 from accelerate_recipes.trial import Trial, config_of, refuse
-from accelerate_recipes.upstream import CACHES
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -84,71 +80,15 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
         trainer.count_parts,
         batch,
         rows * answer_length,
-        before_fn=partial(draw_answers, args, answer_length),
+        before_fn=partial(draw_all, args, answer_length),
         keep_reference=partial(setattr, trainer, "ref_model") if args.beta else None,
     )
 
 
-def draw_answers(
+def draw_all(
     args: Any, length: int, model: nn.Module, batch: dict[str, torch.Tensor], begin: Callable[[str, int], None]
 ) -> None:
-    """Draw answers of `length` tokens: read the prompts, then draw a first token and a last one, which stand for all others.
-
-    `generate` does the same for each token, with a longer cache each time. As in `generate`, the parameters outside the
-    wrapped layers are gathered when drawing begins.
-    """
-    rows = len(batch["prompt_ids"]) * args.accumulation_steps(data_world_size())
-    prompt_length = batch["prompt_ids"].shape[1]
-    ids = batch["prompt_ids"].new_zeros(rows, prompt_length + length)
-    settings = GenerationConfig(do_sample=True, **{name: getattr(args, name) for name in SAMPLING})
-
-    def draw(model: Any) -> None:
-        process = model._get_logits_processor(settings, input_ids_seq_length=prompt_length, device=ids.device)
-        token = partial(draw_token, model, process)
-        begin("prompts", 1)
-        cache, held = token(ids[:, :prompt_length], None)
-        if length > 1:
-            begin("first tokens", length // 2)
-            cache, held = token(ids[:, : prompt_length + 1], cache)
-        if length > 2:
-            begin("tokens between", 0)
-            lengthen(cache, length - 3)
-            begin("last tokens", length - 1 - length // 2)
-            cache, held = token(ids[:, : prompt_length + length - 1], cache)
-        del held
-
-    model.draw = MethodType(draw, model)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    register_fsdp_forward_method(model, "draw")
-    with torch.no_grad():
-        model.draw()  # pyright: ignore[reportCallIssue]
-    del model.draw
-
-
-def draw_token(model: Any, process: Callable, ids: torch.Tensor, cache: Cache | None) -> tuple[Any, Any]:
-    """Draw the token after `ids`. The cache holds all of `ids` but the last; without a cache, all of `ids` are read.
-
-    Returns:
-        The cache, and the tensors from which the token was drawn: `generate` holds these during its next pass.
-    """
-    mask = torch.ones_like(ids)
-    mask[0, 0] = 0  # prompts have several lengths
-    known = signature(model.forward).parameters
-    (cached,) = CACHES & known.keys()
-    inputs = {"attention_mask": mask, "use_cache": True, cached: cache, "logits_to_keep": 1}
-    inputs["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
-    inputs = {name: value for name, value in inputs.items() if name in known}
-    new = None if cache is None else 1
-    out = model(**model.prepare_inputs_for_generation(ids, next_sequence_length=new, **inputs))
-    logits = out.logits[:, -1].to(copy=True, dtype=torch.float32)
-    scores = process(ids, logits)
-    shares = nn.functional.softmax(scores, dim=-1)
-    torch.multinomial(shares, num_samples=1)
-    return out[cached], (logits, scores, shares)
-
-
-def lengthen(cache: Cache, number: int) -> None:
-    """Add `number` tokens to a cache."""
-    for at, layer in enumerate(cache.layers):
-        rows, heads, _, width = layer.keys.shape
-        tokens = layer.keys.new_zeros(rows, heads, number, width)
-        cache.update(tokens, tokens, at)
+    """Draw all answers of a process to the prompts of a step at once."""
+    rows, prompt_length = batch["prompt_ids"].shape
+    ids = batch["prompt_ids"].new_zeros(rows * args.accumulation_steps(data_world_size()), prompt_length + length)
+    draw_answers({name: getattr(args, name) for name in SAMPLING}, ids, length, 1, model, begin)

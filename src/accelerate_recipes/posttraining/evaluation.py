@@ -1,6 +1,7 @@
-"""Evaluation of GRPO: a model's answers to held-out prompts, scored by the rewards of training."""
+"""Evaluation of answers to held-out prompts, scored by rewards; the first ones are shown."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import datasets
@@ -16,9 +17,9 @@ from accelerate_recipes.run import Run
 
 
 class HeldoutAnswers:
-    """Evaluator of a model's answers to held-out prompts, by the rewards of training.
+    """Evaluator of a model's answers to held-out prompts, by rewards, if there are any.
 
-    `samples`, which is given on rank 0, collects the first answers.
+    `samples`, which is given on rank 0, collects the first answers. `ids` are the tokens of the prompts, if they are known.
     """
 
     def __init__(
@@ -28,11 +29,12 @@ class HeldoutAnswers:
         rows: datasets.Dataset,
         rewards: Sequence[Reward],
         samples: Samples | None,
+        ids: list[list[int]] | None = None,
     ):
         self.run, self.tokenizer, self.rewards, self.samples = run, tokenizer, rewards, samples
         self.columns = {name: rows[name][:] for name in rows.column_names}
         self.prompts = self.columns.pop("prompt")
-        self.ids = tokenize_prompts(tokenizer, self.prompts, run.args)
+        self.ids = ids or tokenize_prompts(tokenizer, self.prompts, run.args)
         self.weights = run.args.reward_weights or [1.0] * len(rewards)
 
     def evaluate(self, step: int, sampling: Sampling | None = None) -> dict[str, float]:
@@ -41,12 +43,27 @@ class HeldoutAnswers:
         Raises:
             ConfigError: if a reward fails, or if all rewards are None for all answers.
         """
+        return self.score(step, self.generate(sampling), "held out, drawn" if sampling else "held out")
+
+    def generate(self, sampling: Sampling | None = None) -> Generated:
+        """Generate the most likely answers, or draw some, on all ranks together; each gets all.
+
+        Raises:
+            Stopped: between two batches.
+        """
         run, args = self.run, self.run.args
         size, length = args.per_device_eval_batch_size, args.max_completion_length
-        answers = generate_texts(run.accelerator, run.model, self.tokenizer, self.ids, length, size, sampling=sampling)
-        return on_first_rank(lambda: self._score(step, answers, "held out, drawn" if sampling else "held out"))
+        return generate_texts(run.accelerator, run.model, self.tokenizer, self.ids, length, size, sampling=sampling)
 
-    def _score(self, step: int, answers: Generated, source: str) -> dict[str, float]:
+    def score(
+        self, step: int, answers: Generated, source: str, more: Mapping[str, Sequence[float]] = MappingProxyType({})
+    ) -> dict[str, float]:
+        """Score answers by the rewards on rank 0; `more` has other values of each answer, to be shown. See `evaluate`."""
+        return on_first_rank(lambda: self._score(step, answers, source, more))
+
+    def _score(
+        self, step: int, answers: Generated, source: str, more: Mapping[str, Sequence[float]]
+    ) -> dict[str, float]:
         texts, ids = answers
         said = texts
         if not isinstance(self.prompts[0], str):
@@ -55,13 +72,14 @@ class HeldoutAnswers:
         values = [reward(self.prompts, said, **given) for reward in self.rewards]
         names = [reward.__name__ for reward in self.rewards]
         totals = [weighted(row, self.weights) for row in zip(*values, strict=True)]
-        found = {"reward": totals} | {f"rewards/{name}": row for name, row in zip(names, values, strict=True)}
+        found = {"reward": totals} if names else {}
+        found |= {f"rewards/{name}": row for name, row in zip(names, values, strict=True)}
         means = {
             name: sum(numbers) / len(numbers)
             for name, row in found.items()
             if (numbers := [value for value in row if value is not None])
         }
-        if "reward" not in means:
+        if names and "reward" not in means:
             raise ConfigError(f"{', '.join(names)} gave None for all {len(texts):,} held-out answers; check the data")
         if self.samples:
             shown = range(min(self.run.args.num_samples, len(texts)))
@@ -73,7 +91,8 @@ class HeldoutAnswers:
                         "prompt": self.prompts[i],
                         "completion": texts[i],
                         "expected": expected({name: column[i] for name, column in self.columns.items()}),
-                        "rewards": dict(zip(names, (row[i] for row in values), strict=True)),
+                        "rewards": dict(zip(names, (row[i] for row in values), strict=True))
+                        | {name: round(row[i], 4) for name, row in more.items()},
                     }
                     for i in shown
                 ],

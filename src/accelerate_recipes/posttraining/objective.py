@@ -18,6 +18,7 @@ import copy
 import fnmatch
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar, TypeVar
 
@@ -39,7 +40,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes.checkpoint.exported import stops_of
 from accelerate_recipes.models.adapters import WithoutAdapters
-from accelerate_recipes.posttraining.settings import make_model, refused_by_trl, weight_of_balance
+from accelerate_recipes.posttraining.settings import make_model, refused_by_trl, switch_off_dropout, weight_of_balance
 from accelerate_recipes.ranks import data_world_size, sum_over_ranks
 from accelerate_recipes.run import Run
 
@@ -107,6 +108,15 @@ class Outputs:
         return self.last
 
 
+def reference_of(run: Run[Any], temperature: float = 1.0) -> Any:
+    """Return a model that computes as the run's base: the run's own without its adapters, or a second, sharded model."""
+    if run.adapter:
+        return WithoutAdapters(run.model)
+    reference = make_model(run.args)
+    add_fused_lm_head(reference, temperature=temperature)
+    return run.shard_reference(reference)
+
+
 class Objective:
     """Mixin that makes one of trl's trainers a library for the engine. Put it before the trainer in a class's bases.
 
@@ -144,13 +154,8 @@ class Objective:
             self.model = self.run.model
 
     def keep_reference(self) -> None:
-        """Keep a reference model that equals the run's base: the model without its adapters, or a second, sharded model."""
-        if self.run.adapter:
-            self.ref_model = WithoutAdapters(self.run.model)
-        else:
-            reference = make_model(self.run.args)
-            add_fused_lm_head(reference, temperature=self.temperature)
-            self.ref_model = self.run.shard_reference(reference)
+        """Keep a reference model that equals the run's base; see `reference_of`."""
+        self.ref_model = reference_of(self.run, self.temperature)
 
     def balances(self, outputs: Outputs) -> list[torch.Tensor]:
         """Return the weighted loss that balances experts in a micro-batch, as a list; the list is empty without experts."""
@@ -178,8 +183,21 @@ class Objective:
                 values = torch.tensor(gathered[name], dtype=torch.float64)
                 gathered[name] = [((values * weights).sum() / weights.sum().clamp(min=1)).item()]
 
+    def mark(self) -> Callable[[], None]:
+        """Return a function that forgets the micro-batches from here on, and what trl has gathered of them."""
+        counted, gathered = [*self.counted], {name: [*values] for name, values in self._metrics["train"].items()}
+
+        def forget() -> None:
+            self.counted[:] = counted
+            self._metrics["train"].clear()
+            self._metrics["train"].update({name: [*values] for name, values in gathered.items()})
+
+        return forget
+
     def values(self, step: int) -> dict[str, float]:
         """Return the means of the values that trl has gathered since the last log line, for the line after `step`."""
+        if not self.counted:  # all steps were left out
+            return {}
         self.weigh()
         self.state.global_step = step
         values: dict[str, Any] = {}
@@ -220,4 +238,6 @@ def give_model_to_trl(
     for parameter, data in adapter:
         parameter.data = data  # trl 1.16 rounds it to bf16 for a model in 4 bits: small updates would be lost
     trainer.base_stops = base_stops
+    if trainer.args.disable_dropout:
+        switch_off_dropout(model)
     return trainer

@@ -42,6 +42,8 @@ from accelerate_recipes.trial import Trial, config_of, refuse
 class DPOArgs(TrainerArgs):
     """Arguments of every recipe on trl's DPOTrainer, in addition to the fields of DPOConfig. Put it before DPOConfig."""
 
+    has_empty_rows = False
+
     per_device_train_batch_size: int = arg(4, "Pairs per forward pass on one process.", min=1)
     total_batch_size: int = arg(32, "Pairs per optimizer step, over all processes and accumulation.", min=1)
     learning_rate: float = 1e-6

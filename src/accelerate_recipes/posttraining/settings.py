@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from torch import nn
 from transformers import (
     GenerationConfig,
     PreTrainedConfig,
@@ -360,9 +361,20 @@ def with_fused_head(
     """Make a model on the meta device, with the forward pass that trl's trainers give a model to compute `outputs`."""
     model = new_model(config, attn_implementation, dtype)
     if disable_dropout:
-        disable_dropout_in_model(model)
+        switch_off_dropout(model)
     add_fused_lm_head(model, outputs=outputs, temperature=temperature)
     return model
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Switch off all dropout of a model.
+
+    trl 1.16 does so for layers of dropout alone: the attention of most models holds its rate as a number.
+    """
+    disable_dropout_in_model(model)
+    for module in model.modules():
+        rates = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+        vars(module).update(dict.fromkeys(rates, 0.0))
 
 
 def pad_multiple(args: Any) -> int | None:

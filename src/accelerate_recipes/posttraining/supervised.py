@@ -1,42 +1,32 @@
-"""Supervised fine-tuning: rows from their files to what the model reads, and the loss that trains them.
-
-The loss is computed by the forward pass that trl gives a model: log-probabilities without whole logits.
-"""
+"""Supervised fine-tuning: rows from their files to what the model reads."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import numpy as np
 import pyarrow as pa
-import torch
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, pack_dataset
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from accelerate_recipes.checkpoint.exported import Exported, as_exported, shown_ends, stops_of
 from accelerate_recipes.data.chats import check_written, without_controls
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.files import check_texts_or_messages
+from accelerate_recipes.data.formats import LABEL
 from accelerate_recipes.data.messages import NUM_COMPARED, TEXT, has_unweighted, missing_answers, select
 from accelerate_recipes.data.passes import chosen_rows, made_of, rows_in
-from accelerate_recipes.data.prepared import chunks_of, lengths_of
+from accelerate_recipes.data.prepared import lengths_of
 from accelerate_recipes.data.rendering import Rendering, render_read, texts_read
-from accelerate_recipes.data.rows import RowLoader, Rows, make_eval_loader
+from accelerate_recipes.data.rows import RowLoader, Rows, make_eval_loader, num_steps
 from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.errors import ConfigError, printable
-from accelerate_recipes.losses import count_next_tokens
-from accelerate_recipes.metrics import Flops, flops_per_token
 from accelerate_recipes.models import IGNORE_INDEX
-from accelerate_recipes.models.adapters import load_settings
-from accelerate_recipes.models.attention import choose
-from accelerate_recipes.models.configurations import new_config
-from accelerate_recipes.posttraining.settings import OUTPUTS, pad_multiple, weight_of_balance, with_fused_head
+from accelerate_recipes.posttraining.supervised_loss import make_collator
 from accelerate_recipes.posttraining.trained_rows import (
     EVERYTHING,
     USES,
@@ -57,9 +47,8 @@ from accelerate_recipes.posttraining.trained_rows import (
     tokenized_rows,
     without_targets,
 )
-from accelerate_recipes.ranks import is_first, on_first_of_machine_before_others, on_first_rank, sum_over_ranks
+from accelerate_recipes.ranks import is_first, on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.run import Run
-from accelerate_recipes.trial import Trial, config_of, refuse
 
 FORMATS = (("messages",), ("prompt", "completion"))  # the first column holds the question
 # Columns that `rendered` adds, the first two of the types that trl gives them.
@@ -75,13 +64,17 @@ RENDERED = {
 class SupervisedRows(ReadRows):
     """Rows as the model reads them, and what their preparation counts.
 
-    `num_read` has the number of rows of each side before they were rendered, `num_targets` the number of targets of each
-    row to train on; `counts` are to be printed, see `shown.count_line`.
+    `sides` has the rows of each side before they were rendered, `num_targets` the number of targets of each row to train
+    on; `counts` are to be printed, see `shown.count_line`.
     """
 
-    num_read: dict[str, int]
+    sides: Mapping[str, Sized]
     num_targets: np.ndarray
     counts: dict[str, int]
+
+    @property
+    def num_read(self) -> dict[str, int]:
+        return {side: len(rows) for side, rows in self.sides.items()}
 
     @property
     def lengths(self) -> np.ndarray | None:
@@ -89,10 +82,17 @@ class SupervisedRows(ReadRows):
         args = self.run.args
         return None if args.packing or args.padding_free else lengths_of(self.train)
 
-    def make_heldout_loader(self) -> RowLoader:
+    visits: ClassVar[Any] = 1  # how often each row is trained, or all of them, up to a factor
+
+    def num_steps(self) -> int:
+        """Return the number of optimizer steps of the run."""
+        return num_steps(self.run.args, len(self.train))
+
+    def make_heldout_loader(self, num_workers: int = 0) -> RowLoader:
         run = self.run
         place = run.args, run.data_rank, run.data_world_size
-        return make_eval_loader(Rows(self.heldout, without_targets), *place, collate_fn=self.collate)
+        rows = Rows(self.heldout, without_targets)
+        return make_eval_loader(rows, *place, collate_fn=self.collate, num_workers=num_workers)
 
 
 def prepare_supervised(
@@ -140,9 +140,8 @@ def prepare_supervised(
     left_out = {"left out": len(sides["train"]) - len(train) + added}
     counts = {"with an end": num_ended} | ({"packed from": len(whole["train"])} if config.packing else left_out)
     counts |= cut_at(lengths_of(whole["train"]), config.max_length if kept_part(config) != EVERYTHING else None)
-    num_read = {side: len(rows) for side, rows in sides.items()}
     collate = make_collator(args, tokenizer.pad_token_id, config.pad_to_multiple_of)
-    counted = {"num_read": num_read, "num_targets": num_targets, "counts": counts}
+    counted = {"sides": sides, "num_targets": num_targets, "counts": counts}
     return SupervisedRows(run, train, heldout, collate, content, **counted)
 
 
@@ -159,7 +158,7 @@ def load_sides(
     """
     rows = args.read_rows_for(tokenizer)
     features = rows["train"].features
-    columns = next(c for c in (*FORMATS, (args.dataset_text_field,)) if {*c} <= {*features})
+    columns = columns_said(args, features)
     if args.completion_only_loss and "completion" not in columns:
         raise ConfigError(
             f"--completion_only_loss is for rows of prompt and completion; these have {' and '.join(columns)}; remove it: "
@@ -191,7 +190,8 @@ def load_sides(
             )
         check_texts_or_messages(side, columns, source)
         rows[name] = without_controls(side, columns, tokenizer, stops, source, args.control_tokens)
-        read[name] = side = select(rows[name], columns, source)
+        judged = [LABEL] if LABEL in side.column_names else []
+        read[name] = side = select(rows[name], (*columns, *judged), source)
         check_written(side, columns, tokenizer, f"{source}, row", args.template_date)
         if has_unweighted(side, trained, source) and not of_answers(args, features):
             raise ConfigError(
@@ -204,6 +204,11 @@ def load_sides(
     written = rows["train"].select_columns([name for name in features if name in {*columns, *SETTINGS}])
     first = islice((row for row in written if not args.is_heldout(row, asked)), NUM_COMPARED)
     return args.sides(read, asked), list(first)  # pyright: ignore[reportReturnType]
+
+
+def columns_said(args: Any, features: datasets.Features) -> tuple[str, ...]:
+    """Return the columns with messages or texts, the one with the question first."""
+    return next(c for c in (*FORMATS, (args.dataset_text_field,)) if {*c} <= {*features})
 
 
 def render_side(
@@ -326,111 +331,3 @@ def ends_of(
             "--new_tokens, if the tokenizer does not have it), raise --max_length, or mend the chat template"
         )
     return num_ended, ends
-
-
-def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs of the model in a batch. If ranks share rows, labels are shifted to where they are predicted."""
-    inputs = {name: value for name, value in batch.items() if name not in ("row", "row_position_ids")}
-    if "sequence_group" in batch:
-        inputs["shift_labels"] = inputs.pop("labels")[:, 1:]
-    return inputs | {"use_cache": False, "fused_lm_head": True}
-
-
-def nll_sum(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """Sum the negative log-likelihood of the targets, in nats."""
-    return -model(**inputs_of(batch)).log_probs.sum()
-
-
-class SupervisedLoss:
-    """Loss that trains: of the targets, by --loss_type, and of the balance of experts, if the model has any.
-
-    It keeps the sums of what is logged: entropy, share of the targets that the model finds most probable, and balance.
-    """
-
-    def __init__(self, args: Any, config: PreTrainedConfig):
-        self.is_dft = args.loss_type == "dft"
-        self.balance = weight_of_balance(config, args.router_aux_loss_coef)
-        self.router = {"output_router_logits": True} if self.balance else {}
-        self.measured: list[torch.Tensor] = []  # of the micro-batches since the last log line
-
-    def sum_parts(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        """Sum the parts of the loss over a micro-batch, each for one of `count_parts`, in nats."""
-        found: Any = model(**inputs_of(batch), **self.router)
-        losses = -found.log_probs  # 0 where there is no target
-        if self.is_dft:
-            losses = losses * found.log_probs.exp().detach()
-        one = torch.ones((), device=losses.device)
-        balance = [found.aux_loss] if self.balance else []
-        measured = [found.label_mask.sum(), found.entropy.sum(), found.is_top1.sum(), one, *balance]
-        self.measured.append(torch.stack([value.detach().double() for value in measured]))
-        return torch.stack([*(self.balance * loss for loss in balance), losses.sum()])
-
-    def count_parts(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Count the micro-batch itself if there are experts, and the targets."""
-        num_targets = count_next_tokens(batch)
-        return torch.stack([*[torch.ones_like(num_targets)] * bool(self.balance), num_targets])
-
-    def values(self, step: int) -> dict[str, float]:
-        """Return the means over the targets since the last log line, and the mean balance of the micro-batches."""
-        sums, self.measured = sum_over_ranks(torch.stack(self.measured).sum(0)).tolist(), []
-        targets, entropy, most_probable, number, *balance = sums
-        means = {"entropy": entropy / max(targets, 1), "mean_token_accuracy": most_probable / max(targets, 1)}
-        return means | ({"aux_loss": balance[0] / number} if balance else {})
-
-
-def make_collator(args: Any, pad_token_id: int, multiple: int | None) -> DataCollatorForLanguageModeling:
-    """Make trl's collator. The lengths of its batches are multiples of `multiple`, if there is one."""
-    return DataCollatorForLanguageModeling(
-        pad_token_id=pad_token_id, padding_free=args.has_boundaries, pad_to_multiple_of=multiple
-    )
-
-
-def flops_of_rows(args: Any, rows: Any, num_targets: int) -> Callable[[PreTrainedModel], Flops]:
-    """Return a function that counts the training FLOPs of a model per target of the prepared rows, for MFU."""
-    documents = lengths_of(rows)
-    if "seq_lengths" in rows.column_names:
-        documents = np.concatenate([values for _, values in chunks_of(rows, "seq_lengths")])
-    tokens, squares = documents.sum(), np.square(documents, dtype=float).sum()
-    row_length = args.max_length if args.packing else 0
-
-    def flops_fn(model: PreTrainedModel) -> Flops:
-        a_token = flops_per_token(model, squares / tokens, row_length)
-        attended, full_rows = (number * tokens / max(1, num_targets) for number in a_token)
-        return Flops(attended, full_rows if row_length else None)
-
-    return flops_fn
-
-
-def supervised_trial(args: Any) -> Trial:
-    """Make the trial of an SFT run: the run's own loss, on rows of --max_length tokens by trl's own collator.
-
-    Raises:
-        NotSimulatedError: for settings that change the step.
-    """
-    others = {
-        "--max_length none": not args.max_length,
-        "--packing_strategy wrapped": args.packing and args.packing_strategy == "wrapped",
-        "--new_tokens": args.new_tokens,
-        f"--loss_type {args.loss_type}": args.loss_type != "nll",
-    }
-    refuse("SFT", others)
-    config = new_config(args, max_length=args.max_length) if args.from_scratch else config_of(args)
-    dtype = load_settings(args)["dtype"]
-    attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
-    loss = SupervisedLoss(args, config)
-    length, rows = args.max_length, args.per_device_train_batch_size
-    row, shorter = {"input_ids": [0] * length}, {"input_ids": [0] * (length - 1)}
-    if args.has_boundaries:
-        row["seq_lengths"] = [length - 1, 1]
-    collate = make_collator(args, 0, pad_multiple(args))
-    batch = collate([row] * rows if args.has_boundaries or rows == 1 else [*[row] * (rows - 1), shorter])
-    if rows == 1 and batch.pop("attention_mask", None) is not None:  # one row has no padding, and attention no mask
-        batch["position_ids"] = torch.arange(length)[None]
-    return Trial(
-        config,
-        partial(with_fused_head, attn_implementation=attention, dtype=dtype, outputs=OUTPUTS),
-        loss.sum_parts,
-        loss.count_parts,
-        batch,
-        rows * (length - 1),
-    )

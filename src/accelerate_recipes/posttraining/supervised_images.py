@@ -20,19 +20,22 @@ from trl import SFTConfig
 from accelerate_recipes.checkpoint.exported import Exported, as_exported, stops_of
 from accelerate_recipes.data import image_texts, rendering
 from accelerate_recipes.data.image_rows import load_image_sides
+from accelerate_recipes.data.image_sizes import Patches, known_sizes
 from accelerate_recipes.data.image_texts import DOCUMENTS, ImageTexts, Size, cut_documents, rendered_documents
 from accelerate_recipes.data.messages import NUM_COMPARED
 from accelerate_recipes.data.packing import pack
 from accelerate_recipes.data.passes import made_of
-from accelerate_recipes.data.pictures import Pictures, checked_image, decoded, image_checksum
+from accelerate_recipes.data.pictures import Pictures, checked_image, decoded, image_bytes, image_checksum, pixels_shown
 from accelerate_recipes.data.prepared import lengths_of
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.metrics import Flops, size_and_share
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.composites import weights_by_part
 from accelerate_recipes.models.documents import text_positions
-from accelerate_recipes.models.images import image_model_on_meta, join_documents, patches_of
-from accelerate_recipes.posttraining.supervised import SupervisedRows, as_rendered, ends_of, flops_of_rows
+from accelerate_recipes.models.image_probe import check_whole
+from accelerate_recipes.models.images import image_model_on_meta, join_documents
+from accelerate_recipes.posttraining.supervised import SupervisedRows, as_rendered, ends_of
+from accelerate_recipes.posttraining.supervised_loss import flops_of_rows
 from accelerate_recipes.posttraining.trained_rows import (
     USES,
     check_rows_are_left,
@@ -51,6 +54,7 @@ from accelerate_recipes.run import Run
 NO_LIMIT = 1 << 40  # tokens of a document
 SMALL = (96, 96)
 BLANK = (32, 32)  # size of the image of a batch without images
+SIZES_TO_TRY = [(32, 32), (64, 32)]
 
 
 class PackedDocuments(Sequence):
@@ -94,6 +98,8 @@ class PackedDocuments(Sequence):
 class ImageCollator:
     """Collator of rows of documents: joins them in one row, (1, T), with what the model reads of their images.
 
+    `places` of a batch name the file and row of each document.
+
     A batch without an image gets a blank one, as a further document without targets: under FSDP, all ranks must compute the
     parts of the model that see images. Its parts are made when they are needed, in each data worker.
     """
@@ -115,7 +121,7 @@ class ImageCollator:
     @cached_property
     def blank(self) -> dict[str, torch.Tensor]:
         image = Image.new("RGB", BLANK)
-        text = self.pictures.text_of(*BLANK, False)
+        text, _ = self.pictures.of_size(*BLANK, False)
         ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self.document(ids, [IGNORE_INDEX] * len(ids), [image])  # pyright: ignore[reportArgumentType]
 
@@ -168,7 +174,18 @@ class ImageCollator:
             documents.append(self.blank)
         batch = join_documents(self.base, documents)
         batch["labels"][text_positions(batch["position_ids"]) == 0] = IGNORE_INDEX
-        return batch
+        return batch | {"places": [place for row in rows for place in row["places"]]}
+
+
+def documents_to_try(collate: ImageCollator) -> list[dict[str, torch.Tensor]]:
+    """Make documents with two images, with none and with one, of two sizes and colours, for `check_whole`."""
+    tokenizer, found = collate.processor.tokenizer, []
+    for sizes in (SIZES_TO_TRY, [], SIZES_TO_TRY[1:]):
+        texts = [collate.pictures.of_size(*size, len(sizes) > 1)[0] for size in sizes]
+        ids: Any = tokenizer("1".join(["2 ", *texts, " 3 4 5"]), add_special_tokens=False)["input_ids"]
+        images = [Image.new("RGB", size, (10, 20, 30 + 50 * len(found) + size[0])) for size in sizes]
+        found.append(collate.document(ids, ids, images))
+    return found
 
 
 def prepare_with_images(
@@ -179,17 +196,22 @@ def prepare_with_images(
     The base stops at `base_stops`.
 
     Raises:
-        ConfigError: like `supervised.prepare_supervised`, and if the images of each row leave no room for an answer.
+        ConfigError: like `supervised.prepare_supervised`, if the images of each row leave no room for an answer, and if a
+            tiny model of this configuration does not compute a packed row with images as its documents.
         DataError: for rows and images that cannot be read.
     """
-    args, tokenizer = run.args, processor.tokenizer
+    args, tokenizer, collate = run.args, processor.tokenizer, ImageCollator(processor, model.config)
+    attention = model.config.get_text_config()._attn_implementation
+    trial = model.config, args.model_name_or_path, attention
+    on_first_rank(lambda: check_whole(*trial, documents_to_try(collate)))
     stops = base_stops | stops_of(tokenizer)
     sides, written = on_first_of_machine_before_others(lambda: load_image_sides(args, processor, stops))
     if run.resumed_from:
         check_same_template(tokenizer, run.resumed_from)
         check_same_targets(args, sides["train"].features, run.resumed_from)
     sizes = itertools.chain(*(sizes_in(rows, args.sources[side] or args.source) for side, rows in sides.items()))
-    texts, patches = on_first_rank(lambda: texts_and_patches(Pictures(processor), sizes, model.config))
+    know_all = partial(known_sizes, processor, model.config, sizes, args.dataset_num_proc)
+    texts, patches = on_first_of_machine_before_others(know_all)
     how = {"assistant_only": of_answers(args, sides["train"].features), "stops": sorted(stops)}
     longest = config.max_length or NO_LIMIT
     whole, cut, packed, first, added = {}, {}, {}, [], 0
@@ -215,27 +237,17 @@ def prepare_with_images(
     if not num_ended:
         num_ended, ends = ends_of(config, cut["train"], first, exported)
     place = run, exported, base_stops
-    on_first_rank(lambda: compare_with_rendering(*place, with_files(run, written), first, ends, **how))
+
+    def compare() -> None:
+        compare_with_rendering(*place, with_pixels(with_files(run, written), processor), first, ends, **how)
+
+    on_first_rank(compare)
     counts = {"with an end": num_ended} | ({"packed from": len(cut["train"])} if config.packing else {})
     counts |= {"left out": len(sides["train"]) - len(cut["train"]) + added}
     counts |= cut_at(lengths_of(whole["train"]), config.max_length)
     counts |= {"images": sum(len(sums) for sums in cut["train"]["checksums"])}
-    num_read = {side: len(rows) for side, rows in sides.items()}
-    collate = ImageCollator(processor, model.config)
-    counted = {"num_read": num_read, "num_targets": packed["train"].sum_of(targets), "counts": counts}
+    counted = {"sides": sides, "num_targets": packed["train"].sum_of(targets), "counts": counts}
     return SupervisedRows(run, packed["train"], packed["test"], collate, content, collate.show, **counted)
-
-
-Patches = dict[tuple[int, int, bool], list[int]]  # by width, height, and whether the image is among others
-
-
-def texts_and_patches(
-    pictures: Pictures, sizes: Iterable[tuple[str, list[Size]]], config: PreTrainedConfig
-) -> tuple[ImageTexts, Patches]:
-    """Make the texts that stand for images of these sizes, and count their patches, by tiles that are computed together."""
-    texts = pictures.texts_for(sizes)
-    counts = {key: patches_of(config, inputs) for key, inputs in pictures.shapes.items()}
-    return texts, {key: found[: len(found) // 2] if key[2] else found for key, found in counts.items()}
 
 
 def patches_in(documents: datasets.Dataset, read: datasets.Dataset, patches: Patches) -> list[int]:
@@ -342,6 +354,15 @@ def check_room(documents: datasets.Dataset, longest: int) -> None:
             f"the images of a row take {fewest:,} to {most:,} tokens, and --max_length is {longest:,}: no answer is left; "
             "raise it, or give smaller images (--image_max_pixels)"
         )
+
+
+def with_pixels(rows: list[dict], processor: ProcessorMixin) -> list[dict]:
+    """Return rows with some of the values of their `pixels`; see `pixels_shown`."""
+    found = []
+    for row in rows:
+        images = [decoded(image_bytes(image, "a row"), f"a row, {image['path']}") for image in row["images"]]
+        found.append(row | {"pixels": pixels_shown(processor, images) if images else []})
+    return found
 
 
 def with_files(run: Run[Any], rows: list[dict]) -> list[dict]:

@@ -41,8 +41,22 @@ from accelerate_recipes.run import Run
 
 NUM_LAST = 4  # number of last targets of a row among which its end token is searched
 EVERYTHING = slice(None)
+# Row that fills a place for which there is none. Another row with masked labels would not do: if its activations are
+# infinite, its gradients are not finite.
+EMPTY = {
+    "input_ids": [0], "labels": [IGNORE_INDEX], "seq_lengths": [1],
+    "images": [[]], "checksums": [[]], "image_begins": [[]], "places": [""],
+}  # fmt: skip
 TEMPLATES = (".jinja", ".j2")  # trl reads files with these endings as chat templates, other names as models
 USES = {"train": "train", "test": "evaluate"}  # what the rows of a side are for
+
+
+def remedy_of_date(run: Run[Any]) -> str:
+    """Return the remedy for other rows if the checkpoint does not say which date its template wrote; else ""."""
+    date, checkpoint = run.args.template_date, run.resumed_from
+    if date and checkpoint and "template_date" not in saved_arguments(checkpoint):
+        return f"give by --template_date, which is now {date}, the day on which the run began; "
+    return ""
 
 
 class FirstRows(NamedTuple):
@@ -54,11 +68,9 @@ class FirstRows(NamedTuple):
     content: str = ""
 
     def check(self, states: list[dict]) -> None:
-        """Raise ConfigError if the states of a checkpoint belong to other rows."""
-        date, checkpoint, remedy = self.run.args.template_date, self.run.resumed_from, ""
-        if date and checkpoint and "template_date" not in saved_arguments(checkpoint):
-            remedy = f"give by --template_date, which is now {date}, the day on which the run began; "
-        check_content(self.content, states, remedy)
+        """Raise ConfigError if the states of a checkpoint belong to other rows. The loader of a mixture checks its parts."""
+        if self.content:
+            check_content(self.content, states, remedy_of_date(self.run))
 
     def first_batch(self) -> dict[str, Any]:
         return self.collate([self.rows[i] for i in range(min(NUM_ROWS, len(self.rows)))])
@@ -76,6 +88,11 @@ class ReadRows:
     show: Callable[[list[dict]], dict[str, Any]] | None = None  # makes the batch to show; default: `collate`
 
     @property
+    def items(self) -> Any:
+        """Rows to train on, by their numbers."""
+        return self.train
+
+    @property
     def first(self) -> dict[str, HasRows]:
         """First rows of both sides, for `run.show_rows`."""
         show = self.show or self.collate
@@ -86,7 +103,7 @@ class ReadRows:
 
     def make_loader(self, **settings: Any) -> StepLoader:
         """Make the loader of this rank's micro-batches; `settings` are those of `make_train_loader`."""
-        run, rows = self.run, Rows(self.train, numbered_row)
+        run, rows = self.run, Rows(self.items, numbered_row)
         settings |= {"collate_fn": Numbered(self.collate), "content": self.content}
         return make_train_loader(rows, run.args, run.data_rank, run.data_world_size, **settings)
 
@@ -192,8 +209,8 @@ def numbered_row(row: dict, number: int) -> tuple[int, dict]:
 
 
 def without_targets(row: dict, number: int) -> dict:
-    """Return a row as trl prepared it; the row of number -1 loses its targets."""
-    return row if number >= 0 else row | {"labels": [IGNORE_INDEX] * len(row["input_ids"])}
+    """Return a row as trl prepared it; for number -1 one of a single token, which is no target and belongs to no row."""
+    return row if number >= 0 else row | {name: value for name, value in EMPTY.items() if name in row}
 
 
 def tell_of_prompts(run: Run[Any], sides: dict[str, datasets.Dataset], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -339,6 +356,8 @@ def compare_with_rendering(
     """
     args = run.args
     names = args.fixed_on_resume()
+    if getattr(args, "part", ""):  # what a source of a mixture sets is not in the arguments of the run
+        names -= {*args.of_source}
     fixed = {name: value for name, value in args.values().items() if name in names}
     first = TrainedRows(rows, trained, settings, sorted(ends), fixed)
     raise_problems("The export would not render what is trained", first.problems(exported))

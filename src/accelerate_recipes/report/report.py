@@ -23,6 +23,7 @@ from accelerate_recipes.life.attempts import of_this_run, read_attempts
 from accelerate_recipes.life.page import Html, element, folded, html_table, picture, write_page
 from accelerate_recipes.life.picture import plot, points_of, spoken
 from accelerate_recipes.life.status import read_status
+from accelerate_recipes.metrics import sources_in
 from accelerate_recipes.ranks import is_first
 
 MOST_SAMPLES = 200
@@ -182,6 +183,8 @@ def page_of(seen: Seen) -> list[Html]:
     """Write the parts of the page of one run."""
     last = seen.attempts[-1] if seen.attempts else {}
     parts = [element("h1", f"{last.get('recipe', 'run')}: {seen.name}"), html_table((), facts_of(seen).items())]
+    if sources_in(seen.records):
+        parts += [element("h2", "Sources"), source_table(seen)]
     parts.append(panels([seen]))
     if rows := seen.evaluations:
         names = list(dict.fromkeys(name for row in rows for name in row if name.startswith("eval_")))
@@ -255,10 +258,20 @@ def panels(runs: Sequence[Seen]) -> Html:
     """Draw a panel for each kind of value: the values of one run in colours, of several runs each run in its colour."""
     known = {name for values in PANELS.values() for name in values}
     names = dict.fromkeys(name for run in runs for record in run.records for name in record)
+    sources = sources_in(record for run in runs for record in run.records)
+    of_sources = {
+        title: [pattern.format(name) for pattern in patterns for name in sources]
+        for title, patterns in {
+            "Loss by source": ["{}_loss"],
+            "Loss by source, held out": ["eval_{}_loss"],
+            "Share of the rows": ["{}_share", "{}_asked"],
+        }.items()
+    }
+    known |= {name for values in of_sources.values() for name in values}
     own = {name: (name,) for name in names if name.startswith("eval_") and name not in known}
     if find_spec("matplotlib") is None:
         return element("p", "There are no curves, since matplotlib is not installed.")
-    drawn = {title: draw_curves(runs, values) for title, values in (PANELS | own).items()}
+    drawn = {title: draw_curves(runs, values) for title, values in (PANELS | of_sources | own).items()}
     titles = {name: (said := spoken(name))[:1].upper() + said[1:] for name in own}  # rougeL keeps its L
     shown = [element("div", element("h3", titles.get(title, title)), svg) for title, svg in drawn.items() if svg]
     return element("div", *shown, class_="panels") if shown else element("p", "Curves begin with the second log line.")
@@ -281,7 +294,7 @@ def draw_curves(runs: Sequence[Seen], values: Sequence[str]) -> Html:
         for i, run in enumerate(runs):
             for j, name in enumerate(values):
                 color = COLORS[(i if len(runs) > 1 else j) % len(COLORS)]
-                plot(axes, run.records, name, LABELS.get(name), color=color, markersize=3)
+                plot(axes, run.records, name, label_of(name), color=color, markersize=3)
         if len(runs) == 1 and len(axes.lines) > 1:
             axes.legend(framealpha=0)
         axes.grid(alpha=0.25)
@@ -289,6 +302,46 @@ def draw_curves(runs: Sequence[Seen], values: Sequence[str]) -> Html:
         FigureCanvasSVG(figure).print_svg(text, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = text.getvalue()
     return Html(svg[svg.index("<svg") :].replace(INK, "currentColor"))
+
+
+def label_of(name: str) -> str | None:
+    """Return the label of a curve: the name of a source, for one of its values; None for the usual one."""
+    if name in PANELS["Loss"] or not name.endswith(("_loss", "_share", "_asked")):
+        return LABELS.get(name)
+    source, _, kind = name.removeprefix("eval_").rpartition("_")
+    return f"{source}, asked" if kind == "asked" else source
+
+
+def source_table(seen: Seen) -> Html:
+    """Write what was trained of each source of a mixture: its share of the rows beside the one that was asked for."""
+    steps = [record for record in seen.records if "samples_per_second" in record]
+    last, after = steps[-1], seen.evaluations[-1] if seen.evaluations else {}
+    heads = [
+        "source",
+        "rows",
+        "epochs",
+        "share of the rows",
+        "asked",
+        "targets",
+        "share of the targets",
+        "loss",
+        "held out",
+    ]
+    names = sources_in(steps)
+    targets = {name: sum(step.get(f"{name}_targets", 0) for step in steps) for name in names}
+    rows = [
+        [
+            name,
+            *(last[f"{name}_{key}"] for key in ("rows", "epochs")),
+            *(f"{share:.2%}" for share in (last[f"{name}_share"], last[f"{name}_asked"])),
+            targets[name],
+            f"{targets[name] / max(1, sum(targets.values())):.2%}",
+            last.get(f"{name}_loss"),
+            after.get(f"eval_{name}_loss"),
+        ]
+        for name in names
+    ]
+    return html_table(heads, rows)
 
 
 def sample_table(rows: Iterable[dict]) -> Html:

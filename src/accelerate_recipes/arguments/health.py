@@ -1,0 +1,49 @@
+"""Arguments for steps that go wrong, which every recipe takes; see `life.spikes` and `checkpoint.replicas`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from accelerate_recipes.arguments.declaring import arg
+
+OWN_FILES = ("skipped.jsonl", "non_finite.json")
+
+
+@dataclass
+class HealthArgs:
+    """Arguments for steps that go wrong, a part of `TrainArgs`."""
+
+    group = "rare"
+    spike_factor: float = arg(
+        0.0,
+        "A step whose loss or gradient norm is this many robust deviations above the median of the last hundred steps is "
+        "not applied; 0: only one that is not finite.",
+        min=0,
+    )
+    on_spike: str = arg(
+        "stop", "End the run at a step that its rows make wrong, or leave that step out.", choices=["stop", "skip"]
+    )
+    max_skips: int = arg(5, "Steps left out in a row that end the run.", min=1)
+    exclude_rows: str = arg(
+        "", "File that names rows not to train on: skipped.jsonl or non_finite.json of a run, or one of your own."
+    )
+    verify_replicas: int = arg(
+        0, "Steps between comparisons of weights and optimizer states over the replicas; 0: never.", min=0
+    )
+
+    # Whether a place in a batch can stay empty.
+    has_empty_rows: ClassVar[bool] = True
+
+    def health_problems(self) -> Iterator[str]:
+        """List problems of these arguments, one sentence each."""
+        if self.on_spike == "stop" and self.max_skips != HealthArgs.max_skips:
+            yield f"--max_skips {self.max_skips} has no effect with --on_spike stop; add --on_spike skip, or remove it"
+        if not self.exclude_rows:
+            return
+        if not self.has_empty_rows:
+            yield "--exclude_rows: trl's loss needs whole micro-batches; leave the rows out of the files instead"
+        yield from self.file_problems("exclude_rows", (".json", ".jsonl"))
+        file = Path(self.exclude_rows)
+        if file.name in OWN_FILES and file.resolve().parent == Path(self.output_dir).resolve():
+            yield f"--exclude_rows {file}: this run writes that file itself, and may change it; copy it to another name"

@@ -1,0 +1,61 @@
+"""Arguments of a mirror: a second place for the checkpoints of a run; see `checkpoint.store`."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from urllib.parse import urlsplit
+
+import fsspec
+from fsspec.registry import known_implementations, registry
+
+from accelerate_recipes.arguments.declaring import arg
+
+
+@dataclass
+class MirrorArgs:
+    """Arguments of a mirror, a part of `TrainArgs`."""
+
+    mirror: str = arg(
+        "",
+        "Copy checkpoints to this URL (s3://, gs://, az://, hf://buckets/...) or folder, and resume from there.",
+        group="saving",
+    )
+    mirror_bandwidth: float = arg(
+        0.0, "MiB/s that each machine sends to --mirror at most, until training ends; 0: no limit.", min=0, group="rare"
+    )
+
+    def mirror_problems(self) -> Iterator[str]:
+        """List problems of these arguments, one sentence each."""
+        if self.mirror_bandwidth and not self.mirror:
+            yield "--mirror_bandwidth has no effect without --mirror; add that, or remove it"
+        if self.mirror:
+            yield from (f"--mirror: {problem}" for problem in url_problems(self.mirror))
+            place = self.mirror.removeprefix("file://")
+            here, there = os.path.realpath(self.output_dir), os.path.realpath(place)
+            if "://" not in place and os.path.commonpath([here, there]) in (here, there):
+                yield f"--mirror {self.mirror} and --output_dir {self.output_dir}: neither may contain the other"
+
+
+def url_problems(url: str) -> list[str]:
+    """List why a place cannot hold copies, one sentence each. What may be a password is not repeated."""
+    if "://" not in url:
+        return []
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        return [f"not a URL: {error}"]
+    if parts.scheme == "hf" and parts.netloc != "buckets":
+        return ["a repository of models cannot hold checkpoints; give hf://buckets/ORG/NAME/FOLDER"]
+    if "@" in parts.netloc or parts.query or parts.fragment or "::" in url:
+        return [
+            f"a URL of {parts.scheme}:// with a user, a query or a chain; give PLACE/FOLDER alone, and credentials as the "
+            "store's own tools read them: from the environment, or from their files"
+        ]
+    module = known_implementations.get(parts.scheme, {"class": ""})["class"].split(".")[0]
+    if not module and parts.scheme not in registry:
+        return [f"fsspec knows no {parts.scheme}://; give s3://, gs://, az://, hf://buckets/..., or a folder"]
+    if module and find_spec(module) is None:
+        pin = f"=={fsspec.__version__}" if module in ("s3fs", "gcsfs") else ""  # which appear with each fsspec
+        return [f"{parts.scheme}:// needs {module}, which is not installed; run: pip install {module}{pin}"]
+    return []

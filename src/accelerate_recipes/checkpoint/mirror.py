@@ -1,0 +1,233 @@
+"""Mirror of a run: starts the uploader of this machine, and asks it for what the run needs. See `checkpoint.store`.
+
+After the start, a run never waits for the store, until it ends, and no failure of the store is one of the run.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.arguments.mirror import url_problems
+from accelerate_recipes.checkpoint import files
+from accelerate_recipes.checkpoint.store import COPY, Store
+from accelerate_recipes.checkpoint.uploader import LOCAL
+from accelerate_recipes.disk import existing, read_json
+from accelerate_recipes.errors import ConfigError, printable, raise_problems
+from accelerate_recipes.life import stop
+from accelerate_recipes.life.status import attempt, update_status
+from accelerate_recipes.ranks import is_first, is_first_of_machine, on_all_ranks, on_first_rank, rank
+
+AFTER_FAILURE = 20.0  # seconds that a run which failed gives to its newest copy: its launcher may be ending it
+
+
+def is_copy(place: str) -> bool:
+    """Tell whether a place is that of a copy, as `checkpoint list` names it, not that of a checkpoint."""
+    return "://" in place or COPY.fullmatch(PurePosixPath(place).name) is not None
+
+
+def store_at(url: str) -> Store:
+    """Return the store of a URL that a person gave.
+
+    Raises:
+        ConfigError: for a URL that cannot be used here.
+    """
+    raise_problems("The place cannot be read", url_problems(url))
+    return Store(url)
+
+
+def fetched(place: str, folder: Path) -> Path:
+    """Fetch the copy at a place into a folder, unless it is there. Returns the checkpoint, `checkpoint-<step>`.
+
+    Raises:
+        ConfigError: if there is no complete copy, or if it cannot be fetched.
+    """
+    url, _, copy = place.rstrip("/").rpartition("/")
+    url, copy = (url, copy) if COPY.fullmatch(copy) else (place, "")
+    checkpoint = folder / copy / f"checkpoint-{copy.split('-')[1] if copy else ''}"
+    if files.defect(checkpoint) is not None:
+        try:
+            store = store_at(url)
+            marker = store.marker(copy) if copy else None
+            if marker is None:
+                found = ", ".join(name for name, _ in store.complete()) or "none"
+                raise ConfigError(f"{place} is no complete copy of a checkpoint; complete in {url}: {found}")
+            store.fetch_copy(copy, marker, checkpoint)
+        except OSError as error:
+            raise ConfigError(f"{place}: {error}") from None
+    return checkpoint
+
+
+@contextlib.contextmanager
+def as_checkpoint(place: str, near: Path) -> Iterator[Path]:
+    """Yield the checkpoint at a path; that at a URL is fetched into a folder beside `near`, and removed again."""
+    if is_copy(place):
+        with tempfile.TemporaryDirectory(prefix=".fetched-", dir=existing(near.parent)) as folder:
+            yield fetched(place, Path(folder))
+    else:
+        yield Path(place)
+
+
+class Sender:
+    """Process of this machine that talks to the store, and the conversation with it."""
+
+    def __init__(self, args: TrainArgs):
+        self.output_dir = Path(args.output_dir)
+        self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.status: dict[str, Any] = {}  # `mirror` in status.json
+        self.is_ending = False
+        self.process = subprocess.Popen(  # in its own session: a signal to the run's group must not end it
+            [sys.executable, "-P", "-m", "accelerate_recipes.checkpoint.uploader"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        )  # fmt: skip
+        values = args.values()
+        self.ask(
+            url=args.mirror,
+            output_dir=str(self.output_dir.absolute()),
+            bandwidth=args.mirror_bandwidth * 2**20,
+            rank=rank(),
+            world_size=int(os.environ.get("WORLD_SIZE", 1)),
+            parent=os.getpid(),
+            owner={"host": socket.gethostname(), "process": os.getpid(), "run": uuid.uuid4().hex, **attempt()},
+            fixed={name: values[name] for name in sorted(args.fixed_on_resume() & values.keys())},
+            rules={
+                "limit": args.save_total_limit,
+                "every": args.keep_every_n_steps,
+                "metric": args.metric_for_best_model,
+                "greater": args.greater_is_better,
+            },
+        )
+        threading.Thread(target=self.listen, daemon=True, name="mirror").start()
+
+    def ask(self, **command: Any) -> None:
+        with contextlib.suppress(OSError):  # it has ended, which `listen` says
+            print(json.dumps(command, default=str), file=self.process.stdin, flush=True)
+
+    def listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            event = json.loads(line)
+            if said := event.get("say"):
+                say_of_mirror(said)
+            elif status := event.get("status"):
+                self.note(status)
+            else:
+                self.answers.put(event)
+        self.answers.put({"error": f"its process has ended with code {self.process.wait()}"})
+        if not self.is_ending:
+            say_of_mirror("its process has ended, and no more copies are made")
+            self.note({"problem": "its process has ended"})
+
+    def note(self, changes: dict[str, Any]) -> None:
+        self.status |= changes
+        if is_first():
+            with contextlib.suppress(OSError):
+                update_status(self.output_dir, mirror=self.status)
+
+    def answer(self, seconds: float | None = None) -> str | None:
+        """Return the next answer; None if there is none within `seconds`."""
+        try:
+            event = self.answers.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        if "error" in event:
+            self.is_ending = True
+            raise ConfigError(f"--mirror: {event['error']}")
+        return event["answer"]
+
+
+# The sender of this process, which has one output directory. None without --mirror, and on other ranks of a machine.
+_sender: Sender | None = None
+
+
+def say_of_mirror(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(printable(f"Mirror: {text}"), flush=True)
+
+
+def fetch_from_mirror(args: TrainArgs) -> None:
+    """Bring the newest complete copy into the output directory, if it is further on; call it on all ranks.
+
+    The first call also takes the place at --mirror for this run.
+
+    Raises:
+        ConfigError: if the place cannot be written to, or belongs to another run.
+    """
+
+    def ask() -> None:
+        global _sender
+        if _sender is None:
+            _sender = Sender(args)
+            _sender.answer()
+        _sender.ask(do="fetch")
+
+    on_first_rank(ask)
+    # In turns: no collective waits longer than it may, however large the copy is.
+    while on_first_rank(lambda: _sender.answer(seconds=30)) is None:
+        pass
+
+
+def begin_copies(args: TrainArgs) -> None:
+    """Send each new checkpoint from now on; call it on all ranks, when the run has begun."""
+    global _sender
+    if args.mirror:
+        firsts = [number for number in on_all_ranks(rank() if is_first_of_machine() else None) if number is not None]
+        if is_first_of_machine() and _sender is None:
+            _sender = Sender(args)
+            _sender.answer()
+        if _sender is not None:
+            _sender.ask(do="watch", ranks=firsts)
+
+
+def read_now(output_dir: Path) -> str | None:
+    """Return the name of the checkpoint that is being sent, which must not be removed."""
+    try:
+        return read_json(output_dir / LOCAL)["reading"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def wait_for_room(output_dir: Path, needed: int) -> None:
+    """Wait a little until the senders have closed the files that were removed."""
+    until = time.monotonic() + 60
+    while shutil.disk_usage(output_dir).free < needed and time.monotonic() < until:
+        time.sleep(0.1)
+
+
+def finish_copies(output_dir: Path, state: str) -> None:
+    """Complete the copy of the newest checkpoint before this process ends, as far as the time allows, and say whether it is.
+
+    The end of the job, or the grace after a signal, limits the time.
+    """
+    if _sender is None or _sender.is_ending:
+        return
+    _sender.is_ending = True
+    seconds = stop.seconds_left() if state in ("finished", "stopped") else min(stop.seconds_left(), AFTER_FAILURE)
+    until = time.monotonic() + seconds
+    steps = [files.step_of(path) for path in files.candidates(output_dir) if files.defect(path) is None]
+    _sender.ask(do="finish", step=max(steps, default=0), seconds=min(seconds, 1e6), is_finished=state == "finished")
+    event = None
+    with contextlib.suppress(KeyboardInterrupt):
+        while event is None and stop.seconds_left() > 0 and time.monotonic() < until:
+            with contextlib.suppress(queue.Empty):
+                event = _sender.answers.get(timeout=0.2)
+    if not is_first():
+        return
+    if event and event.get("ended"):
+        say_of_mirror(f"the copy is complete: {event['copy']}" if event["copy"] else "there is no checkpoint to copy")
+    else:
+        problem = (event or {}).get("problem") or (event or {}).get("error") or "there was no time"
+        say_of_mirror(f"the copy of the newest checkpoint is NOT complete: {problem}")
+        _sender.note({"problem": problem})

@@ -1,0 +1,321 @@
+"""Store of copies: what lies behind the URL of `--mirror`, and the rules by which a copy is complete or absent.
+
+    run.json                         the run that owns this place: its id, and the arguments that it must not change
+    lease.json                       the process that writes here, renewed each minute, and the names of its newest copies
+    checkpoint-<step>-<sum>/         a copy; <sum> begins the checksum of the checkpoint's marker
+        <files>                      as in the checkpoint
+        part-<rank>.json             the files of one machine are here; <rank> is its first
+        complete.json                the checkpoint's own marker, byte for byte, written last
+    export/, metrics.jsonl, ...      what a person watches; replaced when they change
+
+1. The name of a copy says its content, so no file of a copy is ever replaced by another, and nothing of a failed attempt is
+   taken for a part of a later one: a copy is begun again, or goes on, under its own name.
+2. The uploader of the first machine chooses a checkpoint, and names it in `<output_dir>/mirror.json`. The others follow that
+   file. While a checkpoint stands there, it is not removed from the disk.
+3. Each machine sends the files of its own ranks, looks at the size of each there, and writes its part-marker. The store's
+   client guards the way up by its own checksums. Once all parts are there, the first machine writes complete.json.
+4. A copy without a valid complete.json does not exist for a reader. A reader lists the place without any cache, and adds
+   what the lease names: a listing may be older, so a copy stands in the lease before it is complete. The reader compares
+   size and checksum of each file that it fetches. If a file differs, or is gone, the marker is renamed to damaged.json, and
+   the next older copy is taken. A store that does not answer is an error instead.
+5. Removal goes the other way: complete.json, the part-markers, the files. The newest complete copy is never removed.
+6. A writer owns the lease. A start waits until a foreign lease has not changed for LEASE seconds; it need not wait for a
+   process that is known to be dead. A writer that finds another's lease stops.
+
+Only fsspec and its clients talk to the store. This module does without torch: a process of its own imports it.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+import fsspec
+
+from accelerate_recipes.checkpoint import files
+from accelerate_recipes.checkpoint.files import MARKER
+from accelerate_recipes.disk import fsync, write_atomically
+
+T = TypeVar("T")
+
+COPY = re.compile(r"checkpoint-(\d+)-([0-9a-f]{8})")
+RUN, LEASE_FILE = "run.json", "lease.json"
+WAITS = (0.5, 2.0, 8.0, 30.0)  # seconds before an attempt is repeated, on average
+PATIENCE = 120.0  # seconds for one call, and for a file at first;
+SLOWEST = 2**20  # bytes a second at which a file may come
+AT_ONCE = 2  # files on the way up; each in parts, by the store's client
+# A client reads as many parts of a file at once; with s3fs's own 10 of 50 MiB, two files take a GiB of memory.
+OPTIONS = {"file": {"auto_mkdir": True}, "s3": {"max_concurrency": 4}}
+SECRETS = re.compile(r"//[^/\s@]*@|\?\S*|(?i:(?<=key=)|(?<=token=)|(?<=signature=))\S+")
+
+
+class StoreError(OSError):
+    """The store did not do what was asked, after all attempts. The text holds no credentials."""
+
+
+class Gone(Exception):
+    """The checkpoint that was being sent is no longer on the disk."""
+
+
+class Damaged(OSError):
+    """A file of a copy is missing, or is not what was sent."""
+
+
+def told(error: BaseException) -> str:
+    """Return the first line of an error, without what may be a credential."""
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    hidden = [v for k, v in os.environ.items() if len(v) > 7 and re.search("KEY|SECRET|TOKEN|PASSW|CRED|CONNECTION", k)]
+    for value in sorted(hidden, key=len, reverse=True):
+        text = text.replace(value, "...")
+    return SECRETS.sub("...", text)[:400]
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Call a function in a thread, and wait for its result. After a TimeoutError the thread may still be at work."""
+    done: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return done.result(timeout=seconds)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no answer within {seconds:.0f} s") from None
+
+
+class Pace(fsspec.Callback):
+    """Pace of the files that this process sends: at most `rate` bytes a second together (0: no limit). `check` may raise.
+
+    The clients call it after each part that they have sent.
+    """
+
+    def __init__(self, rate: float = 0, check: Callable[[], None] = lambda: None):
+        super().__init__()
+        self.rate, self.check, self.free_at, self.lock = rate, check, 0.0, threading.Lock()
+
+    def relative_update(self, inc: int = 1) -> None:
+        self.check()
+        with self.lock:
+            self.free_at = max(self.free_at, time.monotonic()) + (inc / self.rate if self.rate else 0)
+        while self.rate and (left := self.free_at - time.monotonic()) > 0:
+            time.sleep(min(left, 0.2))  # `rate` may become 0 meanwhile
+            self.check()
+
+
+class Store:
+    """Place behind a URL. Each method repeats what fails, and waits longer each time.
+
+    Raises:
+        StoreError: after the last attempt.
+    """
+
+    def __init__(self, url: str):
+        scheme = url.partition("://")[0] if "://" in url else "file"
+        try:
+            self.fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **OPTIONS.get(scheme, {}))
+        except Exception as error:  # the errors of the clients have no common class
+            raise StoreError(told(error)) from None
+        self.root, self.is_folder = root.rstrip("/"), scheme == "file"
+
+    def _path(self, name: str) -> str:
+        return f"{self.root}/{name}" if name else self.root
+
+    def _insist(self, call: Callable[..., T], *args: Any, seconds: float = PATIENCE) -> T:
+        """Call with `args`, again and again, and each time without cached listings, and for `seconds` at most."""
+
+        def fresh() -> T:
+            self.fs.invalidate_cache()
+            return call(*args)
+
+        for wait in (*WAITS, None):
+            try:
+                return within(seconds, fresh)
+            except (FileNotFoundError, Gone):
+                raise
+            except Exception as error:
+                if wait is None or isinstance(error, PermissionError | NotADirectoryError):
+                    raise StoreError(told(error)) from None
+                time.sleep(wait * random.uniform(0.5, 1.5))
+        raise AssertionError
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a small file, or None if there is none."""
+        try:
+            return self._insist(self.fs.cat_file, self._path(name))
+        except FileNotFoundError:
+            return None
+
+    def read_json(self, name: str) -> Any:
+        """Return the value in a file; None if there is no such file, or if it is no JSON."""
+        try:
+            return json.loads(self.read(name) or b"null")
+        except (ValueError, RecursionError):
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file, and read it again."""
+        place = self._path(name)
+
+        def pipe() -> None:
+            if self.is_folder:
+                Path(place).parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(Path(place), data.decode())
+            else:
+                self.fs.pipe_file(place, data)
+            self.fs.invalidate_cache()
+            if self.fs.cat_file(place) != data:
+                raise OSError(f"{name} is there with another content than was written")
+
+        try:
+            self._insist(pipe)
+        except FileNotFoundError as error:  # no such bucket
+            raise StoreError(told(error)) from None
+
+    def write_json(self, name: str, value: Any) -> None:
+        self.write(name, json.dumps(value, indent=1).encode())
+
+    def send(self, source: Path, name: str, pace: Pace) -> None:
+        """Send a file, and compare its size there. Raises Gone if it is no longer on the disk."""
+
+        def put() -> None:
+            pace.check()
+            is_slowed = self.is_folder and pace.rate  # LocalFileSystem's own copy cannot be, but the kernel makes it
+            put_file = partial(fsspec.AbstractFileSystem.put_file, self.fs) if is_slowed else self.fs.put_file
+            try:
+                put_file(str(source), self._path(name), callback=pace)
+            except FileNotFoundError as error:  # of the file, or of the bucket
+                pace.check()
+                raise OSError(told(error)) from None
+            self.fs.invalidate_cache()
+            if (found := self.fs.info(self._path(name))["size"]) != size:
+                raise OSError(f"{name} has {found} bytes there instead of {size}")
+            if self.is_folder:
+                fsync(Path(self._path(name)))
+
+        try:
+            size = source.stat().st_size
+        except FileNotFoundError:
+            raise Gone(str(source)) from None
+        self._insist(put, seconds=PATIENCE + size / min(SLOWEST, pace.rate / 2 or SLOWEST))
+
+    def fetch(self, name: str, to: Path, entry: dict) -> None:
+        """Fetch a file that has this entry in a marker. Raises Damaged if it is missing or differs, each time."""
+        found = ""
+
+        def get() -> None:
+            nonlocal found
+            found = f"{name} is missing"
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.get_file(self._path(name), str(to))
+                size, checksum = to.stat().st_size, files.checksum(to)
+                found = f"{name} has {size} bytes instead of {entry['size']}" if size != entry["size"] else ""
+                if not found and checksum != entry["checksum"]:
+                    found = f"the checksum of {name} is {checksum} instead of {entry['checksum']}"
+            if found:
+                raise OSError(found)
+
+        to.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._insist(get, seconds=PATIENCE + entry["size"] / SLOWEST)
+        except StoreError as error:
+            raise Damaged(found) if found and found in str(error) else error from None
+        fsync(to)
+
+    def names(self, folder: str = "") -> list[str]:
+        """List the names in a folder."""
+        try:
+            return [
+                PurePosixPath(path).name for path in self._insist(partial(self.fs.ls, self._path(folder), detail=False))
+            ]
+        except FileNotFoundError:
+            return []
+
+    def remove(self, name: str, *, recursive: bool = False) -> None:
+        """Remove a file, or a folder with all that is in it; nothing if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            self._insist(partial(self.fs.rm, recursive=True) if recursive else self.fs.rm_file, self._path(name))
+
+    # Copies.
+
+    def copies(self) -> list[str]:
+        """List the names of copies, complete or not, the newest step first."""
+        named = self.named()
+        found = {name for name in self.names() if COPY.fullmatch(name)} | {*named}
+        return sorted(found, key=lambda name: (step_of_copy(name), name in named, name), reverse=True)
+
+    def named(self) -> list[str]:
+        """List the copies that the lease names."""
+        return [name for name in (self.read_json(LEASE_FILE) or {}).get("copies", ()) if COPY.fullmatch(name)]
+
+    def marker(self, copy: str) -> dict | None:
+        """Return the marker of a complete copy; None for any other."""
+        try:
+            marker = files.checked_marker(self.read_json(f"{copy}/{MARKER}"))
+        except ValueError:
+            return None
+        return marker if copy == name_of_copy(marker) else None
+
+    def complete(self) -> Iterator[tuple[str, dict]]:
+        """Yield name and marker of each complete copy, the newest first."""
+        return ((copy, marker) for copy in self.copies() if (marker := self.marker(copy)))
+
+    def fetch_copy(self, copy: str, marker: dict, checkpoint: Path) -> None:
+        """Fetch a copy, as a checkpoint that is complete or absent. Raises Damaged, naming a file that differs."""
+        unfinished, entries = files.unfinished(checkpoint), marker["files"].items()
+        shutil.rmtree(unfinished, ignore_errors=True)
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda item: self.fetch(f"{copy}/{item[0]}", unfinished / item[0], item[1]), entries))
+        files.write_marker(unfinished, marker)
+        if checkpoint.exists():
+            files.set_aside(checkpoint)
+        unfinished.rename(checkpoint)
+        fsync(checkpoint.parent)
+
+    def set_copy_aside(self, copy: str, reason: str) -> None:
+        """Note why a copy is of no use, and make it incomplete."""
+        self.write_json(f"{copy}/damaged.json", {"reason": reason})
+        self.remove(f"{copy}/{MARKER}")
+
+    def send_part(self, checkpoint: Path, copy: str, names: Sequence[str], rank: int, pace: Pace) -> None:
+        """Send the files of a machine, then its part-marker, unless that is there."""
+        part = f"{copy}/part-{rank}.json"
+        if self.read_json(part) is None:
+            with ThreadPoolExecutor(1 if pace.rate else AT_ONCE) as threads:
+                list(threads.map(lambda name: self.send(checkpoint / name, f"{copy}/{name}", pace), names))
+            self.write_json(part, names)
+
+    def remove_copy(self, copy: str) -> None:
+        parts = [name for name in self.names(copy) if name.startswith("part-")]
+        for name in (MARKER, *parts):
+            self.remove(f"{copy}/{name}")
+        self.remove(copy, recursive=True)
+
+    def abort_leftovers(self) -> None:
+        """Abort the unfinished uploads that a killed writer has left here, which cost money and show in no list."""
+        bucket, _, prefix = self.root.partition("/")
+        with contextlib.suppress(Exception):  # only s3fs lists them, and it may not be allowed
+            for found in within(PATIENCE, partial(self.fs.list_multipart_uploads, bucket)):
+                if found["Key"].startswith(f"{prefix}/"):
+                    names = {"Bucket": bucket, "Key": found["Key"], "UploadId": found["UploadId"]}
+                    within(PATIENCE, partial(self.fs.call_s3, "abort_multipart_upload", **names))
+
+
+def step_of_copy(copy: str) -> int:
+    return int(copy.split("-")[1])
+
+
+def name_of_copy(marker: dict) -> str:
+    return f"checkpoint-{marker['step']}-{files.checksum_of(marker)[:8]}"

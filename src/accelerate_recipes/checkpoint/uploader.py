@@ -1,0 +1,365 @@
+"""Uploader: the one process of each machine that talks to the store of `--mirror`. See `checkpoint.store` for the protocol.
+
+`checkpoint.mirror` starts it, without torch, and sends it commands, one JSON object a line: first its settings, then `fetch`
+(on the first machine, before the run chooses a checkpoint), `watch`, and `finish`. It answers in the same way. It ends with
+its parent, and ignores signals: the run decides how long it goes on.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import re
+import signal
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from accelerate_recipes.checkpoint import files
+from accelerate_recipes.checkpoint.files import EXPORT, MARKER
+from accelerate_recipes.checkpoint.store import (
+    LEASE_FILE,
+    RUN,
+    Damaged,
+    Gone,
+    Pace,
+    Store,
+    StoreError,
+    name_of_copy,
+    step_of_copy,
+    told,
+)
+from accelerate_recipes.disk import read_json, readable, write_atomically
+from accelerate_recipes.life import parent
+from accelerate_recipes.life.status import is_known_dead
+
+LEASE = 180.0  # seconds without a renewal after which a lease has expired; it is renewed each third of them
+LOOK = 1.0  # seconds between two looks at the output directory
+SHARE = 60.0  # seconds between two looks at what a person watches
+LONGEST_PAUSE = 300.0  # seconds between two attempts after failures
+PATIENCE_WITH_OTHERS = 600.0  # seconds for the part of another machine, once there is a newer checkpoint
+PATIENCE_AT_END = 300.0  # seconds for a store that fails when the run has ended
+LAST_SECONDS = 3.0  # of a deadline, for the release of the lease
+WATCHED = ("args.yaml", "metrics.jsonl", "report.html", "status.json")
+LOCAL = "mirror.json"  # in the output directory: `id` of the run, the checkpoint being `reading`, the newest `copy`, `ended`
+OWNER = re.compile(r"(?:state/__|rng-)(\d+)")  # of a file: the rank that wrote it; rank 0 wrote all others
+
+
+class Refused(Exception):
+    """The user must give another place, or other arguments."""
+
+
+class Uploader:
+    """Uploader of one machine. `rank` is the first of the machine; `ranks` are the first of all machines."""
+
+    ranks: tuple[int, ...] = (0,)
+    copy, done = "", ""  # newest complete copy; checkpoint that need not be sent again
+    coming, good = "", []  # copies that the lease names: one that is about to be complete, and complete ones
+    problem, failures, beat, shared_at, is_lost = "", 0, 0, 0.0, False
+    reading: Path | None = None
+    finish: dict[str, Any] | None = None
+
+    def __init__(self, settings: dict[str, Any]):
+        self.settings, self.rank, self.owner, self.url = settings, settings["rank"], settings["owner"], settings["url"]
+        self.output_dir, self.store = Path(settings["output_dir"]), Store(self.url)
+        self.pace, self.since, self.shared = Pace(settings["bandwidth"], self.check), time.time(), {}
+        self.wake, self.leasing = threading.Event(), threading.Lock()
+
+    def tell(self, **event: Any) -> None:
+        with contextlib.suppress(OSError):
+            os.write(1, json.dumps(event).encode() + b"\n")  # whole, whichever thread
+
+    def note(self, **changes: Any) -> None:
+        """Change mirror.json in the output directory, which the run and the other machines read."""
+        write_atomically(self.output_dir / LOCAL, json.dumps(self.noted() | changes, indent=1) + "\n")
+
+    def noted(self) -> dict[str, Any]:
+        try:
+            return read_json(self.output_dir / LOCAL)
+        except (OSError, ValueError):
+            return {}
+
+    def check(self) -> None:
+        """Raise Gone if the checkpoint that is being sent was removed, and StoreError if another run has the lease."""
+        if self.is_lost:
+            raise StoreError("another run has taken over this place")
+        if self.reading is not None and not self.reading.exists():
+            raise Gone(str(self.reading))
+
+    # The start, on the first machine.
+
+    def begin(self) -> None:
+        """Make the place that of this run. Raises Refused if it belongs to another, or to one that is alive."""
+        run, mine, fixed = self.store.read_json(RUN), self.noted().get("id"), self.settings["fixed"]
+        if run is None and (copies := self.store.copies()):
+            raise Refused(f"{self.url} holds {copies[0]}, but no {RUN}; give another place")
+        if run and (mine or files.candidates(self.output_dir)) and run["id"] != mine:
+            remedy = "give another --mirror, or another --output_dir"
+            raise Refused(f"{self.url} holds another run than {self.output_dir}; {remedy}")
+        before = run["fixed"] if run else {}
+        is_open = (None, "")  # it is settled later; and a model may have moved
+        for name in sorted(before.keys() & fixed.keys() - {"model_name_or_path"}):
+            was, now = before[name], fixed[name]
+            if was != now and was not in is_open and now not in is_open:
+                raise Refused(f"{self.url} holds a run whose --{name} was {was!r} and is now {now!r}; set it back")
+        self.take_lease()
+        run = run or {"id": mine or uuid.uuid4().hex, "fixed": fixed}
+        self.store.write_json(RUN, run)
+        self.note(id=run["id"], reading=None, copy="", ended=False)
+        self.store.abort_leftovers()
+        threading.Thread(target=self.keep_lease, daemon=True).start()
+
+    def take_lease(self) -> None:
+        """Wait until the lease of another process has expired, then write ours, and look whether it stays."""
+        before, until = None, time.monotonic() + LEASE
+        while (lease := self.store.read_json(LEASE_FILE)) and (other := lease["owner"]):
+            if is_known_dead(other, self.owner) or time.monotonic() > until:
+                break
+            who = f"process {other['process']} on {other['host']}"
+            if before is None:
+                self.tell(say=f"{who} had {self.url}; waiting {LEASE:.0f} s for a sign of it")
+            elif lease["beat"] != before:
+                raise Refused(f"{self.url} is in use by {who}, which is alive; stop it, or give another place")
+            before = lease["beat"]
+            time.sleep(min(5 * LOOK, LEASE / 10))
+        self.good = [copy for copy in self.store.named() if self.store.marker(copy)]
+        self.write_lease(self.owner)
+        time.sleep(LOOK)  # another may have found the same lease expired: the last to write has it
+        if (self.store.read_json(LEASE_FILE) or {}).get("owner") != self.owner:
+            raise Refused(f"{self.url} was taken by another run just now; give another place")
+
+    def write_lease(self, owner: dict[str, Any] | None) -> None:
+        with self.leasing:
+            self.beat += 1
+            copies = [*filter(None, [self.coming]), *self.good]
+            self.store.write_json(
+                LEASE_FILE, {"owner": owner, "beat": [self.owner["run"], self.beat], "copies": copies}
+            )
+
+    def renew_lease(self) -> None:
+        """Renew the lease, unless another run has it: then stop."""
+        found = self.store.read_json(LEASE_FILE)
+        if found and found["owner"] != self.owner and not self.is_lost:
+            self.is_lost = True
+            self.tell(say="another run has taken over the mirror: no more copies are made there")
+        self.check()
+        self.write_lease(self.owner)
+
+    def keep_lease(self) -> None:
+        while not self.is_lost:
+            time.sleep(LEASE / 3)
+            with contextlib.suppress(StoreError, Gone):
+                self.renew_lease()
+
+    def fetch_newest(self) -> str:
+        """Fetch the newest complete copy, if it is further on than the output directory. Returns its name, or ""."""
+        here = [files.step_of(path) for path in files.candidates(self.output_dir) if files.defect(path) is None]
+        for copy, marker in self.store.complete():
+            if marker["step"] <= max(here, default=0):
+                break
+            self.tell(say=f"fetching {copy} ({readable(files.listed_bytes(marker))}) from {self.url}")
+            try:
+                self.store.fetch_copy(copy, marker, self.output_dir / f"checkpoint-{marker['step']}")
+                return copy
+            except Damaged as error:
+                self.tell(say=f"{copy} is set aside there, and an older one is taken: {error}")
+                self.store.set_copy_aside(copy, str(error))
+        return ""
+
+    # Copies, while the run trains.
+
+    def watch(self) -> None:
+        """Send each newest checkpoint, until the run has ended; then its export, and what a person watches."""
+        while not (self.finish and (self.is_complete() or (self.failures and time.monotonic() > self.finish["until"]))):
+            if self.finish:
+                time.sleep(LOOK / 5)
+            else:
+                self.wake.wait(min(LONGEST_PAUSE, 15.0 * 2**self.failures) if self.failures else LOOK)
+            try:
+                self.turn_of_first() if self.rank == 0 else self.turn_of_other()
+                self.problem, self.failures = "", 0
+            except Gone:
+                pass
+            except Exception as error:
+                self.note_trouble(error)
+        try:
+            out = self.output_dir / "export"
+            if self.rank == 0 and not self.failures:
+                names = [str(path.relative_to(self.output_dir)) for path in out.rglob("*") if path.is_file()]
+                for name in sorted(names, key=lambda name: name.endswith(EXPORT)):  # the list of its files last
+                    if self.finish["is_finished"]:
+                        self.store.send(self.output_dir / name, name, self.pace)
+                self.share()
+        except Exception as error:
+            self.note_trouble(error)
+        self.leave()
+
+    def turn_of_first(self) -> None:
+        present = reversed(files.candidates(self.output_dir))
+        newest = next((c for c in present if c.name == self.done or files.defect(c) is None), None)
+        if newest is not None and newest.name != self.done:
+            marker, start = files.read_marker(newest), time.monotonic()
+            copy = name_of_copy(marker)
+            if self.store.marker(copy) is None:
+                self.send_copy(newest, copy, marker)
+                seconds = time.monotonic() - start
+                self.tell(say=f"{copy} is complete ({readable(files.listed_bytes(marker))} in {seconds:.0f} s)")
+            self.copy, self.done, self.since = copy, newest.name, time.time()
+            self.coming, self.good = "", [copy]
+            self.note(copy=copy)
+            self.tell_status()
+            self.remove_old()
+        if time.monotonic() - self.shared_at > SHARE:
+            self.share()
+
+    def send_copy(self, checkpoint: Path, copy: str, marker: dict) -> None:
+        """Send this machine's part, wait for the others, and complete the copy."""
+        self.note(reading=checkpoint.name)
+        self.reading, begun = checkpoint, time.monotonic()
+        try:
+            self.check()
+            text = (checkpoint / MARKER).read_bytes()
+            self.send_part(copy, marker)
+            for rank in self.ranks[1:]:
+                while self.store.read_json(f"{copy}/part-{rank}.json") is None:
+                    self.check()
+                    has_newer = files.step_of(files.candidates(self.output_dir)[-1]) > marker["step"]
+                    if has_newer and time.monotonic() - begun > PATIENCE_WITH_OTHERS:
+                        raise StoreError(f"the machine of rank {rank} has not sent its part of {copy}")
+                    time.sleep(LOOK)
+            self.coming = copy
+            self.renew_lease()  # only its owner completes a copy
+            self.store.write(f"{copy}/{MARKER}", text)
+        finally:
+            self.reading = None
+            self.note(reading=None)
+
+    def send_part(self, copy: str, marker: dict) -> None:
+        """Send the files of this machine's ranks. The checkpoint may be of another number of ranks."""
+        mine = []
+        for name in sorted(marker["files"]):
+            found = OWNER.match(name)
+            owner = int(found[1]) % self.settings["world_size"] if found else 0
+            if max(first for first in self.ranks if first <= owner) == self.rank:
+                mine.append(name)
+        self.store.send_part(self.reading, copy, mine, self.rank, self.pace)
+
+    def turn_of_other(self) -> None:
+        """Send this machine's part of the checkpoint that the first machine has chosen."""
+        name = self.noted().get("reading")
+        if name and name != self.done:
+            self.reading = self.output_dir / name
+            self.check()
+            marker = files.read_marker(self.reading)
+            self.send_part(name_of_copy(marker), marker)
+            self.done = name
+
+    def remove_old(self) -> None:
+        """Remove the copies that are not kept, by the rules of the output directory, and what was never completed."""
+        rules, complete = self.settings["rules"], dict(self.store.complete())
+        scores = {}
+        for copy, marker in complete.items():
+            lines = (self.store.read(f"{copy}/metrics.jsonl") or b"").splitlines() if rules["metric"] else []
+            records = [json.loads(line) for line in lines]
+            scores[marker["step"]] = files.score(records, marker["step"], rules["metric"], rules["greater"])
+        keep = files.kept(scores, rules["limit"], rules["every"]) - {step_of_copy(self.copy)}
+        for copy in self.store.copies():
+            if copy != self.copy and (copy not in complete or step_of_copy(copy) not in keep):
+                self.store.remove_copy(copy)
+
+    def share(self) -> None:
+        """Send what a person watches, where it has changed."""
+        for name in WATCHED:
+            with contextlib.suppress(FileNotFoundError):
+                stat = (self.output_dir / name).stat()
+                if self.shared.get(name) != (state := (stat.st_mtime_ns, stat.st_size)):
+                    self.store.write(name, (self.output_dir / name).read_bytes())
+                    self.shared[name] = state
+        self.shared_at = time.monotonic()
+
+    def note_trouble(self, error: Exception) -> None:
+        """Say since when there is no copy: at the first failure, and then less and less often."""
+        self.failures += 1
+        self.problem = str(error) if isinstance(error, StoreError) else told(error)
+        if not self.is_lost and self.failures.bit_count() == 1:
+            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+            self.tell(say=f"no new copy since {since}: {self.problem}; the run goes on, and this is tried again")
+        self.tell_status()
+
+    def tell_status(self) -> None:
+        since = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.since))
+        self.tell(status={"url": self.url, "copy": self.copy, "since": since, "problem": self.problem})
+
+    # The end.
+
+    def is_complete(self) -> bool:
+        """Tell whether this machine has no more to do for the run's newest checkpoint."""
+        noted = self.noted() if self.rank else {"copy": self.copy}
+        steps = [int(self.done.partition("-")[2] or 0) if self.rank else 0, step_of_copy(noted.get("copy") or "x-0")]
+        return bool(noted.get("ended")) or max(steps) >= (self.finish or {"step": 0})["step"]
+
+    def hurry(self, command: dict[str, Any]) -> None:
+        """Begin the end: no limit of the bandwidth any more, and a deadline."""
+        self.finish, self.pace.rate = command | {"until": time.monotonic() + PATIENCE_AT_END}, 0
+
+        def give_up() -> None:
+            threading.Timer(LAST_SECONDS, os._exit, (0,)).start()
+            self.leave()
+
+        threading.Timer(max(0.0, command["seconds"] - LAST_SECONDS), give_up).start()
+        self.wake.set()
+
+    def leave(self) -> None:
+        """Release the lease, and end this process."""
+        with contextlib.suppress(Exception):
+            if self.rank == 0:
+                self.note(reading=None, ended=True)
+            if self.rank == 0 and not self.failures:
+                self.renew_lease()
+                self.is_lost = True  # nothing is to follow
+                self.write_lease(None)
+        self.tell(ended=self.is_complete(), copy=self.copy, problem=self.problem)
+        os._exit(0)
+
+
+def run_uploader() -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    parent.ask_kernel(signal.SIGKILL)
+    settings = json.loads(sys.stdin.readline())
+    if os.getppid() != settings["parent"]:
+        os._exit(1)
+    os.nice(10)
+    commands: queue.SimpleQueue = queue.SimpleQueue()
+    try:
+        uploader = Uploader(settings)
+
+        def listen() -> None:
+            for line in sys.stdin:
+                command = json.loads(line)
+                if command["do"] == "finish":
+                    uploader.hurry(command)
+                commands.put(command)
+            os._exit(1)  # the run is gone
+
+        threading.Thread(target=listen, daemon=True).start()
+        if uploader.rank == 0:
+            uploader.begin()
+        uploader.tell(answer="")
+        while (command := commands.get())["do"] == "fetch":
+            uploader.tell(answer=uploader.fetch_newest())
+        if command["do"] == "finish":  # the run was refused
+            uploader.leave()
+        uploader.ranks = command["ranks"]
+        uploader.watch()
+    except Exception as error:
+        is_plain = isinstance(error, Refused | StoreError)
+        print(json.dumps({"error": str(error) if is_plain else told(error)}), flush=True)
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    run_uploader()

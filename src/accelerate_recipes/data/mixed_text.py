@@ -1,0 +1,169 @@
+"""Text of one source, or of the several sources of a mixture: arguments, loader, and rows to validate on."""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from accelerate_recipes.data.mixed_streams import MixedStreamLoader
+from accelerate_recipes.data.mixture import MixtureArgs
+from accelerate_recipes.data.packing import PackedRows
+from accelerate_recipes.data.shares import Shares
+from accelerate_recipes.data.streams import StreamLoader
+from accelerate_recipes.data.text import TextArgs, ValidationRows, validation_rows
+from accelerate_recipes.data.token_shards import open_text
+from accelerate_recipes.errors import ConfigError
+
+
+@dataclass
+class MixedTextArgs(MixtureArgs, TextArgs):
+    """Arguments of a recipe that streams text from one source or, with --mixture, from several."""
+
+    of_source = (
+        "dataset_name", "dataset_revision", "dataset_files", "validation_dataset_files", "train_files", "validation_files",
+        "heldout_share", "text_column",
+    )  # fmt: skip
+    of_phase = ("weights", "lr_factor", "max_length")
+
+    @property
+    def alone(self) -> list[Any]:
+        """Arguments of each source. What one of them holds out, none trains on; and each has its folder of tokens."""
+        found = super().alone
+        if self.mixture:
+            share = max((one.share_heldout for one in found), default=0.0)
+            for one, source in zip(found, self.read.sources, strict=True):
+                one.of_others = share
+                one.pretokenize = self.pretokenize and os.path.join(self.pretokenize, source.name)
+        return found
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(self.mixture) or super().is_finite  # `mixture_problems` asks each source of a mixture
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest rows of the run, whichever phase has them."""
+        return max(self.max_length, *(phase.max_length for phase in self.read.phases), 0)
+
+    def mixture_problems(self) -> Iterator[str]:
+        yield from super().mixture_problems()
+        ends = [source for source in self.read.sources if source.weight is None or math.isfinite(source.max_epochs)]
+        for source in ends:
+            if not self.of(source).is_finite:
+                asked = "weight: size" if source.weight is None else f"max_epochs {source.max_epochs:g}"
+                yield (
+                    f"{self.mixture}, source {source.name}: {asked} needs text that is counted before the run: give "
+                    "train_files on a disk, or a number as weight and no max_epochs"
+                )
+        lengths = [phase.max_length for phase in self.read.phases if phase.max_length]
+        if lengths and ends:
+            yield (
+                f"{self.mixture}: rows of another max_length are not counted before the run, which max_epochs and weight: "
+                "size need; remove one of the two"
+            )
+        for length in lengths:
+            if length % self.row_size:
+                yield f"{self.mixture}: max_length {length} is not a multiple of parallelism_config_cp_size {self.row_size}"
+        trained, validated = {}, {}
+        for source in self.read.sources:
+            for name, files in (("train_files", trained), ("validation_files", validated)):
+                with contextlib.suppress(ConfigError):  # which the source itself tells
+                    files |= dict.fromkeys(map(os.path.realpath, self.of(source).files_here(name)), source.name)
+        for file in sorted(trained.keys() & validated.keys()):
+            one, other = trained[file], validated[file]
+            if one != other:
+                yield f"{self.mixture}: {one} trains on {file}, which {other} validates on; remove it from one"
+
+    def train_texts(self) -> Iterator[str]:
+        """Read the documents to train on; those of a mixture in turns, as its first weights say."""
+        if not self.mixture:
+            yield from super().train_texts()
+            return
+        texts = [one.train_texts() for one in self.alone]
+        weights = np.array([1.0 if source.weight is None else source.weight for source in self.read.sources])
+        while weights.any():
+            for source in Shares([(0, weights)], [math.inf] * len(texts), self.seed).take(0, 2**16)[0].tolist():
+                if (text := next(texts[source], None)) is None:
+                    weights[source] = 0  # the others go on
+                    break
+                yield text
+
+    @property
+    def share_left_out(self) -> float:
+        return self.alone[0].share_left_out if self.mixture else super().share_left_out
+
+    @property
+    def text_source(self) -> str:
+        if not self.mixture:
+            return super().text_source
+        return "; ".join(f"{name}: {one.text_source}" for name, one in zip(self.read.names, self.alone, strict=True))
+
+
+def make_text_loader(
+    args: Any, tokenizer: PreTrainedTokenizerBase, rank: int, world_size: int, data_rank: int, data_world_size: int
+) -> StreamLoader:
+    """Make the loader of the rows to train on, of one source or of a mixture. The numbers are those of `Run`.
+
+    Raises:
+        ConfigError: for text that was tokenised otherwise, and for sources that end before the run.
+        DataError: for shards that must be counted or tokenised first and cannot be read.
+    """
+    settings = {
+        "max_length": args.max_length, "document_mask": args.document_mask, "num_streams": args.num_streams,
+        "min_document_tokens": args.min_document_tokens, "heldout_share": args.share_left_out,
+    }  # fmt: skip
+    place = args, data_rank, data_world_size
+    texts = [open_text(one, tokenizer, rank, world_size) for one in args.alone]
+    if not args.mixture:
+        return StreamLoader(texts[0], *place, **settings)
+    return MixedStreamLoader(dict(zip(args.read.names, texts, strict=True)), *place, mixture=args.read, **settings)
+
+
+def read_validation(args: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, ValidationRows]:
+    """Read the rows to validate on into memory, by source: of a mixture equally many of each, which together are as asked.
+
+    Raises:
+        DataError: for shards without documents.
+    """
+    settings = args.max_length, tokenizer.pad_token_id, args.document_mask, args.min_document_tokens
+    number = -(-args.num_validation_rows // len(args.alone))
+    names = args.read.names or [""]
+    return {
+        name: validation_rows(one.validation_text(tokenizer), number, *settings)
+        for name, one in zip(names, args.alone, strict=True)
+    }
+
+
+def join_sources(parts: Mapping[str, ValidationRows]) -> ValidationRows:
+    """Put the rows of all sources behind each other."""
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    from datasets import concatenate_datasets
+
+    first, *_ = (part.rows for part in parts.values())
+    rows = concatenate_datasets([part.rows.rows for part in parts.values()])
+    sizes = {name: sum(len(text.encode()) for text in part.texts) for name, part in parts.items()}
+    num_tokens = sum(sizes[name] / part.bytes_per_token for name, part in parts.items())
+    return ValidationRows(
+        PackedRows(rows, first.max_length, first.pad_token_id, first.document_mask),
+        [text for part in parts.values() for text in part.texts],
+        sum(sizes.values()) / num_tokens,
+    )
+
+
+def measures_of(parts: Mapping[str, ValidationRows], losses: Mapping[str, float]) -> dict[str, float]:
+    """Return what `ValidationRows.measures` does of the mean over all targets and, of a mixture, the loss of each source."""
+    targets = {name: int(part.rows.num_targets.sum()) for name, part in parts.items()}
+    if len(parts) == 1:
+        (part,), (loss,) = parts.values(), losses.values()
+        found = part.measures(loss)
+    else:
+        found = join_sources(parts).measures(
+            sum(losses[name] * targets[name] for name in parts) / sum(targets.values())
+        )
+    return found | {f"{name}_loss": loss for name, loss in losses.items() if name}

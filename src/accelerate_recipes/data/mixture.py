@@ -1,0 +1,354 @@
+"""Mixtures: several sources of data in one run, as a YAML file names them, and which weights hold from which step on."""
+
+import copy
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from accelerate_recipes.args import arg
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.arguments.declaring import Texts, flag_problem, read_yaml, words_of
+from accelerate_recipes.arguments.help import recipe_parser
+from accelerate_recipes.errors import ConfigError, noting, suggestion
+
+# Flags that would name data beside those of a mixture.
+WHICH_DATA = ("dataset_name", "train_files", "eval_files", "validation_files")
+SIZE = "size"
+NAME = re.compile(
+    r"(?!eval_|aux$)\w[\w.-]*", re.ASCII
+)  # also in the log: eval_loss and aux_loss are no loss of a source
+
+# Weights by source, each from a step on, in the order of the steps.
+Weights = list[tuple[int, dict[str, float]]]
+
+
+class MixedSource(NamedTuple):
+    """One source of a mixture. `values` are arguments of the recipe; a weight of None is that of its size."""
+
+    name: str
+    weight: float | None
+    max_epochs: float
+    values: dict[str, Any]
+
+
+class MixturePhase(NamedTuple):
+    """Weights and a factor on the learning rate that hold from a step on; `begin` below 1 is a share of the run's steps.
+
+    Without weights, or without a factor (None), those before hold on.
+    """
+
+    begin: float
+    weights: dict[str, float]
+    lr_factor: float | None = None
+    max_length: int = 0  # tokens of a row; 0: as many as before
+
+    def first_step(self, total_steps: int) -> int:
+        return round(self.begin * total_steps if self.begin < 1 else self.begin)
+
+
+@dataclass
+class Mixture:
+    """Sources of a mixture, by name, and its phases, in order. `problems` says what is wrong with the file."""
+
+    sources: list[MixedSource] = field(default_factory=list)
+    phases: list[MixturePhase] = field(default_factory=list)
+    temperature: float = 1.0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        return [source.name for source in self.sources]
+
+    @property
+    def of_size(self) -> bool:
+        """Tell whether weights follow from the sizes of the sources."""
+        return any(source.weight is None for source in self.sources)
+
+    def weights(self, sizes: Mapping[str, int], total_steps: int) -> Weights:
+        """List the weights of a run from its first step on. `sizes` are the numbers of rows by source, where they count."""
+        first = {
+            source.name: sizes[source.name] ** (1 / self.temperature) if source.weight is None else source.weight
+            for source in self.sources
+        }
+        later = [(phase.first_step(total_steps), phase.weights) for phase in self.phases if phase.weights]
+        return without_repeats([(0, first), *later])
+
+    def lengths(self, total_steps: int) -> list[tuple[int, int]]:
+        """List the lengths of rows, each from a step on, that differ from those of the first phase."""
+        return [(phase.first_step(total_steps), phase.max_length) for phase in self.phases if phase.max_length]
+
+    def lr_factors(self, total_steps: int) -> list[tuple[int, float]]:
+        """List the factors on the schedule's learning rate, each from a step on."""
+        factors = [(phase.first_step(total_steps), phase.lr_factor) for phase in self.phases]
+        return [(step, factor) for step, factor in factors if factor is not None]
+
+
+def shares_of(weights: Mapping[str, float]) -> dict[str, float]:
+    """Return weights that add up to 1."""
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
+
+
+def without_repeats(weights: Weights) -> Weights:
+    """Leave out entries that change no share: the error diffusion would begin anew there."""
+    kept: Weights = []
+    for step, entry in weights:
+        then = shares_of(kept[-1][1]) if kept else {}
+        if not kept or any(not math.isclose(share, then[name]) for name, share in shares_of(entry).items()):
+            kept.append((step, entry))
+    return kept
+
+
+def continued(before: Sequence[Sequence[Any]], step: int, now: Weights) -> Weights:
+    """Return the weights of a run that is resumed at `step`: those `before` that step, as they were, then those of `now`."""
+    at_step = [entry for begin, entry in now if begin <= step][-1]
+    past = [(begin, entry) for begin, entry in before if begin < step]
+    return without_repeats([*past, (step, at_step), *((begin, entry) for begin, entry in now if begin > step)])
+
+
+@dataclass
+class MixtureArgs:
+    """Argument of a recipe that can train on several sources. Put it before the class with the arguments of one source."""
+
+    group = "data"
+    mixture: str = arg(
+        "", "YAML file that names several sources to train on, with weights; see docs/mixtures.md.", fixed=False
+    )
+
+    # Names of the arguments that a source of a mixture may set.
+    of_source: ClassVar[tuple[str, ...]]
+
+    # Name of the source, in the arguments of a run on it alone.
+    part = ""
+
+    # What a phase may change.
+    of_phase: ClassVar[tuple[str, ...]] = ("weights", "lr_factor")
+
+    # Whether the rows of a source are counted before the run, so that its weight can be that of its size.
+    counts_rows: ClassVar[bool] = True
+
+    @cached_property
+    def read(self) -> Mixture:
+        """Content of the file of --mixture; empty without one."""
+        # A file on a volume that this machine does not see is read where the run is.
+        is_unseen = self.is_elsewhere(self.mixture) and not Path(self.mixture).exists()  # pyright: ignore
+        return read_mixture(self.mixture, type(self)) if self.mixture and not is_unseen else Mixture()
+
+    @property
+    def alone(self) -> list[Any]:
+        """Arguments of a run on each source alone, in the order of `read.sources`; without a mixture, these arguments."""
+        return [self.of(source) for source in self.read.sources] if self.mixture else [self]
+
+    def of(self, source: MixedSource) -> Any:
+        """Return the arguments of a run on one source alone."""
+        args = copy.copy(self)
+        vars(args).pop("read", None)
+        args.mixture, args.part = "", source.name
+        unset = {
+            f.name: f.default if f.default_factory is MISSING else f.default_factory()
+            for f in fields(self)
+            if f.name in WHICH_DATA
+        }
+        for name, value in (unset | source.values).items():
+            setattr(args, name, value)
+        return args
+
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size)  # pyright: ignore[reportAttributeAccessIssue]
+        if not self.mixture:
+            return found
+
+        def is_of_source(problem: str) -> bool:
+            return any(re.search(rf"--{name}\b", problem) for name in self.of_source)
+
+        found = [problem for problem in found if not is_of_source(problem)] + self.read.problems
+        for source in self.read.sources:
+            own = super(MixtureArgs, self.of(source)).problems(world_size)  # pyright: ignore[reportAttributeAccessIssue]
+            found += [f"{self.mixture}, source {source.name}: {problem}" for problem in filter(is_of_source, own)]
+        return [*found, *self.mixture_problems()]
+
+    def mixture_problems(self) -> Iterator[str]:
+        """List what of the mixture and the flags does not go together, one sentence each."""
+        mixture, args = self.read, vars(self)
+        defaults = {f.name: f.default for f in fields(self)}
+        for name in (*WHICH_DATA, "num_train_epochs"):
+            value = args.get(name)
+            if value and value != defaults[name]:
+                shown = " ".join(map(str, value)) if isinstance(value, list) else value
+                remedy = "give max_epochs of each source, or --max_steps" if name[0] == "n" else "name it as a source"
+                yield f"--{name} {shown} has no effect beside --mixture {self.mixture}; {remedy}, and remove it here"
+        for source in mixture.sources:
+            if defaults["dataset_name"] and not {*WHICH_DATA[:2]} & {*source.values}:
+                yield f"{self.mixture}, source {source.name}: it names no data; give dataset_name or train_files"
+        if mixture.of_size and not self.counts_rows:
+            yield f"{self.mixture}: weight: {SIZE} needs rows that are counted before the run; give numbers"
+        endless = [source.name for source in mixture.sources if math.isinf(source.max_epochs)]
+        steps = args["max_steps"]
+        if steps < 0 and endless:
+            yield f"--max_steps is missing: {', '.join(endless)} of {self.mixture} would never end; or give max_epochs"
+        begins = []
+        for phase in mixture.phases:
+            if phase.begin < 1 and steps < 0:
+                yield f"{self.mixture}, phase from {phase.begin:g}: a share of the run needs --max_steps; or give a step"
+                return
+            begins.append(phase.first_step(steps))
+            if 0 < steps <= begins[-1]:
+                yield f"{self.mixture}, phase from {phase.begin:g}: it begins after the last step, --max_steps {steps}"
+        if begins != sorted({*begins}) or 0 in begins:
+            yield f"{self.mixture}: phases begin after the steps {', '.join(map(str, begins))}; let each begin later"
+
+
+def read_mixture(file: str, args_class: type[MixtureArgs]) -> Mixture:
+    """Read the file of a mixture. What is wrong with it is in `problems` of the result."""
+    found: list[str] = []
+    content: Any = {}
+    with noting(found):
+        content = read_yaml(Path(file), Texts)
+    if not found and (not isinstance(content, dict) or not isinstance(content.get("sources"), list)):
+        found.append(
+            f"{file} must hold `sources:`, a list of sections with a name, a weight and data; docs/mixtures.md"
+        )
+    if found:
+        return Mixture(problems=[f"--mixture {problem}" for problem in found])
+    found += unknown_keys(content, ("sources", "temperature", "phases"), file)
+    sources = [
+        read_source(section, number, file, args_class, found) for number, section in enumerate(content["sources"], 1)
+    ]
+    names = [source.name for source in sources]
+    if not names:
+        found.append(f"{file} names no source")
+    found += [f"{file}: two sources are called {name}" for name in sorted({n for n in names if names.count(n) > 1})]
+    phases = content.get("phases") or []
+    phases = phases if isinstance(phases, list) else [phases]
+    mixture = Mixture(
+        sorted(
+            sources, key=lambda source: source.name
+        ),  # by name: what a run trains on does not depend on their order in the file
+        [
+            read_phase(section, f"{file}, phase {number}", names, args_class.of_phase, found)
+            for number, section in enumerate(phases, 1)
+        ],
+        number_in(content, "temperature", 1.0, file, found, above=0),
+    )
+    sizes = [source.name for source in sources if source.weight is None]
+    if sizes and len(sizes) < len(sources):
+        found.append(f"{file}: {', '.join(sizes)} have weight: {SIZE}, and others a number; give all of them alike")
+    elif "temperature" in content and not sizes:
+        found.append(f"{file}: temperature is for weight: {SIZE}; remove it")
+    elif sources and not sizes and not any(source.weight for source in sources):
+        found.append(f"{file}: no source has a weight above 0")
+    mixture.problems = found
+    return mixture
+
+
+def unknown_keys(section: Mapping[str, Any], known: Collection[str], where: str) -> list[str]:
+    """List the keys of a section that mean nothing, one sentence each."""
+    there = f"; there are {', '.join(known)}"
+    unknown = [key for key in section if key not in known]
+    return [f"{where}: unknown key {key!r}{suggestion(key, known, cutoff=0.6) or there}" for key in unknown]
+
+
+def number_in(
+    section: Mapping[str, Any], key: str, default: float, where: str, found: list[str], above: float = -math.inf
+) -> float:
+    """Read a finite number of at least 0; note in `found` what is wrong with it."""
+    value = section.get(key)
+    if value is None:
+        return default
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isfinite(number) and number >= 0 and number > above:
+        return number
+    found.append(f"{where}: {key} is {value}; it must be a number {'above' if above == 0 else 'of at least'} 0")
+    return default
+
+
+def read_source(section: Any, number: int, file: str, args_class: type[MixtureArgs], found: list[str]) -> MixedSource:
+    """Read one source of a mixture, its arguments by the parser of the recipe; note in `found` what is wrong."""
+    where = f"{file}, source {number}"
+    if not isinstance(section, dict):
+        found.append(f"{where} is {section!r:.60}; it must be a section with a name, a weight and data")
+        section = {}
+    name = section.get("name")
+    if isinstance(name, str) and NAME.fullmatch(name):
+        where = f"{file}, source {name}"
+    else:
+        of_log = "not begin with eval_, nor be aux: the log has such names"
+        must = of_log if isinstance(name, str) and NAME.fullmatch(f"x{name}") else "be letters, digits, _, - and ."
+        found.append(f"{where}: its name is {name if name else 'missing'}; it must {must}")
+        name = f"number {number}"
+    if section.get("weight") is None:
+        found.append(f"{where}: its weight is missing; give a number, or {SIZE}")
+    weight = None if section.get("weight") == SIZE else number_in(section, "weight", 1.0, where, found)
+    max_epochs = number_in(section, "max_epochs", math.inf, where, found, above=0)
+    found += unknown_keys(section, ("name", "weight", "max_epochs", *args_class.of_source), where)
+    parser, right = recipe_parser(args_class), []
+    for key in args_class.of_source:
+        value = section.get(key)
+        if value in (None, []):
+            continue
+        values = value if isinstance(value, list) else [value]
+        values = [shipped.data(v, Path(file)) if isinstance(v, str) else v for v in values]
+        group = (f"--{key}", values, f"in {where}")
+        if problem := flag_problem(parser, args_class.owned_elsewhere, *group):  # pyright: ignore[reportAttributeAccessIssue]
+            found.append(problem)
+        else:
+            right.append(group)
+    parsed = vars(parser.parse_args(words_of(parser, right)))
+    return MixedSource(name, weight, max_epochs, {flag[2:]: parsed[flag[2:]] for flag, *_ in right})
+
+
+def read_phase(section: Any, where: str, names: Sequence[str], known: Sequence[str], found: list[str]) -> MixturePhase:
+    """Read one phase of a mixture; note in `found` what is wrong."""
+    if not isinstance(section, dict):
+        found.append(f"{where} is {section!r:.60}; it must be a section with from, {' and '.join(known)}")
+        return MixturePhase(1, {})
+    found += unknown_keys(section, ("from", *known), where)
+    begin = number_in(section, "from", 0, where, found, above=0)
+    if "from" not in section or (begin >= 1 and begin % 1):
+        found.append(f"{where}: from is {section.get('from')}; it must be a step, or a share of the run below 1")
+    given = section.get("weights") or {}
+    if not isinstance(given, dict):
+        found.append(f"{where}: weights is {given!r:.60}; it must be a section with a weight of each source")
+        given = {}
+    weights = {name: number_in(given, name, 0.0, f"{where}, weights", found) for name in given}
+    if lost := [name for name in names if given and name not in given]:
+        found.append(f"{where}: weights lacks {', '.join(lost)}; a weight of 0 leaves a source out")
+    found += unknown_keys(given, names, f"{where}, weights")
+    if given and not any(weights.values()):
+        found.append(f"{where}: no weight is above 0")
+    if not {*section}.intersection(known):
+        found.append(f"{where} changes nothing; give {' or '.join(known)}")
+    factor = number_in(section, "lr_factor", 1.0, where, found)
+    length = number_in(section, "max_length", 0, where, found)
+    if "max_length" in section and (length < 2 or length % 1):
+        found.append(f"{where}: max_length is {section['max_length']}; it must be a number of tokens, 2 or more")
+    return MixturePhase(begin, weights, factor if "lr_factor" in section else None, int(length))
+
+
+def check_same_sources(then: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]], file: str) -> None:
+    """Raise ConfigError if a resumed run has other sources than its checkpoint, or others of their `max_epochs`.
+
+    `then` and `now` hold, by the name of each source, what decides its rows and their order.
+    """
+    new, lost = (", ".join(sorted({*one} - {*other})) for one, other in ((now, then), (then, now)))
+    if new or lost:
+        added = f"{new} new in {file}" if new else ""
+        gone = f"{lost} no longer in it" if lost and new else f"{lost} no longer in {file}" if lost else ""
+        raise ConfigError(
+            f"the sources are others than the checkpoint's: {' and '.join(filter(None, (added, gone)))}; a source may get "
+            "the weight 0, but a run keeps those with which it began: put them back, or start anew in another --output_dir"
+        )
+    for name, facts in now.items():
+        if facts["max_epochs"] != then[name]["max_epochs"]:
+            raise ConfigError(
+                f"{file}, source {name}: max_epochs is {facts['max_epochs'] or 'missing'}, the checkpoint has "
+                f"{then[name]['max_epochs'] or 'none'}; set it back (weights may change), or start anew in another "
+                "--output_dir"
+            )

@@ -1,0 +1,151 @@
+"""Loss of supervised fine-tuning, by the forward pass that trl gives a model, its FLOPs, and a step for `plan`.
+
+This forward pass computes log-probabilities without whole logits.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from accelerate_recipes.data.prepared import chunks_of, lengths_of
+from accelerate_recipes.losses import count_next_tokens, forget_after, means_of_sources, sums_by_source
+from accelerate_recipes.metrics import Flops, flops_per_token
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.configurations import new_config
+from accelerate_recipes.posttraining.settings import OUTPUTS, pad_multiple, weight_of_balance, with_fused_head
+from accelerate_recipes.ranks import sum_over_ranks
+from accelerate_recipes.trial import Trial, config_of, refuse
+
+
+def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of the model in a batch. If ranks share rows, labels are shifted to where they are predicted."""
+    inputs = {
+        name: value for name, value in batch.items() if name not in ("row", "row_position_ids", "source", "places")
+    }
+    if "sequence_group" in batch:
+        inputs["shift_labels"] = inputs.pop("labels")[:, 1:]
+    return inputs | {"use_cache": False, "fused_lm_head": True}
+
+
+def nll_sum(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """Sum the negative log-likelihood of the targets, in nats."""
+    return -model(**inputs_of(batch)).log_probs.sum()
+
+
+class SupervisedLoss:
+    """Loss that trains: of the targets, by --loss_type, and of the balance of experts, if the model has any.
+
+    It keeps the sums of what is logged: entropy, share of the targets that the model finds most probable, and balance; of a
+    mixture, loss and targets of the sources with these names.
+    """
+
+    def __init__(self, args: Any, config: PreTrainedConfig, sources: Sequence[str] = ()):
+        self.is_dft = args.loss_type == "dft"
+        self.balance = weight_of_balance(config, args.router_aux_loss_coef)
+        self.router = {"output_router_logits": True} if self.balance else {}
+        self.sources = sources
+        self.measured: list[torch.Tensor] = []  # of the micro-batches since the last log line
+
+    def sum_parts(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        """Sum the parts of the loss over a micro-batch, each for one of `count_parts`, in nats."""
+        found: Any = model(**inputs_of(batch), **self.router)
+        losses = -found.log_probs  # 0 where there is no target
+        if self.is_dft:
+            losses = losses * found.log_probs.exp().detach()
+        one = torch.ones((), device=losses.device)
+        balance = [found.aux_loss] if self.balance else []
+        measured = [found.label_mask.sum(), found.entropy.sum(), found.is_top1.sum(), one, *balance]
+        sums = [torch.stack([value.detach().double() for value in measured])]
+        if self.sources:
+            sums.append(sums_by_source(batch, losses.detach(), len(self.sources)))
+        self.measured.append(torch.cat(sums))
+        return torch.stack([*(self.balance * loss for loss in balance), losses.sum()])
+
+    def count_parts(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Count the micro-batch itself if there are experts, and the targets."""
+        num_targets = count_next_tokens(batch)
+        return torch.stack([*[torch.ones_like(num_targets)] * bool(self.balance), num_targets])
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that forgets the micro-batches from here on."""
+        return forget_after(self.measured)
+
+    def values(self, step: int) -> dict[str, float]:
+        """Return the means over the targets since the last log line, and the mean balance of the micro-batches."""
+        if not self.measured:  # all steps were left out
+            return {}
+        sums, self.measured = sum_over_ranks(torch.stack(self.measured).sum(0)).tolist(), []
+        targets, entropy, most_probable, number, *others = sums
+        balance, of_sources = others[: bool(self.balance)], others[bool(self.balance) :]
+        means = {"entropy": entropy / max(targets, 1), "mean_token_accuracy": most_probable / max(targets, 1)}
+        means |= {"aux_loss": balance[0] / number} if balance else {}
+        return means | (means_of_sources(self.sources, of_sources) if self.sources else {})
+
+
+def make_collator(args: Any, pad_token_id: int, multiple: int | None) -> DataCollatorForLanguageModeling:
+    """Make trl's collator. The lengths of its batches are multiples of `multiple`, if there is one."""
+    return DataCollatorForLanguageModeling(
+        pad_token_id=pad_token_id, padding_free=args.has_boundaries, pad_to_multiple_of=multiple
+    )
+
+
+def flops_of_rows(args: Any, rows: Any, num_targets: float, visits: Any = 1) -> Callable[[PreTrainedModel], Flops]:
+    """Return a function that counts the training FLOPs of a model per target of the prepared rows, for MFU.
+
+    `visits` says how often a row is trained, each or all, and `num_targets` counts its targets as often.
+    """
+    documents: Any = lengths_of(rows)
+    if "seq_lengths" in rows.column_names:
+        numbers, documents = map(np.concatenate, zip(*chunks_of(rows, "seq_lengths"), strict=True))
+        visits = visits if np.isscalar(visits) else np.repeat(visits, numbers)
+    tokens, squares = (documents * visits).sum(), (np.square(documents, dtype=float) * visits).sum()
+    row_length = args.max_length if args.packing else 0
+
+    def flops_fn(model: PreTrainedModel) -> Flops:
+        a_token = flops_per_token(model, squares / tokens, row_length)
+        attended, full_rows = (number * tokens / max(1, num_targets) for number in a_token)
+        return Flops(attended, full_rows if row_length else None)
+
+    return flops_fn
+
+
+def supervised_trial(args: Any) -> Trial:
+    """Make the trial of an SFT run: the run's own loss, on rows of --max_length tokens by trl's own collator.
+
+    Raises:
+        NotSimulatedError: for settings that change the step.
+    """
+    others = {
+        "--max_length none": not args.max_length,
+        "--packing_strategy wrapped": args.packing and args.packing_strategy == "wrapped",
+        "--new_tokens": args.new_tokens,
+        f"--loss_type {args.loss_type}": args.loss_type != "nll",
+    }
+    refuse("SFT", others)
+    config = new_config(args, max_length=args.max_length) if args.from_scratch else config_of(args)
+    dtype = load_settings(args)["dtype"]
+    attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
+    loss = SupervisedLoss(args, config)
+    length, rows = args.max_length, args.per_device_train_batch_size
+    row, shorter = {"input_ids": [0] * length}, {"input_ids": [0] * (length - 1)}
+    if args.has_boundaries:
+        row["seq_lengths"] = [length - 1, 1]
+    collate = make_collator(args, 0, pad_multiple(args))
+    batch = collate([row] * rows if args.has_boundaries or rows == 1 else [*[row] * (rows - 1), shorter])
+    if rows == 1 and batch.pop("attention_mask", None) is not None:  # one row has no padding, and attention no mask
+        batch["position_ids"] = torch.arange(length)[None]
+    return Trial(
+        config,
+        partial(with_fused_head, attn_implementation=attention, dtype=dtype, outputs=OUTPUTS),
+        loss.sum_parts,
+        loss.count_parts,
+        batch,
+        rows * (length - 1),
+    )

@@ -1,0 +1,260 @@
+"""KTO: answers that are judged one by one, their loss, and its KL divergence, which the whole step shares."""
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from accelerate_recipes.data.formats import LABEL
+from accelerate_recipes.data.rows import RowLoader, Rows, StepLoader, make_eval_loader, make_train_loader
+from accelerate_recipes.engine import batches_to_evaluate
+from accelerate_recipes.losses import forget_after
+from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.posttraining.settings import weight_of_balance
+from accelerate_recipes.posttraining.supervised import SupervisedRows
+from accelerate_recipes.posttraining.supervised_loss import inputs_of, supervised_trial
+from accelerate_recipes.posttraining.whole_steps import WholeSteps
+from accelerate_recipes.ranks import data_world_size, sum_over_ranks
+from accelerate_recipes.run import Run
+from accelerate_recipes.trial import Trial
+
+FOREIGN = "foreign_"  # begins the names of a batch's tensors with the answers of other rows
+
+
+# Rows
+
+
+def advice_on_weights(args: Any, good: int, number: int) -> str:
+    """Note for the end of a line if the weights are not those that KTO's paper advises for this many good answers.
+
+    It says that good answers, by number times weight, should count 1 to 4/3 times as much as bad ones: else the easiest way
+    to a low loss is to make all answers rarer, or all more likely.
+    """
+    bad = number - good
+    if not (good and bad and args.desirable_weight and args.undesirable_weight):
+        return "; all answers have one label, or one kind has the weight 0"
+    ratio = args.desirable_weight * good / (args.undesirable_weight * bad)
+    if 0.99 <= ratio <= 4 / 3 + 0.01:
+        return ""
+    least = args.undesirable_weight * bad / good
+    return (
+        f"; good ones count {ratio:.2f} times as much as bad ones, and should 1 to 1.33 times: --desirable_weight "
+        f"{least:.2f} to {least * 4 / 3:.2f}"
+    )
+
+
+class WithNeighbours(WholeSteps):
+    """WholeSteps in which a number also names the row before, in the same step: n + N * before, of N rows.
+
+    The first row of a step comes behind the last one.
+    """
+
+    def rows(self, step: int) -> list[int]:
+        rows = super().rows(step)
+        return [row + self.num_rows * rows[place - 1] for place, row in enumerate(rows)]
+
+
+class NeighbourRows(Rows):
+    """Rows, each with its prompt before the answer of another row: numbers are those of WithNeighbours."""
+
+    def __getitem__(self, number: int) -> dict:
+        before, own = divmod(number, len(self.items))
+        return with_answer_of(self.items[own], self.items[before]) | {"row": own}
+
+
+def with_answer_of(row: dict, other: dict) -> dict:
+    """Return a row with its prompt before the answer of another row, as `foreign_input_ids` and `foreign_labels`."""
+    begin, others = (next(n for n, label in enumerate(r["labels"]) if label != IGNORE_INDEX) for r in (row, other))
+    return row | {
+        f"{FOREIGN}input_ids": row["input_ids"][:begin] + other["input_ids"][others:],
+        f"{FOREIGN}labels": row["labels"][:begin] + other["labels"][others:],
+    }
+
+
+def make_loaders(run: Run[Any], rows: SupervisedRows) -> tuple[StepLoader, RowLoader]:
+    """Make the loaders of this rank's judged answers, to train and to evaluate on."""
+    place = run.args, run.data_rank, run.data_world_size
+    collate = Collator(rows.collate, run.args.max_length)
+    heldout: Any = rows.heldout
+    train = NeighbourRows(rows.train, with_answer_of)
+    loader = make_train_loader(train, *place, collate_fn=collate, content=rows.content, order_class=WithNeighbours)
+    evaluated = Rows(heldout, lambda row, n: with_answer_of(row, heldout[(n - 1) % len(heldout)]) | {"is_row": n >= 0})
+    return loader, make_eval_loader(evaluated, *place, collate_fn=collate)
+
+
+class Collator:
+    """Collator of rows by `with_answer_of`. `collate` pads rows of SFT, of which each keeps `longest` tokens."""
+
+    def __init__(self, collate: Callable[[list[dict]], dict[str, Any]], longest: int | None):
+        self.collate, self.longest = collate, longest
+
+    def __call__(self, rows: list[dict]) -> dict[str, Any]:
+        batch = {
+            name: torch.tensor([row[name] for row in rows]) for name in ("row", "is_row", LABEL) if name in rows[0]
+        }
+        for begin in ("", FOREIGN):
+            names = ("input_ids", "labels")
+            read = [{name: row[begin + name][: self.longest] for name in names} for row in rows]
+            batch |= {begin + name: value for name, value in self.collate(read).items()}
+        return batch
+
+
+# Loss
+
+
+class UnpairedLoss:
+    """trl's loss of KTO, as a sum over rows: its KL divergence is that of the whole step.
+
+    trl 1.16 takes the mean over the ranks of one micro-batch, so there the loss depends on how a step is divided. Here,
+    `add_references` is called with all micro-batches of a step before the first pass with gradients.
+    """
+
+    reference: Any  # a model that computes the reference's values
+
+    def __init__(self, args: Any, config: PreTrainedConfig):
+        self.beta, self.has_kl = args.beta, args.loss_type == "kto"
+        self.weights = {True: args.desirable_weight, False: args.undesirable_weight}
+        self.balance = weight_of_balance(config, args.router_aux_loss_coef)
+        self.router = {"output_router_logits": True} if self.balance else {}
+        self.measured: list[torch.Tensor] = []  # of the micro-batches since the last log line
+
+    @torch.no_grad()
+    def log_ratios(self, model: nn.Module, batch: dict[str, Any], begin: str = "") -> torch.Tensor:
+        """Compute the log-probability of each answer by a model, and subtract that of the reference: (B,), in nats."""
+        ours, theirs = (answers_of(one(**inputs_in(batch, begin))) for one in (model, self.reference))
+        return ours - theirs
+
+    @torch.no_grad()
+    def add_references(self, model: nn.Module, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Add to each micro-batch of a step the reference's log-probabilities, and the KL divergence over all ranks."""
+        kl = torch.zeros((), device=batches[0][LABEL].device)
+        if self.has_kl:
+            ratios = torch.cat([self.log_ratios(model, batch, FOREIGN) for batch in batches]).double()
+            total, number = sum_over_ranks(torch.stack([ratios.sum(), torch.ones_like(ratios).sum()]))
+            kl = (total / number).clamp(min=0).float()
+        return [batch | {"reference": answers_of(self.reference(**inputs_in(batch))), "kl": kl} for batch in batches]
+
+    def losses(self, ratios: torch.Tensor, labels: torch.Tensor, kl: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each answer, (B,): Eq. 7 of the KTO paper (arXiv 2402.01306), or that of APO-zero for kl 0."""
+        weights = torch.where(labels, *(torch.full_like(ratios, self.weights[is_good]) for is_good in (True, False)))
+        return weights * torch.sigmoid(-self.beta * torch.where(labels, ratios - kl, kl - ratios))
+
+    def sum_parts(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        """Sum the parts of the loss over a micro-batch, each for one of `count_parts`."""
+        found: Any = model(**inputs_in(batch), **self.router)
+        ratios, labels = answers_of(found) - batch["reference"], batch[LABEL]
+        losses = self.losses(ratios, labels, batch["kl"])
+        balance = [self.balance * found.aux_loss] if self.balance else []
+        rewards = self.beta * ratios.detach().double()
+        sums = [labels.sum(), (~labels).sum(), (rewards * labels).sum(), (rewards * ~labels).sum()]
+        sums += [batch["kl"] * len(labels), found.entropy.sum(), found.label_mask.sum()]
+        self.measured.append(torch.stack([value.detach().double() for value in sums]))
+        return torch.stack([*balance, losses.sum(), torch.zeros_like(losses[0])])
+
+    def count_parts(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Count the micro-batch itself if there are experts, the answers, and their tokens."""
+        one = torch.ones((), dtype=torch.int64, device=batch[LABEL].device)
+        tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
+        return torch.stack([*[one] * bool(self.balance), len(batch[LABEL]) * one, tokens])
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that forgets the micro-batches from here on."""
+        return forget_after(self.measured)
+
+    def values(self, step: int) -> dict[str, float]:
+        """Return the means since the last log line: rewards, KL divergence from the reference, and entropy."""
+        if not self.measured:  # all steps were left out
+            return {}
+        sums, self.measured = sum_over_ranks(torch.stack(self.measured).sum(0)).tolist(), []
+        good, bad, *rewards, kl, entropy, tokens = sums
+        values = {"kl": kl / (good + bad), "entropy": entropy / max(tokens, 1)}
+        return values | named_rewards(good, bad, *rewards)
+
+    def evaluate(self, run: Run[Any], batches: Iterable[dict[str, Any]]) -> dict[str, float]:
+        """Evaluate the model on held-out answers; batches mark by `is_row` those that do not only fill them.
+
+        Returns:
+            `loss`, with the KL divergence over all of them; `kl`; `accuracy`: share of the answers whose log-probability has
+            moved, compared with the reference and the divergence, to where its label says; `rewards_chosen` and
+            `rewards_rejected`, of good and of bad answers, and `rewards_margins` between them.
+
+        Raises:
+            Stopped: between two batches.
+        """
+        found = []
+        for batch in batches_to_evaluate(run.accelerator, run.model, batches):
+            ratios = self.log_ratios(run.model, batch).double()
+            foreign = self.log_ratios(run.model, batch, FOREIGN).double() if self.has_kl else torch.zeros_like(ratios)
+            found.append(torch.stack([ratios, foreign, batch[LABEL].double(), batch["is_row"].double()]))
+        ratios, foreign, labels, are_rows = torch.cat(found, 1)
+        labels, number = labels.bool(), sum_over_ranks(are_rows.sum())
+        kl = (sum_over_ranks((foreign * are_rows).sum()) / number).clamp(min=0)
+        losses, rewards = self.losses(ratios, labels, kl), self.beta * ratios
+        is_right = torch.where(labels, ratios > kl, ratios < kl)
+        values = torch.stack([losses, is_right, labels, ~labels, rewards * labels, rewards * ~labels]) * are_rows
+        loss, accuracy, *sums = sum_over_ranks(values.sum(1)).tolist()
+        number = number.item()
+        rewards = {name.replace("/", "_"): value for name, value in named_rewards(*sums).items()}
+        return {"loss": loss / number, "accuracy": accuracy / number, "kl": kl.item()} | rewards
+
+
+def named_rewards(good: float, bad: float, of_good: float, of_bad: float) -> dict[str, float]:
+    """Return mean rewards and their margin, of sums over this many answers; without those of which there are none."""
+    found = {"chosen": (of_good, good), "rejected": (of_bad, bad)}
+    means = {f"rewards/{name}": total / number for name, (total, number) in found.items() if number}
+    margin = means["rewards/chosen"] - means["rewards/rejected"] if len(means) == 2 else None
+    return means if margin is None else means | {"rewards/margins": margin}
+
+
+def inputs_in(batch: dict[str, Any], begin: str = "") -> dict[str, Any]:
+    """Return the inputs of the model: those of the rows, or those with answers of other rows."""
+    return inputs_of({name: batch[begin + name] for name in ("input_ids", "attention_mask", "labels")})
+
+
+def answers_of(outputs: Any) -> torch.Tensor:
+    """Return the log-probability of each answer, (B,), in nats."""
+    return outputs.log_probs.sum(1)
+
+
+# Trial
+
+
+def unpaired_trial(args: Any) -> Trial:
+    """Make the trial of a KTO run: rows of --max_length tokens, read by the model and by its reference.
+
+    Raises:
+        NotSimulatedError: like `supervised.supervised_trial`.
+    """
+    of_rows = copy.copy(args)
+    of_rows.loss_type = "nll"
+    trial = supervised_trial(of_rows)
+    loss, rows, passes = (
+        UnpairedLoss(args, trial.config),
+        len(trial.batch["labels"]),
+        args.accumulation_steps(data_world_size()),
+    )
+    foreign = {FOREIGN + name: value for name, value in trial.batch.items()}
+    judged = {LABEL: torch.ones(rows, dtype=torch.bool), "reference": torch.zeros(rows), "kl": torch.zeros(())}
+
+    def read_references(model: nn.Module, batch: dict[str, Any], begin: Callable[[str, int], None]) -> None:
+        if loss.has_kl:
+            begin("answers of other rows", passes)
+            loss.log_ratios(model, batch, FOREIGN)
+        begin("reference", passes)
+        with torch.no_grad():
+            loss.reference(**inputs_in(batch))
+
+    return replace(
+        trial,
+        make_model=partial(trial.make_model, disable_dropout=args.disable_dropout),  # pyright: ignore[reportCallIssue]
+        loss_fn=loss.sum_parts,
+        count_fn=loss.count_parts,
+        batch=trial.batch | foreign | judged,
+        before_fn=read_references,
+        keep_reference=partial(setattr, loss, "reference"),
+    )

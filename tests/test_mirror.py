@@ -1,0 +1,431 @@
+"""Tests of copies elsewhere: each is complete or absent, whatever the store does and wherever the run is killed."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import store_with_faults
+from faults import kill_run
+from helpers import CHILDREN, ROOT, environment, launch_command, launch_ok, losses
+from store_with_faults import Faulty
+
+from accelerate_recipes.arguments.mirror import url_problems
+from accelerate_recipes.checkpoint import files, store, uploader
+from accelerate_recipes.checkpoint.store import Gone, Pace, Store, StoreError, name_of_copy
+from accelerate_recipes.checkpoint.uploader import Refused, Uploader
+
+SCRIPT = CHILDREN / "toy.py"
+RULES = {"limit": 2, "every": 0, "metric": "", "greater": None}
+
+
+def make_checkpoint(out: Path, step: int, seed: int = 0, ranks: int = 2, metrics: str = "") -> Path:
+    """Write a complete checkpoint of random bytes, as `Checkpointer` does."""
+    made = random.Random(f"{step} {seed}")
+    final = out / f"checkpoint-{step}"
+    contents = {"args.yaml": b"seed: 1\n", "metrics.jsonl": metrics.encode()}
+    for rank in range(ranks):
+        contents |= {
+            f"state/__{rank}_0.distcp": made.randbytes(made.randrange(1, 5000)),
+            f"rng-{rank}.pt": made.randbytes(40),
+        }
+    entries = {}
+    for name, data in contents.items():
+        file = files.unfinished(final) / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+        entries |= files.describe(file, files.unfinished(final))
+    files.write_marker(files.unfinished(final), {"step": step, "world_size": ranks, "files": entries})
+    files.unfinished(final).rename(final)
+    return final
+
+
+def owner(number: int = 0, process: int = 2**30) -> dict:
+    """Make an owner of a lease, by default one that is known to be dead."""
+    return {"host": os.uname().nodename, "process": process, "run": str(number), "job": "", "restarts": 0}
+
+
+def make_uploader(url: str, out: Path, number: int = 0, rank: int = 0, **changes) -> Uploader:
+    """Make an uploader in this process, of one machine of one rank or of two; what it tells is in `told`."""
+    out.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "url": url, "output_dir": str(out), "bandwidth": 0, "rank": rank, "world_size": 2, "owner": owner(number),
+        "fixed": {"seed": 1}, "rules": RULES,
+    }  # fmt: skip
+    made = Uploader(settings | changes)
+    made.heard = []
+    made.tell = lambda **event: made.heard.append(event)
+    return made
+
+
+def complete_there(place: Path) -> list[int]:
+    """List the steps of complete copies, by reading each file on the disk of the store: none with a marker lacks a file."""
+    steps = []
+    for folder in place.glob("checkpoint-*-*"):
+        with contextlib.suppress(FileNotFoundError, ValueError):  # no marker, or half of one
+            marker = files.read_marker(folder)
+            assert name_of_copy(marker) == folder.name and files.damage(folder) is None
+            steps.append(marker["step"])
+    return sorted(steps)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(store, "WAITS", (0.001,) * 12)
+    monkeypatch.setattr(uploader, "LOOK", 0.001)
+    store_with_faults.register()
+    monkeypatch.setattr(Faulty, "rate", 0.0)
+    monkeypatch.setattr(Faulty, "counts", {})
+    monkeypatch.setattr(Faulty, "listings", {})
+    monkeypatch.setattr(Faulty, "killed_after", None)
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_each_start_goes_on_from_the_newest_complete_copy(tmp_path, monkeypatch, machines):
+    """Hundreds of faults, and SIGKILL at a random call of the store in each attempt, after which the disk is deleted."""
+    place, out, seed = tmp_path / "place", tmp_path / "out", 54 + machines
+    monkeypatch.setattr(Faulty, "generator", random.Random(seed))
+    chance, step, kept_after, resumed = random.Random(seed), 0, [], set()
+    for number in range(25):
+        shutil.rmtree(out, ignore_errors=True)
+        Faulty.rate, Faulty.killed_after = 0.0, None
+        first = make_uploader(f"faulty://{place}", out, number)
+        first.ranks = [0, 1][:machines]
+        Faulty.rate = 0.15
+        newest = max(complete_there(place), default=0)
+        first.begin()
+        first.fetch_newest()
+        here = files.complete_checkpoints(out)
+        assert [files.step_of(path) for path in here] == ([newest] if newest else []), first.heard
+        assert not here or files.damage(here[0]) is None
+        resumed.add(newest)
+        step = newest
+        Faulty.killed_after = chance.randrange(10, 120)
+        try:
+            with other_machine(first, machines):
+                for _ in range(4):
+                    step += chance.randrange(1, 3)
+                    make_checkpoint(out, step, seed=number)
+                    first.turn_of_first()
+                    kept_after.append(complete_there(place))
+                    assert kept_after[-1][-1] == step and len(kept_after[-1]) <= 2
+        except store_with_faults.Killed:
+            pass
+        first.is_lost = True  # its thread ends
+    assert sum(Faulty.counts.values()) > 200 and {*Faulty.counts} == {*store_with_faults.FAULTS}, Faulty.counts
+    assert len(resumed) > 10 and kept_after
+
+
+@contextlib.contextmanager
+def other_machine(first: Uploader, machines: int):
+    """Let the uploader of a second machine work in a thread meanwhile."""
+    over = threading.Event()
+    other = make_uploader(first.settings["url"], first.output_dir, rank=1)
+    other.ranks = [0, 1]
+
+    def work() -> None:
+        while not over.is_set():
+            with contextlib.suppress(Gone, StoreError, OSError, store_with_faults.Killed):
+                other.turn_of_other()
+            over.wait(0.02)  # it is the slower one
+
+    thread = threading.Thread(target=work, daemon=True)
+    if machines > 1:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join() if machines > 1 else None
+
+
+def test_a_copy_with_a_damaged_file_is_set_aside(tmp_path):
+    place, out = tmp_path / "place", tmp_path / "out"
+    first = make_uploader(str(place), out)
+    first.begin()
+    for step in (3, 6):
+        make_checkpoint(out, step)
+        first.turn_of_first()
+    (copy,) = place.glob("checkpoint-6-*")
+    (copy / "rng-1.pt").write_bytes(b"x" * 40)
+    shutil.rmtree(out)
+    again = make_uploader(str(place), out, 1)
+    again.begin()
+    assert again.fetch_newest().startswith("checkpoint-3-")
+    assert any(
+        "checkpoint-6" in event["say"] and "checksum of checkpoint-6" in event["say"] for event in again.heard[1:]
+    )
+    assert "checksum" in json.loads((copy / "damaged.json").read_text())["reason"] and complete_there(place) == [3]
+    make_checkpoint(out, 6, seed=1)
+    again.turn_of_first()
+    assert complete_there(place) == [3, 6] and not copy.exists(), "what is incomplete goes when the next is complete"
+
+
+def test_a_store_that_does_not_answer_is_no_damage(tmp_path, monkeypatch):
+    """At the start that is an error: an older copy is not taken silently."""
+    place, out = tmp_path / "place", tmp_path / "out"
+    first = make_uploader(f"faulty://{place}", out)
+    first.begin()
+    make_checkpoint(out, 3)
+    first.turn_of_first()
+    shutil.rmtree(out)
+    again = make_uploader(f"faulty://{place}", out, 1)
+    again.begin()
+    monkeypatch.setattr(Faulty, "get_file", lambda *args, **options: (_ for _ in ()).throw(OSError("HTTP 503")))
+    with pytest.raises(StoreError, match="HTTP 503"):
+        again.fetch_newest()
+    assert complete_there(place) == [3]
+
+
+def test_the_place_is_one_run(tmp_path):
+    place, out = tmp_path / "place", tmp_path / "out"
+    first = make_uploader(str(place), out)
+    first.begin()
+    make_checkpoint(out, 3)
+    first.turn_of_first()
+    with pytest.raises(Refused, match="another run than"):
+        make_checkpoint(tmp_path / "other", 1)
+        make_uploader(str(place), tmp_path / "other").begin()
+    with pytest.raises(Refused, match="whose --seed was 1 and is now 2"):
+        make_uploader(str(place), tmp_path / "empty", fixed={"seed": 2}).begin()
+    (place / "run.json").unlink()
+    with pytest.raises(Refused, match=r"holds checkpoint-3-.* but no run\.json"):
+        make_uploader(str(place), tmp_path / "empty").begin()
+
+
+def test_one_writer_has_the_lease(tmp_path, monkeypatch):
+    """A start waits for a foreign lease that does not change, and refuses one that does; a writer that lost it stops."""
+    place = tmp_path / "place"
+    monkeypatch.setattr(uploader, "LEASE", 0.6)
+    alive = {"host": "elsewhere", "process": 1, "run": "a", "job": "", "restarts": 0}
+    first = make_uploader(str(place), tmp_path / "first", owner=alive)
+    first.begin()  # renews each 0.2 s
+    with pytest.raises(Refused, match="process 1 on elsewhere, which is alive"):
+        make_uploader(str(place), tmp_path / "second", 1).begin()
+    first.renew_lease = lambda: None
+    time.sleep(0.3)
+    before = time.monotonic()
+    second = make_uploader(str(place), tmp_path / "third", 2)
+    second.begin()
+    assert 0.5 < time.monotonic() - before < 5 and "waiting" in second.heard[0]["say"]
+    del first.renew_lease
+    make_checkpoint(tmp_path / "first", 3)
+    with pytest.raises(StoreError, match="another run has taken over"):
+        first.turn_of_first()
+    assert complete_there(place) == []
+    second.is_lost = True
+
+
+def test_what_is_kept(tmp_path):
+    """As in the output directory: the newest two, multiples, the best; never less than the newest complete one."""
+    place, out = tmp_path / "place", tmp_path / "out"
+    rules = {"limit": 1, "every": 4, "metric": "loss", "greater": None}
+    first = make_uploader(str(place), out, rules=rules)
+    first.begin()
+    kept = []
+    for step, loss in enumerate([5, 1, 3, 2, 4, float("nan")], start=1):
+        make_checkpoint(out, step, metrics=json.dumps({"step": step, "eval_loss": loss}) + "\n")
+        first.turn_of_first()
+        kept.append(complete_there(place))
+    assert kept == [[1], [2], [2, 3], [2, 4], [2, 4, 5], [2, 4, 6]]
+
+
+def test_a_checkpoint_that_is_removed_meanwhile(tmp_path):
+    """The next save would not fit: the run removes what is being sent, and the uploader goes on with the newest."""
+    place, out = tmp_path / "place", tmp_path / "out"
+    first = make_uploader(str(place), out, bandwidth=1e9)
+    first.begin()
+    old, sent = make_checkpoint(out, 3), []
+
+    def remove_it(inc: int) -> None:
+        assert json.loads((out / "mirror.json").read_text())["reading"] == "checkpoint-3"
+        sent.append(inc)
+        shutil.rmtree(old, ignore_errors=True)
+        Pace.relative_update(first.pace, inc)
+
+    first.pace.relative_update = remove_it
+    with pytest.raises(Gone):
+        first.turn_of_first()
+    assert len(sent) <= 4 and json.loads((out / "mirror.json").read_text())["reading"] is None
+    del first.pace.relative_update
+    make_checkpoint(out, 6)
+    first.turn_of_first()
+    assert complete_there(place) == [6]
+
+
+def test_a_store_that_falls_behind_skips_all_but_the_newest(tmp_path):
+    place, out = tmp_path / "place", tmp_path / "out"
+    first = make_uploader(str(place), out)
+    first.begin()
+    for step in range(1, 6):
+        make_checkpoint(out, step)
+    first.turn_of_first()
+    assert complete_there(place) == [5]
+
+
+def test_bandwidth_and_deadline(tmp_path, monkeypatch):
+    """A cap holds on average, also where a client sends at once; a call that hangs is tried again."""
+    (tmp_path / "file").write_bytes(bytes(200_000))
+    begun = time.monotonic()
+    Store(str(tmp_path / "place")).send(tmp_path / "file", "file", Pace(400_000))
+    assert 0.4 < time.monotonic() - begun < 3
+    monkeypatch.setattr(store, "PATIENCE", 0.1)
+    monkeypatch.setattr(store, "SLOWEST", 1e9)
+    calls = iter([0.5, 0])
+    monkeypatch.setattr(Faulty, "info", lambda self, path: time.sleep(next(calls, 0)) or {"size": 200_000})
+    Store(f"faulty://{tmp_path}/place").send(tmp_path / "file", "other", Pace())
+    assert next(calls, None) is None
+
+
+def test_no_error_holds_a_credential(monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "abcd1234efgh")
+    error = OSError("PUT https://me:word@host/x?X-Amz-Signature=77 failed with abcd1234efgh, token=zzz")
+    assert store.told(error) == "OSError: PUT https:...host/x... failed with ..., token=..."
+
+
+def test_urls():
+    assert (
+        url_problems("/mnt/other") == url_problems("file:///mnt/other") == url_problems("hf://buckets/me/b/run") == []
+    )
+    for url in ("s3://me:secret@b/run", "https://h/run?key=secret", "simplecache::s3://b/run"):
+        (problem,) = url_problems(url)
+        assert "credentials" in problem and "secret" not in problem
+    assert "run: pip install gcsfs==" in url_problems("gs://b/run")[0]
+    assert "fsspec knows no s9://" in url_problems("s9://b/run")[0]
+    assert "hf://buckets/" in url_problems("hf://me/model")[0]
+
+
+def test_the_uploader_is_light():
+    code = (
+        "import sys, accelerate_recipes.checkpoint.uploader; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_its_disk(forks, tmp_path):
+    """Killed at random points, its folder deleted: each start goes on from the newest complete copy, as if undisturbed."""
+    place, out = tmp_path / "place", tmp_path / "out"
+    args, chance = ("--dropout", 0.1, "--mirror", place), random.Random(54)
+    forks.succeed(tmp_path / "undisturbed", *args[:2])
+    for step in (5, 8):
+        dies = {"event": "toy.loss", "path": f"step {step}.", "count": 1, "rank": chance.randrange(2), "everyone": True}
+        forks.run(out, *args, TOY_FAULT=json.dumps(dies), TOY_PACE=0.4)
+        newest = max(complete_there(place), default=0)
+        shutil.rmtree(out)
+    log = forks.succeed(out, *args)
+    assert (
+        newest
+        and f"Resumed {out}/checkpoint-{newest} " in log
+        and "Mirror: the copy is complete: checkpoint-10-" in log
+    )
+    assert losses(out) == losses(tmp_path / "undisturbed")
+    status = json.loads((out / "status.json").read_text())
+    assert status["mirror"]["copy"].startswith("checkpoint-10-") and not status["mirror"]["problem"]
+    assert complete_there(place)[-1] == 10
+    there = {str(path.relative_to(place)) for path in place.rglob("*")}
+    assert {"metrics.jsonl", "report.html", "export/model.safetensors", "export/accelerate_recipes.json"} <= there
+    assert json.loads((place / "lease.json").read_text())["owner"] is None
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory):
+    """Serve S3 with faults; yields the variables for a client of the proxy, and a client of the server behind it."""
+    s3fs = pytest.importorskip("s3fs")
+    script = [sys.executable, str(CHILDREN / "s3_with_faults.py"), "0.15", "54"]
+    server = subprocess.Popen(
+        script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    behind, proxy = (f"http://127.0.0.1:{port}" for port in server.stdout.readline().split())
+    keys = {
+        "AWS_ACCESS_KEY_ID": "tested-key",
+        "AWS_SECRET_ACCESS_KEY": "tested-secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    direct = s3fs.S3FileSystem(
+        key="k", secret="s", endpoint_url=behind, skip_instance_cache=True, use_listings_cache=False
+    )
+    direct.mkdir("bucket")
+    yield keys | {"AWS_ENDPOINT_URL": proxy}, direct
+    server.stdin.close()
+    server.wait(30)
+
+
+def complete_in(direct, url: str, folder: Path) -> list[int]:
+    """Do as `complete_there`, for a place in the bucket."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        direct.get(url, str(folder), recursive=True)
+    return complete_there(folder)
+
+
+def test_s3(bucket, tmp_path, monkeypatch):
+    """The client's own way: through a proxy that delays, cuts, answers 503 and 429, drops half an upload, lists what was."""
+    variables, direct = bucket
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    out, newest = tmp_path / "out", 0
+    for number in range(3):
+        first = make_uploader("s3://bucket/run", out, number)
+        first.begin()
+        first.fetch_newest()
+        assert [files.step_of(path) for path in files.complete_checkpoints(out)] == ([newest] if newest else [])
+        newest += 3
+        make_checkpoint(out, newest, seed=number)
+        first.turn_of_first()
+        assert complete_in(direct, "bucket/run", tmp_path / "seen")[-1] == newest
+        first.is_lost = True
+        shutil.rmtree(out)
+    upload = direct.call_s3("create_multipart_upload", Bucket="bucket", Key="run/checkpoint-12-00000000/x")["UploadId"]
+    other = direct.call_s3("create_multipart_upload", Bucket="bucket", Key="other/x")["UploadId"]
+    first.store.abort_leftovers()
+    left = [found["UploadId"] for found in direct.list_multipart_uploads("bucket")]
+    assert left == [other] and upload != other, "what belongs to others stays"
+    with pytest.raises(StoreError, match="bucket does not exist"):
+        make_uploader("s3://another/run", out).begin()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_twenty_runs_on_s3(bucket, tmp_path):
+    """SIGKILL of the whole launch at random points, the disk deleted each time."""
+    variables, direct = bucket
+    out, chance, resumed = tmp_path / "out", random.Random(20), []
+    args = ("--dropout", 0.1, "--num_train_epochs", 1000, "--max_steps", 300, "--save_steps", 3)
+    launch_ok(
+        tmp_path, "fsdp_full", SCRIPT, "--output_dir", tmp_path / "undisturbed", *args, flags=("--num_processes", "2")
+    )
+    command = launch_command(
+        "fsdp_full", SCRIPT, "--output_dir", out, "--mirror", "s3://bucket/runs", *args, flags=("--num_processes", "2")
+    )
+    env = environment(tmp_path) | variables | {"TOY_PACE": "0.1"}
+    for number in range(20):
+        newest = max(complete_in(direct, "bucket/runs", tmp_path / "seen"), default=0)
+        with (tmp_path / f"{number}.log").open("w") as log:
+            run = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+            until, last = time.monotonic() + 200, newest + chance.randrange(2, 25)
+            while run.poll() is None and time.monotonic() < until:
+                if (out / "metrics.jsonl").exists() and max(losses(out), default=0) >= last:
+                    break
+                time.sleep(0.02)
+            time.sleep(chance.random())
+            kill_run(psutil.Process(run.pid))
+            run.wait()
+        text = (tmp_path / f"{number}.log").read_text()
+        assert max(losses(out)) >= last, text[-3000:]
+        assert not newest or f"Resumed {out}/checkpoint-{newest} " in text, text[-3000:]
+        resumed.append(newest)
+        shutil.rmtree(out)
+    env["TOY_PACE"] = "0"
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(out) == losses(tmp_path / "undisturbed") and len(losses(out)) == 300
+    assert len(set(resumed)) > 10, resumed

@@ -1,0 +1,243 @@
+"""Tests of pretraining on a mixture: killed and resumed across the end of a source and a phase, longer rows, bad input."""
+
+import gzip
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import ROOT, TIMES, launch_ok, log_of, losses, read_metrics
+
+from accelerate_recipes.args import resolve
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.data.files import falls_under
+
+C4 = SCRIPT = ROOT / "recipes" / "c4.py"
+STEPS = 10
+SIZES = (
+    "--config_overrides", "vocab_size=300", "hidden_size=32", "intermediate_size=64", "num_hidden_layers=2",
+    "num_attention_heads=2", "max_position_embeddings=64",
+)  # fmt: skip
+# SIGKILL all ranks when rank 0 would log step 7.
+AFTER_STEP_6 = {
+    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 12, "rank": 0, "everyone": True})
+}
+# In each stream, `few` ends before step 10; the phase begins after the step at which a killed run goes on.
+PHASE = {"from": 8, "weights": {"few": 1, "notes": 3, "web": 1}, "lr_factor": 0.5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Folder with a dataset, a file with eight documents, and texts, some of which are also in the dataset."""
+    folder = tmp_path_factory.mktemp("sources")
+    pages = []
+    for file in sorted((ROOT / "data/c4_pydoc/en").glob("*.json.gz")):
+        with gzip.open(file, "rt") as lines:
+            pages.append([json.loads(line)["text"][:900] for _, line in zip(range(16), lines, strict=False)])
+    (folder / "web/en").mkdir(parents=True)
+    for name, texts in (("train.0", pages[0]), ("train.1", pages[1]), ("validation.0", pages[-1])):
+        with gzip.open(folder / f"web/en/c4-{name}.json.gz", "wt") as out:
+            out.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    few = "".join(json.dumps({"content": text[:100]}) + "\n" for text in pages[2])
+    (folder / "few.jsonl").write_text(few)
+    (folder / "notes").mkdir()
+    for number, text in enumerate(pages[3][:8] + pages[0][:8]):
+        (folder / f"notes/{number:02}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def write(folder):
+    def write(name: str, **changes) -> Path:
+        few = {
+            "train_files": [f"{folder}/few.jsonl"],
+            "text_column": "content",
+            "heldout_share": 0.3,
+            "max_epochs": 1.5,
+        }
+        sources = {
+            "web": {"weight": 4, "dataset_name": f"{folder}/web"},
+            "few": {"weight": 3} | few,
+            "notes": {"weight": 2, "train_files": [f"{folder}/notes"]},
+        }
+        for source, values in changes.pop("sources", {}).items():
+            sources[source] = {key: value for key, value in (sources[source] | values).items() if value is not None}
+        content = {
+            "sources": [{"name": name} | values for name, values in sources.items()],
+            "phases": [PHASE],
+        } | changes
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
+        return folder / f"{name}.yaml"
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def arguments(write) -> tuple:
+    return (
+        "--mixture", write("mixture"), *SIZES, "--max_length", 32, "--max_steps", STEPS, "--total_batch_size", 24,
+        "--per_device_train_batch_size", 2, "--num_validation_rows", 12, "--learning_rate", 1e-2, "--logging_steps", 1,
+        "--save_steps", 4, "--save_total_limit", 0, "--dataloader_num_workers", 2, "--async_save", "false",
+        "--eval_steps", 5,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks, arguments, tmp_path_factory) -> Path:
+    """Output of a whole run on 2 ranks."""
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    forks.succeed(out, *arguments)
+    return out
+
+
+def test_sources_in_the_log(undisturbed):
+    """Rows, epochs, shares and losses of each source; and what is validated on by source."""
+    records = [record for record in read_metrics(undisturbed) if "loss" in record]
+    names = ["few", "notes", "web"]
+    for record in records:
+        assert sum(record[f"{name}_rows"] for name in names) == 24 * record["step"]
+        assert sum(record[f"{name}_share"] for name in names) == pytest.approx(1)
+        assert sum(record[f"{name}_tokens"] for name in names) == record["tokens_seen"] == 24 * 32 * record["step"]
+        targets = {name: record[f"{name}_targets"] for name in names}
+        weighted = sum(targets[name] * record.get(f"{name}_loss", 0) for name in names)
+        assert record["loss"] == pytest.approx(weighted / sum(targets.values()), rel=1e-5)
+    first, *_, before, last = records
+    assert before["few_rows"] == last["few_rows"] > first["few_rows"], "the source has ended"
+    assert abs(records[3]["web_share"] - records[3]["web_asked"]) < 0.1 and last["notes_epochs"] > 0
+    assert last["learning_rate"] < 0.6 * records[6]["learning_rate"]
+    evaluated = [record for record in read_metrics(undisturbed) if "eval_loss" in record]
+    assert len(evaluated) == 3 and evaluated[-1]["eval_web_loss"] < evaluated[0]["eval_web_loss"]
+    log, shown = log_of(undisturbed), (undisturbed / "rows.txt").read_text()
+    assert "validation on 12 rows" in log and "30.0% of the documents" in log
+    assert re.search(r"Source few: 1 shards; \d+\.\d\d% of the run's rows", log)
+    assert re.findall(r"^(\w+, \w+)$", shown, re.M) == [f"{s}, {n}" for s in ("Training", "Evaluation") for n in names]
+
+
+@pytest.fixture(scope="module")
+def killed(forks, arguments, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("killed") / "out"
+    assert forks.run(out, *arguments, **AFTER_STEP_6) == -9, log_of(out)[-3000:]
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-4"] and max(losses(out)) == 6
+    return out
+
+
+def test_killed_and_resumed_is_as_if_it_had_not_been(forks, arguments, killed, undisturbed, tmp_path):
+    """Bit for bit, across the end of a source and a phase."""
+    shutil.copytree(killed, tmp_path / "out")
+    forks.succeed(tmp_path / "out", *arguments)
+    for one, other in zip(read_metrics(undisturbed), read_metrics(tmp_path / "out"), strict=True):
+        assert {name for name in one if one[name] != other[name]} <= TIMES, one["step"]
+
+
+def test_resumed_on_another_number_of_ranks(forks, arguments, killed, undisturbed, tmp_path):
+    shutil.copytree(killed, tmp_path / "out")
+    forks.succeed(tmp_path / "out", *arguments, num_processes=3)
+    assert losses(tmp_path / "out") == pytest.approx(losses(undisturbed), rel=1e-5)
+
+
+def test_new_weights_hold_from_the_resume_on(forks, arguments, killed, undisturbed, write, tmp_path):
+    """Given on a resume and by the next resume, which has nothing new to tell; the rows before stay those of the checkpoint."""
+    shutil.copytree(killed, tmp_path / "out")
+    changed = write("changed", sources={"web": {"weight": 0}}, phases=[])
+    forks.succeed(tmp_path / "out", *arguments, "--mixture", changed, "--max_steps", 8)
+    assert "Shares from step 5 on: few 60.00%, notes 40.00%, web 0.00%; before: few 33.33%" in log_of(tmp_path / "out")
+    rows = {record["step"]: record["web_rows"] for record in read_metrics(tmp_path / "out") if "loss" in record}
+    (whole,) = (r["web_rows"] for r in read_metrics(undisturbed) if r["step"] == 4 and "loss" in r)
+    assert rows[4] == rows[8] == whole
+    states = json.loads((tmp_path / "out/checkpoint-8/data.json").read_text())
+    assert [step for step, _ in states[0]["weights"]] == [0, 4]
+    shutil.copytree(tmp_path / "out", tmp_path / "again")
+    forks.succeed(tmp_path / "again", *arguments, "--mixture", changed, "--max_steps", 9, num_processes=1)
+    assert "Shares from" not in log_of(tmp_path / "again") and read_metrics(tmp_path / "again")[-2]["web_rows"] == whole
+
+
+def test_tokenised_once_is_the_same_run(forks, arguments, undisturbed, folder, tmp_path):
+    """Each source has a folder of its own; what one source holds out is left out of all of them."""
+    more = "--pretokenize", tmp_path / "tokens", "--tokenizer_name", undisturbed / "export"
+    forks.succeed(tmp_path / "out", *arguments, *more)
+    assert losses(tmp_path / "out") == losses(undisturbed)
+    manifests = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("tokens/*/manifest.json")}
+    assert {name: found["heldout_share"] for name, found in manifests.items()} == dict.fromkeys(
+        ("few", "notes", "web"), 0.3
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{"config": "fsdp_long"}, {"config": "single"}])
+def test_losses_of_sources_are_those_of_whole_rows(forks, arguments, undisturbed, tmp_path, more):
+    """Two ranks that share each row, or one with whole logits, find the same losses and targets of each source."""
+    is_single = more["config"] == "single"
+    args = (*arguments, "--whole_logits") if is_single else arguments
+    forks.succeed(tmp_path / "out", *args, num_processes=1 if is_single else 2, **more)
+    for found, wanted in zip(read_metrics(tmp_path / "out"), read_metrics(undisturbed), strict=True):
+        for name in wanted:
+            if name.endswith(("loss", "_targets", "_rows")):
+                assert found[name] == pytest.approx(wanted[name], rel=1e-5), name
+
+
+def test_longer_rows_from_a_step_on(forks, arguments, write, tmp_path):
+    """Through the launcher on two ranks, as on one, and resumed where the phase begins."""
+    mixture = write("longer", sources={"few": {"max_epochs": None}}, phases=[{"from": 4, "max_length": 64}])
+    args = (*arguments, "--mixture", mixture, "--max_steps", 6)
+    launch_ok(tmp_path, "fsdp_full", C4, *args, "--output_dir", tmp_path / "out")
+    tokens = [record["tokens_seen"] for record in read_metrics(tmp_path / "out") if "loss" in record]
+    assert tokens == [24 * 32 * step for step in range(1, 5)] + [24 * (4 * 32 + 64 * step) for step in (1, 2)]
+    forks.succeed(tmp_path / "one", *args, num_processes=1)
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "out"), rel=1e-5)
+    shutil.copytree(tmp_path / "out", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again/checkpoint-6")
+    shutil.rmtree(tmp_path / "again/export")
+    forks.succeed(tmp_path / "again", *args)
+    assert losses(tmp_path / "again") == losses(tmp_path / "out")
+
+
+def test_what_one_source_holds_out_none_trains_on(write, folder):
+    args, problems = resolve(shipped.load(C4).Args, ["--mixture", str(write("held")), "--max_steps", "9"])
+    assert problems == [] and args.share_left_out == 0.3
+    few, notes, web = ([*one.train_texts()] for one in args.alone)
+    assert few and notes and web and not any(falls_under(text, 0.3) for text in (*few, *notes, *web))
+    assert [bool(one.share_heldout) for one in args.alone] == [True, True, False]
+    assert args.alone[1].validation_text.__self__.validation_shards() == args.alone[1].train_shards()
+    mixed = [*args.train_texts()]
+    assert sorted(mixed) == sorted([*few, *notes, *web]), "a new tokenizer reads them all"
+    assert abs(sum(text in few for text in mixed[:9]) - 3) <= 1, "in turns"
+
+
+PROBLEMS = {
+    "max_epochs of web": (
+        {"sources": {"web": {"dataset_name": "allenai/c4", "max_epochs": 2}}},
+        "source web: max_epochs 2 needs text that is counted before the run: give train_files on a disk",
+    ),
+    "size": (
+        {"sources": {name: {"weight": "size"} for name in ("few", "notes", "web")}},
+        "source web: weight: size needs text that is counted",
+    ),
+    "lengths that are not counted": ({"phases": [{"from": 4, "max_length": 64}]}, "not counted before the run, which max_epochs"),
+    "a length that is none": ({"phases": [{"from": 4, "max_length": 1.5}]}, "phase 1: max_length is 1.5; it must be a number"),
+    "a phase of nothing": ({"phases": [{"from": 4}]}, "phase 1 changes nothing; give weights or lr_factor or max_length"),
+    "validated by another": (
+        {"sources": {"web": {"dataset_name": None, "train_files": ["{}/notes/00.txt"], "validation_files": ["{}/few.jsonl"]}}},
+        "few trains on {}/few.jsonl, which web validates on; remove it from one",
+    ),
+    "no such file": ({"sources": {"few": {"train_files": ["{}/none.jsonl"]}}}, "source few: --train_files {}/none.jsonl: no such"),
+    "too long": (
+        {"sources": {"few": {"max_epochs": None}}, "phases": [{"from": 4, "max_length": 128}]},
+        "--max_length is 128, but the model is made for max_position_embeddings 64",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, message", PROBLEMS.values(), ids=PROBLEMS)
+def test_problems_are_told_before_anything_is_loaded(write, folder, changes, message):
+    changes = json.loads(json.dumps(changes).replace("{}", str(folder)))
+    mixture = str(write("wrong", **changes))
+    found = resolve(shipped.load(C4).Args, ["--mixture", mixture, "--max_steps", "9", "--max_length", "32", *SIZES])[1]
+    assert message.replace("{}", str(folder)) in "\n".join(found)
+
+
+def test_flags_that_name_data_beside_a_mixture(write):
+    flags = ["--validation_files", "a.txt", "--train_files", "b.txt", "--dataset_name", "c", "--max_steps", "9"]
+    found = resolve(shipped.load(C4).Args, ["--mixture", str(write("plain")), *flags])[1]
+    assert sorted(problem.split()[0] for problem in found) == ["--dataset_name", "--train_files", "--validation_files"]
