@@ -155,7 +155,7 @@ def main(args: Args) -> None:
     def values_fn(step: int) -> dict[str, float]:
         return loss.values(step) | train_loader.seen(step)
 
-    given = {"values_fn": values_fn, "mark_fn": loss.mark}
+    given = {"values_fn": values_fn, "mark_fn": loss.gathered.mark}
     records = train(run, train_loader, loss_fn=loss, count_fn=count_next_tokens, evaluate_fn=evaluate_fn, **given)
 
     # Result

@@ -102,7 +102,7 @@ def main(args: Args) -> None:
         count_fn=count_fn,
         evaluate_fn=evaluate_fn,
         values_fn=loss.values,
-        mark_fn=loss.mark,
+        mark_fn=loss.gathered.mark,
         **given,
     )
 

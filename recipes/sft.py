@@ -26,7 +26,7 @@ from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.optim import multiply_in_phases
-from accelerate_recipes.posttraining.mixtures import MixedSupervisedRows, evaluate_sources, prepare_sources
+from accelerate_recipes.posttraining.mixtures import evaluate_sources, prepare_sources
 from accelerate_recipes.posttraining.settings import NewModelArgs, make_config, make_or_load_model, set_up_by_trl
 from accelerate_recipes.posttraining.supervised import prepare_supervised
 from accelerate_recipes.posttraining.supervised_loss import SupervisedLoss, flops_of_rows, nll_sum, supervised_trial
@@ -132,14 +132,14 @@ def main(args: Args) -> None:
     multiply_in_phases(run.scheduler, args.read.lr_factors(run.total_steps))
 
     def evaluate_fn(step: int) -> dict[str, float]:
-        if isinstance(rows, MixedSupervisedRows):
+        if args.mixture:
             return evaluate_sources(run, heldout_loader, args.read.names)
         return {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, nll_sum, count_next_tokens)}
 
     def values_fn(step: int) -> dict[str, float]:
-        return loss.values(step) | (rows.table.seen(step) if isinstance(rows, MixedSupervisedRows) else {})
+        return loss.values(step) | rows.seen(step)
 
-    loss_fn, count_fn, mark_fn = loss.sum_parts, loss.count_parts, loss.mark
+    loss_fn, count_fn, mark_fn = loss.sum_parts, loss.count_parts, loss.gathered.mark
     records = train(
         run,
         train_loader,

@@ -117,7 +117,7 @@ def main(args: Args) -> None:
     def evaluate_fn(step: int) -> dict[str, float]:
         return {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, nll_sum, count_next_tokens)}
 
-    loss_fn, count_fn, values_fn, mark_fn = loss.sum_parts, loss.count_parts, loss.values, loss.mark
+    loss_fn, count_fn, values_fn, mark_fn = loss.sum_parts, loss.count_parts, loss.values, loss.gathered.mark
     records = train(
         run,
         train_loader,

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from helpers import ROOT, STEPS, log_of, read_metrics
-from tiny import tiny_model
+from tiny import save_base, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DistillationConfig, DistillationTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -41,16 +41,9 @@ def chats(tmp_path_factory) -> Path:
         pairs = [json.loads(line)["translation"] for line in islice(lines, 80)]
     tokenizer = new_bpe_tokenizer([text for pair in pairs for text in pair.values()], 400)
     tokenizer.chat_template = TEMPLATE
-    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    size = {"vocab_size": len(tokenizer), "initializer_range": 0.1}
-    models = {
-        "student": size,
-        "teacher": size
-        | {"vocab_size": len(tokenizer) + 7, "hidden_size": 48, "num_hidden_layers": 3, "attention_dropout": 0.3},
-    }
-    for name, sizes in models.items():
-        tiny_model(seed=len(name), **ids, **sizes).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    save_base(folder / "student", tokenizer, seed=1)
+    sizes = {"vocab_size": len(tokenizer) + 7, "hidden_size": 48, "num_hidden_layers": 3, "attention_dropout": 0.3}
+    save_base(folder / "teacher", tokenizer, seed=2, **sizes)
     with (folder / "chats.jsonl").open("w") as file:
         for pair in pairs:
             messages = [{"role": "user", "content": pair["en"]}, {"role": "assistant", "content": pair["fr"]}]

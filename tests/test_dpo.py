@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from helpers import CHILDREN, ROOT, SIGTERM_TO_ALL, STEPS, log_of, losses, read_metrics
 from simulations import BF16, FP32, job
-from tiny import tiny_model
+from tiny import save_base, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOTrainer
 from trl.trainer.utils import add_fused_lm_head
@@ -34,14 +34,9 @@ SCRIPT, REFERENCE = ROOT / "recipes/dpo.py", CHILDREN / "reference.py"
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
     tokenizer = load_tokenizer(str(ROOT / "data/arithmetic/tokenizer"))
-    tiny_model(
-        vocab_size=len(tokenizer), initializer_range=0.3, max_position_embeddings=32, num_attention_heads=2,
-        bos_token_id=1, eos_token_id=2,
-    ).save_pretrained(folder)  # fmt: skip
-    tokenizer.save_pretrained(folder)
-    return folder
+    sizes = {"initializer_range": 0.3, "max_position_embeddings": 32, "num_attention_heads": 2}
+    return save_base(tmp_path_factory.mktemp("base"), tokenizer, **sizes)
 
 
 @pytest.fixture(scope="module")

@@ -35,12 +35,11 @@ from accelerate_recipes.life import stop
 from accelerate_recipes.life.spikes import FEWEST, MEMORY, Spikes
 from accelerate_recipes.life.stop import Stopped
 from accelerate_recipes.life.traces import Traces
-from accelerate_recipes.losses import count_next_tokens, next_token_loss
+from accelerate_recipes.losses import Gathered, LossOfSources, count_next_tokens, next_token_loss
 from accelerate_recipes.models.loading import new_model
 from accelerate_recipes.models.weights import initialize
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.posttraining.objective import Objective
-from accelerate_recipes.posttraining.supervised_loss import SupervisedLoss
 from accelerate_recipes.posttraining.trained_rows import without_targets
 from accelerate_recipes.run import Run
 
@@ -232,15 +231,14 @@ def test_a_step_that_is_skipped_leaves_no_trace(wrong):
 
 def test_losses_forget_what_they_gathered():
     """Of supervised answers and of trl: what came before stays, also what a draw gathered; without a step there is no value."""
-    loss: Any = SupervisedLoss.__new__(SupervisedLoss)
-    loss.measured = [1]
-    forget = loss.mark()
-    loss.measured += [2]
-    for _ in range(2):  # a step may be computed three times
+    gathered = Gathered()
+    gathered.add(torch.tensor([1.0, 2.0]))
+    forget = gathered.mark()
+    for _ in range(3):  # a step may be computed three times
+        gathered.add(torch.full((2,), NAN))
         forget()
-        assert loss.measured == [1]
-        loss.measured += [3]
-    loss.measured = []
+    gathered.add(torch.tensor([3.0, 4.0]))
+    assert gathered.take() == [4, 6] and gathered.take() == []
     trl: Any = Objective.__new__(Objective)
     trl.counted, trl._metrics = [1], {"train": defaultdict(list, reward=[0.5])}
     forget = trl.mark()
@@ -251,7 +249,7 @@ def test_losses_forget_what_they_gathered():
         forget()
         assert (trl.counted, trl._metrics["train"]) == ([1], {"reward": [0.5]})
     trl.counted = []
-    assert loss.values(3) == trl.values(3) == {} and trl._metrics["train"]["reward"] == [0.5]
+    assert LossOfSources(False, ["a"]).values(3) == trl.values(3) == {} and trl._metrics["train"]["reward"] == [0.5]
 
 
 # Rows that are excluded

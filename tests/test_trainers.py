@@ -24,7 +24,7 @@ from datasets import Features, List, Value
 from helpers import CHILDREN, IN_STEP_5, ROOT, STEPS, evaluations, log_of, losses, read_metrics
 from peft import PeftModel
 from safetensors.torch import load_file
-from tiny import tiny_model
+from tiny import save_base
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
 from trl import DPOConfig, GRPOConfig, SFTConfig
 from trl.trainer.utils import add_fused_lm_head
@@ -65,13 +65,6 @@ STOP_AFTER_STEP_3 = {
         }
     )
 }  # fmt: skip
-
-
-def save_base(folder: Path, tokenizer, **config) -> Path:
-    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    tiny_model(vocab_size=len(tokenizer), initializer_range=0.1, **ids, **config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -314,14 +314,28 @@ def count_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return (batch["labels"] != IGNORE_INDEX).sum()
 
 
-def forget_after(gathered: list) -> Callable[[], None]:
-    """Return a function that removes what is added to a list from here on; it may be called several times."""
-    number = len(gathered)
+class Gathered:
+    """Sums of the micro-batches since the last log line, for the values in it."""
 
-    def forget() -> None:
-        del gathered[number:]
+    def __init__(self):
+        self.sums: list[torch.Tensor] = []
 
-    return forget
+    def add(self, sums: torch.Tensor) -> None:
+        self.sums.append(sums.detach())
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that forgets the micro-batches from here on; see `mark_fn` of `engine.train`."""
+        number = len(self.sums)
+
+        def forget() -> None:
+            del self.sums[number:]
+
+        return forget
+
+    def take(self) -> list[float]:
+        """Return the sums over all ranks, and begin anew; an empty list if all steps were left out. Call it on all ranks."""
+        sums, self.sums = self.sums, []
+        return sum_over_ranks(torch.stack(sums).sum(0)).tolist() if sums else []
 
 
 class LossOfSources:
@@ -332,7 +346,7 @@ class LossOfSources:
 
     def __init__(self, whole_logits: bool, names: Sequence[str] = ()):
         self.loss_fn, self.whole_logits, self.names = next_token_loss_fn(whole_logits), whole_logits, names
-        self.measured: list[torch.Tensor] = []  # of the micro-batches since the last log line
+        self.gathered = Gathered()
 
     def __call__(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if not self.names:
@@ -349,19 +363,13 @@ class LossOfSources:
             loss = next_token_loss_without_logits(model, batch, losses)
         # Where ranks share rows, the last position has a target too.
         losses = losses.detach().view(batch["input_ids"].shape)[:, : batch["labels"].shape[1] - 1]
-        self.measured.append(sums_by_source(batch, losses, len(self.names)))
+        self.gathered.add(sums_by_source(batch, losses, len(self.names)))
         return loss
-
-    def mark(self) -> Callable[[], None]:
-        """Return a function that forgets the micro-batches from here on."""
-        return forget_after(self.measured)
 
     def values(self, step: int) -> dict[str, float]:
         """Return the mean loss and the number of targets of each source since the last log line. Call it on all ranks."""
-        if not self.measured:  # one source, or all steps were left out
-            return {}
-        sums, self.measured = sum_over_ranks(torch.stack(self.measured).sum(0)).tolist(), []
-        return means_of_sources(self.names, sums)
+        sums = self.gathered.take()
+        return means_of_sources(self.names, sums) if sums else {}
 
 
 def sums_by_source(batch: dict[str, torch.Tensor], losses: torch.Tensor, num_sources: int) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Tiny models for tests: sizes in Llama's words, which the configuration of each architecture gets in its own."""
 
+from pathlib import Path
+
 import torch
 from transformers import (
     CONFIG_MAPPING,
@@ -122,3 +124,11 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return kind.from_config(config, attn_implementation=attention)
+
+
+def save_base(folder: Path, tokenizer, **config) -> Path:
+    """Save a tiny causal model, with the special tokens of a tokenizer, and this tokenizer beside it."""
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    tiny_model(**{"vocab_size": len(tokenizer), "initializer_range": 0.1, **ids, **config}).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

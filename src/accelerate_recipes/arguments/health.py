@@ -42,7 +42,7 @@ class HealthArgs:
         if not self.exclude_rows:
             return
         if not self.has_empty_rows:
-            yield "--exclude_rows: trl's loss needs whole micro-batches; leave the rows out of the files instead"
+            yield "--exclude_rows: the loss of this recipe needs whole steps; leave the rows out of the files instead"
         yield from self.file_problems("exclude_rows", (".json", ".jsonl"))
         file = Path(self.exclude_rows)
         if file.name in OWN_FILES and file.resolve().parent == Path(self.output_dir).resolve():

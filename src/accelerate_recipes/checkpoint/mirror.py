@@ -22,8 +22,7 @@ from typing import Any
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.arguments.mirror import url_problems
 from accelerate_recipes.checkpoint import files
-from accelerate_recipes.checkpoint.store import COPY, Store
-from accelerate_recipes.checkpoint.uploader import LOCAL
+from accelerate_recipes.checkpoint.store import COPY, LOCAL, Store
 from accelerate_recipes.disk import existing, read_json
 from accelerate_recipes.errors import ConfigError, printable, raise_problems
 from accelerate_recipes.life import stop

@@ -49,6 +49,7 @@ T = TypeVar("T")
 
 COPY = re.compile(r"checkpoint-(\d+)-([0-9a-f]{8})")
 RUN, LEASE_FILE = "run.json", "lease.json"
+LOCAL = "mirror.json"  # in the output directory: `id` of the run, the checkpoint being `reading`, the newest `copy`, `ended`
 WAITS = (0.5, 2.0, 8.0, 30.0)  # seconds before an attempt is repeated, on average
 PATIENCE = 120.0  # seconds for one call, and for a file at first;
 SLOWEST = 2**20  # bytes a second at which a file may come

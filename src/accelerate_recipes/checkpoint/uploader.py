@@ -22,6 +22,7 @@ from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.files import EXPORT, MARKER
 from accelerate_recipes.checkpoint.store import (
     LEASE_FILE,
+    LOCAL,
     RUN,
     Damaged,
     Gone,
@@ -44,7 +45,6 @@ PATIENCE_WITH_OTHERS = 600.0  # seconds for the part of another machine, once th
 PATIENCE_AT_END = 300.0  # seconds for a store that fails when the run has ended
 LAST_SECONDS = 3.0  # of a deadline, for the release of the lease
 WATCHED = ("args.yaml", "metrics.jsonl", "report.html", "status.json")
-LOCAL = "mirror.json"  # in the output directory: `id` of the run, the checkpoint being `reading`, the newest `copy`, `ended`
 OWNER = re.compile(r"(?:state/__|rng-)(\d+)")  # of a file: the rank that wrote it; rank 0 wrote all others
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data.mixture import Mixture, Weights, check_same_sources, continued, shares_of
+from accelerate_recipes.data.mixture import Mixture, Weights, changed_shares, check_same_sources, continued
 from accelerate_recipes.data.prepared import check_content
 from accelerate_recipes.data.rows import LengthOrder, StepLoader, StepOrder, permutation
 from accelerate_recipes.data.shares import Shares
@@ -86,22 +86,12 @@ class MixedTable:
                 f"it to {most}, or raise max_epochs of a source"
             )
         steps = asked if asked > 0 else int(most)
-        if late := [phase.begin for phase in self.mixture.phases if phase.first_step(steps) >= steps]:
-            raise ConfigError(f"{self.file}, phase from {late[0]:g}: it begins after the last step, {steps}")
+        self.mixture.check_phases(self.file, steps)
         return steps
 
     def changed(self) -> str:
         """Say which shares hold from now on, if a resumed run has others than it had; "" if not."""
-        then = next((weights for step, weights in reversed(self.before) if step <= self.begun_at), None)
-        now = next(weights for step, weights in reversed(self.weights) if step <= self.begun_at)
-        shown = [
-            ", ".join(f"{name} {share:.2%}" for name, share in shares_of(weights).items())
-            for weights in (then, now)
-            if weights
-        ]
-        return (
-            f"Shares from step {self.begun_at + 1} on: {shown[1]}; before: {shown[0]}" if shown[0] != shown[-1] else ""
-        )
+        return changed_shares(self.before, self.weights, self.begun_at) if self.before else ""
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """Describe each source by what must not change on a resume."""

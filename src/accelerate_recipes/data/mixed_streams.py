@@ -18,7 +18,7 @@ import xxhash
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import NUM_ROWS
-from accelerate_recipes.data.mixture import Mixture, Weights, check_same_sources, continued, shares_of
+from accelerate_recipes.data.mixture import Mixture, Weights, changed_shares, check_same_sources, continued
 from accelerate_recipes.data.shares import Shares
 from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.data.stream_order import Documents, Order, Row, StreamState, stream_rows, tokens_of_epoch
@@ -216,8 +216,7 @@ class MixedStreamLoader(StreamLoader):
                 f"{possible:.0f} steps; --max_steps is {self.args.max_steps}: lower it, or raise a max_epochs"
             )
         steps = self.args.max_steps if self.args.max_steps > 0 else int(possible)
-        if late := [phase.begin for phase in self.mixture.phases if phase.first_step(steps) >= steps]:
-            raise ConfigError(f"{self.args.mixture}, phase from {late[0]:g}: it begins after the last step, {steps}")
+        self.mixture.check_phases(self.args.mixture, steps)
         return steps
 
     @property
@@ -255,12 +254,8 @@ class MixedStreamLoader(StreamLoader):
             return
         before = states[0]["weights"]
         self.weights = continued(before, step, self.weights)
-        then, now = ([some for begin, some in table if begin <= step][-1] for table in (before, self.weights))
-        then, now = (
-            ", ".join(f"{name} {share:.2%}" for name, share in shares_of(some).items()) for some in (then, now)
-        )
-        if then != now and is_first():
-            print(f"Shares from step {step + 1} on: {now}; before: {then}", flush=True)
+        if (said := changed_shares(before, self.weights, step)) and is_first():
+            print(said, flush=True)
 
     def check(self, states: list[dict]) -> None:
         if "sources" not in states[0]:

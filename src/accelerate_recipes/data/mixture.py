@@ -81,6 +81,11 @@ class Mixture:
         """List the lengths of rows, each from a step on, that differ from those of the first phase."""
         return [(phase.first_step(total_steps), phase.max_length) for phase in self.phases if phase.max_length]
 
+    def check_phases(self, file: str, num_steps: int) -> None:
+        """Raise ConfigError for a phase that begins after the last step."""
+        if late := [phase.begin for phase in self.phases if phase.first_step(num_steps) >= num_steps]:
+            raise ConfigError(f"{file}, phase from {late[0]:g}: it begins after the last step, {num_steps}")
+
     def lr_factors(self, total_steps: int) -> list[tuple[int, float]]:
         """List the factors on the schedule's learning rate, each from a step on."""
         factors = [(phase.first_step(total_steps), phase.lr_factor) for phase in self.phases]
@@ -108,6 +113,15 @@ def continued(before: Sequence[Sequence[Any]], step: int, now: Weights) -> Weigh
     at_step = [entry for begin, entry in now if begin <= step][-1]
     past = [(begin, entry) for begin, entry in before if begin < step]
     return without_repeats([*past, (step, at_step), *((begin, entry) for begin, entry in now if begin > step)])
+
+
+def changed_shares(before: Sequence[Sequence[Any]], now: Weights, step: int) -> str:
+    """Say which shares hold from `step` on, if a run that is resumed there had others `before`; "" if not."""
+    then, after = ([entry for begin, entry in table if begin <= step][-1] for table in (before, now))
+    then, after = (
+        ", ".join(f"{name} {share:.2%}" for name, share in shares_of(entry).items()) for entry in (then, after)
+    )
+    return f"Shares from step {step + 1} on: {after}; before: {then}" if then != after else ""
 
 
 @dataclass

@@ -13,11 +13,10 @@ MarkFn = Callable[[], Callable[[], None]]
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of every random generator of this process, in a form that `weights_only=True` can load."""
-    kind, keys, *rest = np.random.get_state()
+    """Return the state of every random generator of this process."""
     return {
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.copy()), *rest),
+        "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
@@ -25,8 +24,7 @@ def rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy(), *rest))
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
@@ -36,10 +34,7 @@ class Traces:
     """State before a computation, to which it can go back. Buffers, such as those of a batch norm, are copied."""
 
     def __init__(self, model: nn.Module, mark_fn: MarkFn | None = None):
-        # Not as a tensor, which `plan` would count as sent.
-        self.numpy = np.random.get_state()
-        self.python, self.torch = random.getstate(), torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        self.random = rng_state()
         # A forward pass may change a buffer, or put another in its place. Those that are not saved follow from the settings.
         self.buffers = [
             (module, name, buffer, buffer.clone())
@@ -58,8 +53,4 @@ class Traces:
     def restore(self) -> None:
         """Go back to the state before the computation, so that it can be done again."""
         self.remove()
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.torch)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
+        set_rng_state(self.random)

@@ -23,7 +23,7 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.losses import count_next_tokens, forget_after
+from accelerate_recipes.losses import Gathered, count_next_tokens
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import choose
@@ -34,7 +34,7 @@ from accelerate_recipes.posttraining.prompts import PromptArgs
 from accelerate_recipes.posttraining.rewards import reward_problems
 from accelerate_recipes.posttraining.settings import make_model
 from accelerate_recipes.posttraining.supervised_loss import supervised_trial
-from accelerate_recipes.ranks import data_world_size, on_all_data_ranks, sum_over_ranks
+from accelerate_recipes.ranks import data_world_size, on_all_data_ranks
 from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial, config_of, refuse
 
@@ -196,7 +196,7 @@ class DistillationLoss:
     def __init__(self, args: Any, student: PreTrainedConfig, teacher: PreTrainedConfig):
         self.beta, self.temperature = args.beta, args.temperature
         self.behind = *behind_head(student), *behind_head(teacher)
-        self.measured: list[torch.Tensor] = []  # of the micro-batches since the last log line
+        self.gathered = Gathered()
 
     def use_teacher(self, teacher: nn.Module) -> None:
         """Compare with this sharded model. FSDP2 keeps its output layer gathered, which the student's backward pass reads.
@@ -238,18 +238,13 @@ class DistillationLoss:
     def sum_parts(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         """Sum the divergence over the targets of a micro-batch, in nats; `count_next_tokens` counts them."""
         ((divergence, entropy),) = self.divergences(model, batch, [self.beta])
-        self.measured.append(torch.stack([entropy.double().sum(), count_next_tokens(batch).double()]))
+        self.gathered.add(torch.stack([entropy.double().sum(), count_next_tokens(batch).double()]))
         return divergence.sum()
-
-    def mark(self) -> Callable[[], None]:
-        """Return a function that forgets the micro-batches from here on."""
-        return forget_after(self.measured)
 
     def values(self, step: int) -> dict[str, float]:
         """Return the student's mean entropy at the targets since the last log line."""
-        if not self.measured:  # all steps were left out
+        if not (sums := self.gathered.take()):
             return {}
-        sums, self.measured = sum_over_ranks(torch.stack(self.measured).sum(0)).tolist(), []
         return {"entropy": sums[0] / max(sums[1], 1)}
 
     @torch.no_grad()

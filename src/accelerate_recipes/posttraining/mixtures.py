@@ -84,6 +84,9 @@ class MixedSupervisedRows(SupervisedRows):
     def num_steps(self) -> int:
         return self.table.num_steps()
 
+    def seen(self, step: int) -> dict[str, float]:
+        return self.table.seen(step)
+
     def make_loader(self, **settings: Any) -> StepLoader:
         order = partial(MixtureOrder, self.table, settings.pop("lengths"))
         loader: Any = super().make_loader(order_class=order, loader_class=MixtureLoader, **settings)

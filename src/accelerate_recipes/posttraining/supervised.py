@@ -88,6 +88,10 @@ class SupervisedRows(ReadRows):
         """Return the number of optimizer steps of the run."""
         return num_steps(self.run.args, len(self.train))
 
+    def seen(self, step: int) -> dict[str, float]:
+        """Return what the log tells of the sources of a mixture after a step."""
+        return {}
+
     def make_heldout_loader(self, num_workers: int = 0) -> RowLoader:
         run = self.run
         place = run.args, run.data_rank, run.data_world_size

@@ -14,13 +14,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
-from accelerate_recipes.losses import count_next_tokens, forget_after, means_of_sources, sums_by_source
+from accelerate_recipes.losses import Gathered, count_next_tokens, means_of_sources, sums_by_source
 from accelerate_recipes.metrics import Flops, flops_per_token
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.configurations import new_config
 from accelerate_recipes.posttraining.settings import OUTPUTS, pad_multiple, weight_of_balance, with_fused_head
-from accelerate_recipes.ranks import sum_over_ranks
 from accelerate_recipes.trial import Trial, config_of, refuse
 
 
@@ -51,7 +50,7 @@ class SupervisedLoss:
         self.balance = weight_of_balance(config, args.router_aux_loss_coef)
         self.router = {"output_router_logits": True} if self.balance else {}
         self.sources = sources
-        self.measured: list[torch.Tensor] = []  # of the micro-batches since the last log line
+        self.gathered = Gathered()
 
     def sum_parts(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         """Sum the parts of the loss over a micro-batch, each for one of `count_parts`, in nats."""
@@ -65,7 +64,7 @@ class SupervisedLoss:
         sums = [torch.stack([value.detach().double() for value in measured])]
         if self.sources:
             sums.append(sums_by_source(batch, losses.detach(), len(self.sources)))
-        self.measured.append(torch.cat(sums))
+        self.gathered.add(torch.cat(sums))
         return torch.stack([*(self.balance * loss for loss in balance), losses.sum()])
 
     def count_parts(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -73,15 +72,10 @@ class SupervisedLoss:
         num_targets = count_next_tokens(batch)
         return torch.stack([*[torch.ones_like(num_targets)] * bool(self.balance), num_targets])
 
-    def mark(self) -> Callable[[], None]:
-        """Return a function that forgets the micro-batches from here on."""
-        return forget_after(self.measured)
-
     def values(self, step: int) -> dict[str, float]:
         """Return the means over the targets since the last log line, and the mean balance of the micro-batches."""
-        if not self.measured:  # all steps were left out
+        if not (sums := self.gathered.take()):
             return {}
-        sums, self.measured = sum_over_ranks(torch.stack(self.measured).sum(0)).tolist(), []
         targets, entropy, most_probable, number, *others = sums
         balance, of_sources = others[: bool(self.balance)], others[bool(self.balance) :]
         means = {"entropy": entropy / max(targets, 1), "mean_token_accuracy": most_probable / max(targets, 1)}

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from accelerate_recipes.data.formats import LABEL
 from accelerate_recipes.data.rows import RowLoader, Rows, StepLoader, make_eval_loader, make_train_loader
 from accelerate_recipes.engine import batches_to_evaluate
-from accelerate_recipes.losses import forget_after
+from accelerate_recipes.losses import Gathered
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.posttraining.settings import weight_of_balance
 from accelerate_recipes.posttraining.supervised import SupervisedRows
@@ -24,9 +24,6 @@ from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial
 
 FOREIGN = "foreign_"  # begins the names of a batch's tensors with the answers of other rows
-
-
-# Rows
 
 
 def advice_on_weights(args: Any, good: int, number: int) -> str:
@@ -118,10 +115,10 @@ class UnpairedLoss:
 
     def __init__(self, args: Any, config: PreTrainedConfig):
         self.beta, self.has_kl = args.beta, args.loss_type == "kto"
-        self.weights = {True: args.desirable_weight, False: args.undesirable_weight}
+        self.weights = args.desirable_weight, args.undesirable_weight
         self.balance = weight_of_balance(config, args.router_aux_loss_coef)
         self.router = {"output_router_logits": True} if self.balance else {}
-        self.measured: list[torch.Tensor] = []  # of the micro-batches since the last log line
+        self.gathered = Gathered()
 
     @torch.no_grad()
     def log_ratios(self, model: nn.Module, batch: dict[str, Any], begin: str = "") -> torch.Tensor:
@@ -141,7 +138,7 @@ class UnpairedLoss:
 
     def losses(self, ratios: torch.Tensor, labels: torch.Tensor, kl: torch.Tensor) -> torch.Tensor:
         """Return the loss of each answer, (B,): Eq. 7 of the KTO paper (arXiv 2402.01306), or that of APO-zero for kl 0."""
-        weights = torch.where(labels, *(torch.full_like(ratios, self.weights[is_good]) for is_good in (True, False)))
+        weights = torch.where(labels, *self.weights)
         return weights * torch.sigmoid(-self.beta * torch.where(labels, ratios - kl, kl - ratios))
 
     def sum_parts(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
@@ -153,7 +150,7 @@ class UnpairedLoss:
         rewards = self.beta * ratios.detach().double()
         sums = [labels.sum(), (~labels).sum(), (rewards * labels).sum(), (rewards * ~labels).sum()]
         sums += [batch["kl"] * len(labels), found.entropy.sum(), found.label_mask.sum()]
-        self.measured.append(torch.stack([value.detach().double() for value in sums]))
+        self.gathered.add(torch.stack([value.detach().double() for value in sums]))
         return torch.stack([*balance, losses.sum(), torch.zeros_like(losses[0])])
 
     def count_parts(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -162,15 +159,10 @@ class UnpairedLoss:
         tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
         return torch.stack([*[one] * bool(self.balance), len(batch[LABEL]) * one, tokens])
 
-    def mark(self) -> Callable[[], None]:
-        """Return a function that forgets the micro-batches from here on."""
-        return forget_after(self.measured)
-
     def values(self, step: int) -> dict[str, float]:
         """Return the means since the last log line: rewards, KL divergence from the reference, and entropy."""
-        if not self.measured:  # all steps were left out
+        if not (sums := self.gathered.take()):
             return {}
-        sums, self.measured = sum_over_ranks(torch.stack(self.measured).sum(0)).tolist(), []
         good, bad, *rewards, kl, entropy, tokens = sums
         values = {"kl": kl / (good + bad), "entropy": entropy / max(tokens, 1)}
         return values | named_rewards(good, bad, *rewards)
@@ -213,7 +205,8 @@ def named_rewards(good: float, bad: float, of_good: float, of_bad: float) -> dic
 
 def inputs_in(batch: dict[str, Any], begin: str = "") -> dict[str, Any]:
     """Return the inputs of the model: those of the rows, or those with answers of other rows."""
-    return inputs_of({name: batch[begin + name] for name in ("input_ids", "attention_mask", "labels")})
+    names = ("input_ids", "attention_mask", "position_ids", "labels")
+    return inputs_of({name: batch[begin + name] for name in names if begin + name in batch})
 
 
 def answers_of(outputs: Any) -> torch.Tensor:
