@@ -53,8 +53,7 @@ def test_kto(killed_and_resumed, forks, arguments, base, tmp_path):
     assert max(record.get("kl", 0) for record in read_metrics(whole)) > 0.1, "else its division would not be seen"
     for name, given in {
         "alone": {"num_processes": 1, "config": "single"},
-        "three": {"num_processes": 3},
-        "copies": {"num_processes": 2, "config": "ddp"},
+        "three": {"num_processes": 3, "config": "ddp"},
     }.items():
         size = 12 if name == "alone" else 1
         more = ("--per_device_train_batch_size", size, "--per_device_eval_batch_size", size, "--save_steps", 0)
