@@ -5,8 +5,8 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: venv docs demo demo-c4 demo-t5 demo-vit demo-vlm test test-fast test-slow test-long test-hub test-serving test-slurm test-image \
-	newest models plans coverage mutants check fix lock
+.PHONY: venv docs demo demo-c4 demo-t5 demo-vit demo-vlm browser test test-fast test-slow test-all test-long test-hub test-serving \
+	test-slurm test-image newest models plans coverage mutants check fix lock
 
 # More arguments for the recipe: make demo ARGS="--max_steps 100"
 ARGS =
@@ -49,10 +49,16 @@ test-fast: .venv/dev
 	$(BIN)/python -m pytest -q -m "not slow and not long" $(FAST:%=tests/test_%.py)
 
 # A browser looks at the site; as root it is installed, else that test is skipped where there is none.
-test-slow: .venv/dev
+browser:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v chromium >/dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends chromium >/dev/null; fi
+
+test-slow: .venv/dev browser
 	$(PYTEST) -m "slow and not long"
+
+# `make test` and `make test-slow` in one go, as in CI: the tests of a file share its runs.
+test-all: .venv/dev browser
+	$(PYTEST) -m "not long and not hub and not slurm and not image"
 
 # The demos to their end, compared with the README's results; each kind of compilation; a whole ablation; plans of deep models, with
 # the search; and repetitions of slow tests on another node or for another operator. Takes an hour.
