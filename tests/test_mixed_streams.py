@@ -28,7 +28,7 @@ STEPS = 60
 
 def mixture_of(weights=WEIGHTS, phases=(), **max_epochs) -> Mixture:
     sources = [MixedSource(name, weight, max_epochs.get(name, math.inf), {}) for name, weight in weights.items()]
-    return Mixture(sources, [*phases])
+    return Mixture("mixture.yaml", sources, [*phases])
 
 
 def make_loader(
@@ -42,7 +42,6 @@ def make_loader(
         max_steps=max_steps,
         dataloader_num_workers=workers,
     )
-    args.mixture = "mixture.yaml"
     settings = {"max_length": LENGTH, "num_streams": streams, "shuffle_block": 4} | changes
     documents = {name: Numbered(*SOURCES[name]) if name in SOURCES else sources[name] for name in sources}
     return MixedStreamLoader(documents, args, rank, world_size, mixture=mixture, **settings)
@@ -233,7 +232,7 @@ def test_sources_with_too_little_or_much():
 
 
 def test_weights_of_sizes():
-    loader = make_loader(Mixture([MixedSource(name, None, math.inf, {}) for name in SOURCES], temperature=2.0))
+    loader = make_loader(Mixture("", [MixedSource(name, None, math.inf, {}) for name in SOURCES], temperature=2.0))
     sizes = [sum(Numbered(*some).num_tokens) // LENGTH for some in SOURCES.values()]
     ((_, weights),) = loader.weights
     assert [*weights.values()] == [size**0.5 for size in sizes]
