@@ -421,14 +421,14 @@ def test_each_source_is_seen(whole, folder):
 
 
 def test_a_killed_run_goes_on_across_an_end_and_a_phase(forks, whole, arguments, tmp_path):
-    """It is equal bit by bit, and on another number of processes to 1e-5."""
+    """It is equal bit by bit, and on another number of processes, with data workers, to 1e-5."""
     out, other = tmp_path / "killed/out", tmp_path / "other/out"
     out.parent.mkdir()
-    assert forks.run(out, *arguments, "--dataloader_num_workers", 2, **IN_STEP_5) == -9, log_of(out)[-3000:]
+    assert forks.run(out, *arguments, **IN_STEP_5) == -9, log_of(out)[-3000:]
     shutil.copytree(out, other)
     forks.succeed(out, *arguments)
     assert records_of(out) == records_of(whole)
-    forks.succeed(other, *arguments, num_processes=1, config="single")
+    forks.succeed(other, *arguments, "--dataloader_num_workers", 2, num_processes=1, config="single")
     assert sorted(losses(other)) == sorted(losses(whole))
     assert losses(other) == pytest.approx(losses(whole), rel=1e-5)
     assert evaluations(other) == pytest.approx(evaluations(whole), rel=1e-5)
@@ -440,24 +440,30 @@ def tables(tmp_path_factory) -> Path:
     return tmp_path_factory.getbasetemp() / "forks0/hf/datasets"
 
 
-def test_new_weights_prepare_nothing_again(forks, whole, folder, arguments, tables, tmp_path):
-    """They hold from the resumed step on, are told, and are written into the next checkpoint."""
-    prepared = {file: file.stat().st_mtime_ns for file in tables.rglob("*.arrow")}
-    assert len(prepared) > 6
-    file = write_mixture(folder, MIXTURE.partition("phases")[0].replace("weight: 5", "weight: 1"), "other")
-    place = ("--mixture", file, "--resume_from_checkpoint", whole / "checkpoint-3")
-    log = forks.succeed(tmp_path / "out", *arguments, *place, num_processes=1, config="single")
-    assert "Shares from step 4 on: alpaca 37.50%, chats 12.50%, few 50.00%; before: alpaca 25.00%, chats 41.67%" in log
-    assert {file: file.stat().st_mtime_ns for file in tables.rglob("*.arrow")} == prepared
-    (state,) = json.loads((tmp_path / "out/checkpoint-6/data.json").read_text())
-    assert [step for step, _ in state["weights"]] == [0, 3]
-    assert [losses(tmp_path / "out")[step] for step in (1, 2, 3)] == [losses(whole)[step] for step in (1, 2, 3)]
-    file.write_text(file.read_text().replace("name: few", "name: many"))
-    assert (
-        forks.run(tmp_path / "out", *arguments, "--mixture", file, "--max_steps", 8, num_processes=1, config="single")
-        == 2
-    )
-    assert "many new in" in log_of(tmp_path / "out") and "few no longer in it" in log_of(tmp_path / "out")
+def test_a_branch_has_other_phases_and_another_schedule(forks, whole, folder, arguments, tables, tmp_path):
+    """Its first step is the trunk's next one, since there both agree; nothing is prepared again, and the trunk stays as it is."""
+
+    def contents() -> dict[Path, tuple[bytes, int]]:
+        files = [file for file in (*whole.rglob("*"), *tables.rglob("*.arrow")) if file.is_file()]
+        return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
+
+    before = contents()
+    assert sum(file.suffix == ".arrow" for file in before) > 6
+    phases = "phases: [{{from: 5, weights: {{few: 0, chats: 0, alpaca: 1}}, lr_factor: 0.5}}]"
+    file = write_mixture(folder, MIXTURE.partition("phases")[0] + phases, "branch")
+    schedule = ("--lr_scheduler_type", "warmup_stable_decay", "--lr_scheduler_kwargs", "num_decay_steps=2")
+    given = ("--mixture", file, "--resume_from_checkpoint", whole / "checkpoint-3")
+    forks.succeed(tmp_path / "out", *arguments, *given, *schedule)
+    assert contents() == before
+    branch, trunk = ([r for r in records_of(out) if "loss" in r] for out in (tmp_path / "out", whole))
+    assert branch[:4] == trunk[:4] and branch[4]["loss"] != trunk[4]["loss"]
+    assert [record["learning_rate"] for record in branch] == pytest.approx([1e-2] * 5 + [2.5e-3])
+    assert branch[5]["alpaca_rows"] == branch[4]["alpaca_rows"] + 8
+    states = json.loads((tmp_path / "out/checkpoint-6/data.json").read_text())
+    assert [step for step, _ in states[0]["weights"]] == [0, 5]
+    file.write_text(file.read_text().replace("few", "many").replace("many.parquet", "few.parquet"))
+    assert forks.run(tmp_path / "renamed", *arguments, *given, num_processes=1, config="single") == 2
+    assert "many new in" in log_of(tmp_path / "renamed") and "few no longer in it" in log_of(tmp_path / "renamed")
 
 
 def test_rows_of_one_source_are_those_of_a_run_on_it(forks, folder, arguments, tmp_path):
