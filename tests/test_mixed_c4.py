@@ -146,19 +146,6 @@ def test_resumed_where_ranks_share_rows(forks, arguments, killed, undisturbed, t
     assert_same_sources(tmp_path / "out", undisturbed)
 
 
-def test_new_weights_hold_from_the_resume_on(forks, arguments, killed, undisturbed, write, tmp_path):
-    """The rows before stay those of the checkpoint."""
-    shutil.copytree(killed, tmp_path / "out")
-    changed = write("changed", sources={"web": {"weight": 0}}, phases=[])
-    forks.succeed(tmp_path / "out", *arguments, "--mixture", changed, num_processes=1)
-    assert "Shares from step 5 on: few 60.00%, notes 40.00%, web 0.00%; before: few 33.33%" in log_of(tmp_path / "out")
-    rows = {record["step"]: record["web_rows"] for record in read_metrics(tmp_path / "out") if "loss" in record}
-    (whole,) = (r["web_rows"] for r in read_metrics(undisturbed) if r["step"] == 4 and "loss" in r)
-    assert rows[4] == rows[8] == whole
-    states = json.loads((tmp_path / "out/checkpoint-8/data.json").read_text())
-    assert [step for step, _ in states[0]["weights"]] == [0, 4]
-
-
 def test_tokenised_once_is_the_same_run(forks, arguments, undisturbed, folder, tmp_path):
     """Each source has a folder of its own; what one source holds out is left out of all of them. One rank, whole logits."""
     more = "--pretokenize", tmp_path / "tokens", "--tokenizer_name", undisturbed / "export", "--whole_logits"
@@ -171,15 +158,12 @@ def test_tokenised_once_is_the_same_run(forks, arguments, undisturbed, folder, t
 
 
 def test_longer_rows_from_a_step_on(forks, arguments, write, tmp_path):
-    """On two ranks, and resumed on one where the phase begins."""
+    """The model is made for the longest of them."""
     mixture = write("longer", sources={"few": {"max_epochs": None}}, phases=[{"from": 4, "max_length": 64}])
     args = (*arguments, "--mixture", mixture, "--max_steps", 6)
     forks.succeed(tmp_path / "out", *args)
     tokens = [record["tokens_seen"] for record in read_metrics(tmp_path / "out") if "loss" in record]
     assert tokens == [24 * 32 * step for step in range(1, 5)] + [24 * (4 * 32 + 64 * step) for step in (1, 2)]
-    start = ("--resume_from_checkpoint", tmp_path / "out/checkpoint-4")
-    forks.succeed(tmp_path / "one", *args, *start, num_processes=1, config="single")
-    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "out"), rel=1e-5)
 
 
 def test_what_one_source_holds_out_none_trains_on(write, folder):

@@ -138,7 +138,7 @@ def test_resume_is_exact(alone, before, after, step):
     assert {name: pytest.approx(sum(part[name] for part in counts)) for name in counts[0]} == whole.counts()
 
 
-def test_new_weights_hold_from_the_resume_on():
+def test_new_weights_hold_from_the_resume_on(capsys):
     """Changed twice: the rows before each change stay as they were, and a later resume from any checkpoint replays them all."""
     plain, later, last = (mixture_of(weights) for weights in (WEIGHTS, LATER, WEIGHTS | {"zebra": 9.0}))
 
@@ -151,9 +151,15 @@ def test_new_weights_hold_from_the_resume_on():
 
     whole, _ = go(plain, 1, 0, [], 45)
     first, at_7 = go(plain, 2, 0, [], 7)
+    assert capsys.readouterr().out == ""
     second, at_20 = go(later, 3, 7, at_7, 13)
+    assert "Shares from step 8 on: big 33.33%, four 33.33%, tiny 33.33%, zebra 0.00%; before: big 50.00%" in (
+        capsys.readouterr().out
+    )
     third, at_31 = go(last, 1, 20, at_20, 11)
+    assert "Shares from step 21 on: big 28.57%" in capsys.readouterr().out
     fourth, at_45 = go(last, 4, 31, at_31, 14)
+    assert capsys.readouterr().out == "", "nothing is new"
     assert first == whole[:7] and second != whole[7:20]
     assert at_45[0]["weights"] == [[0, WEIGHTS], [7, LATER], [20, WEIGHTS | {"zebra": 9.0}]]
     again, _ = go(last, 2, 20, at_20, 25)

@@ -643,6 +643,8 @@ def test_a_flip_on_one_rank(forks, undisturbed, tmp_path, where):
         )
 
 
+@pytest.mark.long
+@pytest.mark.slow
 def test_a_rank_that_is_never_the_same_ends_the_run(forks, tmp_path):
     out = tmp_path / "out"
     assert forks.run(out, **flip(step=5, rank=1, where="loss", times=99)) == 2
@@ -717,6 +719,7 @@ def test_twenty_random_launches(seed, forks, undisturbed, tmp_path):
     run_launches(seed, forks, undisturbed, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_under_the_launcher(tmp_path):
     """A poisoned row is skipped under `accelerate launch`, and without --on_spike the run ends with its reason."""
