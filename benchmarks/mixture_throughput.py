@@ -57,7 +57,7 @@ def main() -> None:
         shards, pages = write_shards(Path(folder), flags.documents, flags.shards)
         tokenizer = new_bpe_tokenizer(pages, 32_000)
         parts = {name: TextShards(shards[place :: len(NAMES)], tokenizer) for place, name in enumerate(NAMES)}
-        mixture = Mixture([MixedSource(name, 1.0, math.inf, {}) for name in NAMES])
+        mixture = Mixture("mixture.yaml", [MixedSource(name, 1.0, math.inf, {}) for name in NAMES])
         settings = {"max_length": flags.max_length}
         loaders: dict[str, Iterator[dict]] = {
             "four": iter(MixedStreamLoader(parts, args, 0, 1, mixture=mixture, **settings)),

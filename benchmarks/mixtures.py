@@ -55,7 +55,7 @@ def main() -> None:
         whole = packed_rows(Path(folder, "whole"), flags.rows, flags.max_length)
         parts = [packed_rows(Path(folder, name), flags.rows // 4, flags.max_length) for name in names]
         sources = [MixedSource(*source, float("inf"), {}) for source in zip(names, (4, 3, 2, 1), strict=True)]
-        table = MixedTable(args, "mixture.yaml", Mixture(sources), [len(part) for part in parts], names)
+        table = MixedTable(args, Mixture("mixture.yaml", sources), [len(part) for part in parts], names)
         mixed = {
             "collate_fn": OfSources(collate, table.source_of),
             "order_class": lambda *place: MixtureOrder(table, None, *place),

@@ -67,14 +67,15 @@ def folder(tmp_path_factory) -> Path:
     )
     turns = [[{"from": "human", "value": p["en"]}, {"from": "gpt", "value": p["fr"]}] for p in pairs[140:160]]
     pandas.DataFrame({"conversations": turns[:10]}).to_parquet(folder / "few.parquet")
-    write_mixture(folder)
+    section = write_mixture(folder).read_text().replace("\n", "\n  ")
+    (folder / "preset.yaml").write_text(f"mixture:\n  {section}")
     return folder
 
 
 @pytest.fixture(scope="module")
 def arguments(folder) -> tuple:
     return (
-        "--model_name_or_path", folder / "base", "--mixture", folder / "mixture.yaml", "--max_length", 64,
+        "--model_name_or_path", folder / "base", "--config", folder / "preset.yaml", "--max_length", 64,
         "--max_steps", STEPS, "--save_steps", 3, "--logging_steps", 1, "--total_batch_size", 8, "--learning_rate", 1e-2,
         "--per_device_train_batch_size", 2, "--async_save", "false", "--heldout_share", 0.1,
         "--assistant_only_loss", "false", "--per_device_eval_batch_size", 5, "--lr_scheduler_type", "constant",
@@ -91,8 +92,9 @@ def table_of(
     names = "abcdef"[: len(sizes)]
     ends = max_epochs or [math.inf] * len(sizes)
     sources = [MixedSource(*source, {}) for source in zip(names, weights, ends, strict=True)]
-    mixture = Mixture(sources, [MixturePhase(begin, dict(zip(names, w, strict=True)), None) for begin, w in phases])
-    return MixedTable(args, "mixture.yaml", mixture, sizes, [f"content of {name}" for name in names], **more)
+    phases = [MixturePhase(begin, dict(zip(names, w, strict=True)), None) for begin, w in phases]
+    mixture = Mixture("mixture.yaml", sources, phases)
+    return MixedTable(args, mixture, sizes, [f"content of {name}" for name in names], **more)
 
 
 def rows_of(table: MixedTable, num_steps: int, **order) -> list[int]:
@@ -159,7 +161,7 @@ def test_names_decide_and_sizes_weigh():
     assert (order.pass_over(0, 0) != order.pass_over(1, 0) - 40).any()
     sources = [MixedSource(name, None, math.inf, {}) for name in "ab"]
     for temperature, share in ((1, 0.8), (2, 2 / 3)):
-        table = MixedTable(ARGS, "", Mixture(sources, temperature=temperature), [400, 100], ["", ""])
+        table = MixedTable(ARGS, Mixture("", sources, temperature=temperature), [400, 100], ["", ""])
         assert table.seen(625)["a_asked"] == pytest.approx(share)
 
 
@@ -239,7 +241,7 @@ def test_held_out_rows_that_another_source_trains_are_counted(capsys):
         for name, sides in columns.items()
     }
     alone = [SimpleNamespace(eval_files=["x.jsonl"], heldout_share=0.1)] * 3
-    args = SimpleNamespace(alone=alone, mixture="mixture.yaml", dataset_text_field="text")
+    args = SimpleNamespace(alone=alone, read=Mixture("mixture.yaml"), dataset_text_field="text")
     check_sources_apart(SimpleNamespace(args=args, print=print), parts)
     assert capsys.readouterr().out.splitlines() == [
         "1 of 19 held-out rows of b begin as rows to train on of a do",
@@ -295,8 +297,8 @@ phases:
         "/wrong.yaml, source a: --train_files missing.jsonl: no such file",
         "/wrong.yaml, source number 3: --train_files /missing.jsonl: no such file",
         "/wrong.yaml, source number 3: --columns prompts=x: write NAME=COLUMN",
-        "chats.jsonl has no effect beside --mixture /wrong.yaml; name it as a source, and remove it here",
-        "--num_train_epochs 2.0 has no effect beside --mixture /wrong.yaml",
+        "chats.jsonl has no effect with the sources of /wrong.yaml; name it as a source, and remove it here",
+        "--num_train_epochs 2.0 has no effect with the sources of /wrong.yaml",
         "--max_steps is missing: a, a, number 3, number 4 of /wrong.yaml would never end; or give max_epochs",
         "/wrong.yaml, phase from 0.5: a share of the run needs --max_steps; or give a step",
     ):
@@ -323,9 +325,10 @@ def test_a_wrong_file_is_one_message(text, problem, folder):
 
 
 def test_the_page_shows_what_is_read(tmp_path):
-    """Mixtures of the page for sft.py are right; the last is the one that its command trains."""
+    """Mixtures of the page for sft.py are right; the last is that of the preset which its command trains."""
     first, _, example = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/mixtures.md").read_text(), re.DOTALL)
-    assert yaml.safe_load(example) == yaml.safe_load((ROOT / "data/arithmetic/mixture.yaml").read_text())
+    preset = yaml.safe_load((ROOT / "recipes/configs/sft/arithmetic_mixture.yaml").read_text())
+    assert yaml.safe_load(example) == {"mixture": preset["mixture"]}
     (tmp_path / "own.csv").write_text("question,answer")
     file = tmp_path / "mixture.yaml"
     file.write_text(first.replace("own.csv", str(tmp_path / "own.csv")))
@@ -340,6 +343,40 @@ def test_a_missing_file_and_a_right_one(folder):
     assert problems_of(MIXTURE, folder, "--max_steps", 9) == ""
     args, found = resolve(shipped.load(SCRIPT).Args, ["--mixture", "none.yaml", "--model_name_or_path", "x"], 1)
     assert found == ["--mixture none.yaml cannot be read: No such file or directory"] and args.alone == []
+
+
+def test_a_preset_holds_a_mixture(folder, tmp_path, monkeypatch):
+    """It is that of a file, is saved as the section that it is, and is named in what is wrong; shipped data are found."""
+    args_class, preset = shipped.load(SCRIPT).Args, tmp_path / "preset.yaml"
+
+    def read(text: str, *flags: str) -> tuple:
+        section = text.format(folder=folder).replace("\n", "\n  ")
+        preset.write_text(f"model_name_or_path: x\nmax_steps: 9\nmixture:\n  {section}")
+        return resolve(args_class, ["--config", str(preset), *flags], 1)
+
+    text = MIXTURE.replace("name: few", "name: no").replace("few: 1", "no: 1")
+    args, found = read(text)
+    file = write_mixture(folder, text, "same")
+    of_file, _ = resolve(args_class, ["--mixture", str(file), "--model_name_or_path", "x", "--max_steps", "9"], 1)
+    assert found == [] and (args.read.sources, args.read.phases) == (of_file.read.sources, of_file.read.phases)
+    assert args.read.names == ["alpaca", "chats", "no"], "a name is no truth value"
+    args.save(tmp_path / "args.yaml")
+    again, found = resolve(args_class, ["--config", str(tmp_path / "args.yaml")], 1)
+    saved = yaml.safe_load((tmp_path / "args.yaml").read_text())
+    assert found == [] and again.read == args.read and again.values() == args.values() == saved
+    assert list(saved["mixture"]) == ["sources", "phases"]
+    assert read(MIXTURE, "--mixture", str(file))[0].read == of_file.read, "a flag overrides it"
+    wrong = read(MIXTURE.replace("weight: 5", "weight: -5").replace("from: 4", "from: 9"), "--num_train_epochs", "2")[1]
+    assert wrong == [
+        "--mixture, source chats: weight is -5; it must be a number of at least 0",
+        "--num_train_epochs 2.0 has no effect with the sources of --mixture; give max_epochs of each source, or "
+        "--max_steps, and remove it here",
+        "--mixture, phase from 9: it begins after the last step, --max_steps 9",
+    ]
+    assert read("weights: 3")[1][0].startswith("--mixture must hold `sources:`")
+    monkeypatch.chdir(tmp_path)
+    args, found = resolve(args_class, ["--config", str(ROOT / "recipes/configs/sft/arithmetic_mixture.yaml")], 1)
+    assert found == [] and all(Path(file).is_absolute() for one in args.alone for file in one.train_files)
 
 
 # Runs
@@ -384,14 +421,14 @@ def test_each_source_is_seen(whole, folder):
 
 
 def test_a_killed_run_goes_on_across_an_end_and_a_phase(forks, whole, arguments, tmp_path):
-    """It is equal bit by bit, and on another number of processes to 1e-5."""
+    """It is equal bit by bit, and on another number of processes, with data workers, to 1e-5."""
     out, other = tmp_path / "killed/out", tmp_path / "other/out"
     out.parent.mkdir()
-    assert forks.run(out, *arguments, "--dataloader_num_workers", 2, **IN_STEP_5) == -9, log_of(out)[-3000:]
+    assert forks.run(out, *arguments, **IN_STEP_5) == -9, log_of(out)[-3000:]
     shutil.copytree(out, other)
     forks.succeed(out, *arguments)
     assert records_of(out) == records_of(whole)
-    forks.succeed(other, *arguments, num_processes=1, config="single")
+    forks.succeed(other, *arguments, "--dataloader_num_workers", 2, num_processes=1, config="single")
     assert sorted(losses(other)) == sorted(losses(whole))
     assert losses(other) == pytest.approx(losses(whole), rel=1e-5)
     assert evaluations(other) == pytest.approx(evaluations(whole), rel=1e-5)
@@ -403,24 +440,30 @@ def tables(tmp_path_factory) -> Path:
     return tmp_path_factory.getbasetemp() / "forks0/hf/datasets"
 
 
-def test_new_weights_prepare_nothing_again(forks, whole, folder, arguments, tables, tmp_path):
-    """They hold from the resumed step on, are told, and are written into the next checkpoint."""
-    prepared = {file: file.stat().st_mtime_ns for file in tables.rglob("*.arrow")}
-    assert len(prepared) > 6
-    file = write_mixture(folder, MIXTURE.partition("phases")[0].replace("weight: 5", "weight: 1"), "other")
-    place = ("--mixture", file, "--resume_from_checkpoint", whole / "checkpoint-3")
-    log = forks.succeed(tmp_path / "out", *arguments, *place, num_processes=1, config="single")
-    assert "Shares from step 4 on: alpaca 37.50%, chats 12.50%, few 50.00%; before: alpaca 25.00%, chats 41.67%" in log
-    assert {file: file.stat().st_mtime_ns for file in tables.rglob("*.arrow")} == prepared
-    (state,) = json.loads((tmp_path / "out/checkpoint-6/data.json").read_text())
-    assert [step for step, _ in state["weights"]] == [0, 3]
-    assert [losses(tmp_path / "out")[step] for step in (1, 2, 3)] == [losses(whole)[step] for step in (1, 2, 3)]
-    file.write_text(file.read_text().replace("name: few", "name: many"))
-    assert (
-        forks.run(tmp_path / "out", *arguments, "--mixture", file, "--max_steps", 8, num_processes=1, config="single")
-        == 2
-    )
-    assert "many new in" in log_of(tmp_path / "out") and "few no longer in it" in log_of(tmp_path / "out")
+def test_a_branch_has_other_phases_and_another_schedule(forks, whole, folder, arguments, tables, tmp_path):
+    """Its first step is the trunk's next one, since there both agree; nothing is prepared again, and the trunk stays as it is."""
+
+    def contents() -> dict[Path, tuple[bytes, int]]:
+        files = [file for file in (*whole.rglob("*"), *tables.rglob("*.arrow")) if file.is_file()]
+        return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
+
+    before = contents()
+    assert sum(file.suffix == ".arrow" for file in before) > 6
+    phases = "phases: [{{from: 5, weights: {{few: 0, chats: 0, alpaca: 1}}, lr_factor: 0.5}}]"
+    file = write_mixture(folder, MIXTURE.partition("phases")[0] + phases, "branch")
+    schedule = ("--lr_scheduler_type", "warmup_stable_decay", "--lr_scheduler_kwargs", "num_decay_steps=2")
+    given = ("--mixture", file, "--resume_from_checkpoint", whole / "checkpoint-3")
+    forks.succeed(tmp_path / "out", *arguments, *given, *schedule)
+    assert contents() == before
+    branch, trunk = ([r for r in records_of(out) if "loss" in r] for out in (tmp_path / "out", whole))
+    assert branch[:4] == trunk[:4] and branch[4]["loss"] != trunk[4]["loss"]
+    assert [record["learning_rate"] for record in branch] == pytest.approx([1e-2] * 5 + [2.5e-3])
+    assert branch[5]["alpaca_rows"] == branch[4]["alpaca_rows"] + 8
+    states = json.loads((tmp_path / "out/checkpoint-6/data.json").read_text())
+    assert [step for step, _ in states[0]["weights"]] == [0, 5]
+    file.write_text(file.read_text().replace("few", "many").replace("many.parquet", "few.parquet"))
+    assert forks.run(tmp_path / "renamed", *arguments, *given, num_processes=1, config="single") == 2
+    assert "many new in" in log_of(tmp_path / "renamed") and "few no longer in it" in log_of(tmp_path / "renamed")
 
 
 def test_rows_of_one_source_are_those_of_a_run_on_it(forks, folder, arguments, tmp_path):
@@ -429,7 +472,7 @@ def test_rows_of_one_source_are_those_of_a_run_on_it(forks, folder, arguments, t
     file = write_mixture(folder, "sources: [{{name: chats, weight: 2, train_files: [{folder}/chats.jsonl]}}]", "one")
     place = {"num_processes": 1, "config": "single"}
     forks.succeed(tmp_path / "mixed", *arguments, *packed, "--mixture", file, **place)
-    alone = [word for word in arguments if word not in ("--mixture", folder / "mixture.yaml")]
+    alone = [word for word in arguments if word not in ("--config", folder / "preset.yaml")]
     forks.succeed(tmp_path / "alone", *alone, *packed, "--train_files", folder / "chats.jsonl", **place)
     one, other = (read_metrics(tmp_path / name) for name in ("mixed", "alone"))
     assert [r.get("loss") for r in one] == [r.get("loss") for r in other] and one[1]["loss"]

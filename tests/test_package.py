@@ -68,7 +68,7 @@ def test_what_is_named_is_found(tmp_path, monkeypatch):
 def test_data_of_a_shipped_preset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     preset = shipped.HOME / "recipes/configs/chess/laptop.yaml"
-    found = {flag: values for flag, values, _ in read_preset([[str(preset)]], {"config_overrides"})}
+    found = {flag: values for flag, values, _ in read_preset([[str(preset)]], {"config_overrides"}, ())}
     assert found["--output_dir"] == ["outputs/demo"]
     assert found["--train_files"] == [str(shipped.HOME / "data/chess/games_20k.parquet")]
     # Data of the user come first, and presets of the user mean the user's data.

@@ -19,6 +19,7 @@ import yaml
 
 from accelerate_recipes.arguments.adapters import AdapterArgs
 from accelerate_recipes.arguments.declaring import (
+    FileOrSection,
     Merge,
     Range,
     arg,
@@ -399,10 +400,11 @@ def resolve(
     errors = [f"{token!r} does not belong to any flag" for token in stray]
     presets = [values for flag, values in flags if flag == "--config"]
     mappings = {action.dest for action in parser._actions if isinstance(action, Merge)}
+    sections = {action.dest for action in parser._actions if action.type is FileOrSection}
     groups, script = [], getattr(sys.modules.get(args_class.__module__), "__file__", None)
     unread: list[str] = []  # what is wrong with the preset as a whole
     with noting(unread):
-        groups += read_preset(presets, mappings, script or "")
+        groups += read_preset(presets, mappings, sections, script or "")
     errors += unread
     groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
     # Parse each flag alone first, to find all errors. Then parse the flags without error together, in the same order: a flag

@@ -2,12 +2,13 @@
 
 import argparse
 import inspect
+import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NewType
 
 import yaml
 from transformers import CONFIG_MAPPING, HfArgumentParser, PreTrainedConfig
@@ -16,6 +17,9 @@ from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError, closest, suggestion
 
 MAX_INT = 2**31 - 1  # small enough for numpy and torch, also for a seed plus step and rank, and a product of two sizes
+
+# Type of an argument that names a YAML file. A preset may hold its content instead, a section, which is kept as JSON.
+FileOrSection = NewType("FileOrSection", str)
 
 # Names that users of other programs type, and what they mean here. By its letters, --lr would be nearest to --lora_r.
 USUAL_NAMES = {
@@ -175,12 +179,13 @@ def tokens(flag: str, values: Sequence[str]) -> list[str]:
 
 
 def read_preset(
-    presets: list[list[str]], mappings: Collection[str], recipe: str = ""
+    presets: list[list[str]], mappings: Collection[str], sections: Collection[str], recipe: str = ""
 ) -> Iterator[tuple[str, list[Any], str]]:
     """Yield flag, values and place of each line of the preset, as from a command line, so that both pass the same checks.
 
-    `mappings` are the keys that hold a section, `recipe` is the path of the recipe. Values stay as they are written in the
-    file: YAML would make 8 of 010, false of `no`, 3.1 of 3.10, and a text of 1e-5.
+    `mappings` are the keys that hold settings, `sections` those of the type FileOrSection, `recipe` is the path of the
+    recipe. Values stay as they are written in the file: YAML would make 8 of 010, false of `no`, 3.1 of 3.10, and a text of
+    1e-5.
 
     Raises:
         ConfigError: if it is not one file of `name: value` lines.
@@ -198,12 +203,14 @@ def read_preset(
     for key, value in content.items():
         if value in (None, [], {}):
             continue  # `save` writes an argument that was not set this way
+        value = shipped.data(value, path)
         if key in mappings and isinstance(value, dict):
             value = [
                 f"{name}={as_yaml(leaf)}" for part in value for name, leaf in with_dots(str(part), value[part]).items()
             ]
-        values = value if isinstance(value, list) else [value]
-        yield f"--{key}", [shipped.data(v, path) if isinstance(v, str) else v for v in values], f"in {path}"
+        elif key in sections and isinstance(value, dict):
+            value = json.dumps(value, ensure_ascii=False)
+        yield f"--{key}", value if isinstance(value, list) else [value], f"in {path}"
 
 
 def as_yaml(value: Any) -> str:

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from accelerate_recipes.arguments.declaring import MAX_INT, Merge, Range
+from accelerate_recipes.arguments.declaring import MAX_INT, FileOrSection, Merge, Range
 from accelerate_recipes.arguments.help import NAMES, Argument, recipe_parser, shown_arguments
 
 
@@ -37,5 +37,7 @@ def as_schema(argument: Argument) -> dict[str, Any]:
         value |= {name: bound for name, bound in bounds.items() if math.isfinite(bound)}
     elif action.choices:
         value = {"enum": [*action.choices, *((True, False) if argument.is_switch else ())]}
+    elif action.type is FileOrSection:
+        value = {"type": ["string", "object"]}
     many = [{"type": "array", "items": value}] if action.nargs == "+" else []
     return found | {"anyOf": [value, *many, {"type": "null"}]}

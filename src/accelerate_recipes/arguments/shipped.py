@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from accelerate_recipes.errors import ConfigError, suggestion
 
@@ -62,12 +63,16 @@ def named(name: str, place: str) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def data(value: str, preset: Path) -> str:
-    """Return where the data lie that a shipped preset or mixture names, if they are not in the working directory."""
-    is_here = not value.startswith("data/") or os.path.exists(value)
-    folders = [(HOME / name).resolve() for name in ("recipes", "data")]
-    is_shipped = (HOME / value).exists() and any(preset.resolve().is_relative_to(folder) for folder in folders)
-    return value if is_here or not is_shipped else str(HOME / value)
+def data(value: Any, preset: Path) -> Any:
+    """Return a value of a shipped preset with the places of the data that it names and the working directory lacks."""
+    if isinstance(value, list):
+        return [data(part, preset) for part in value]
+    if isinstance(value, dict):
+        return {name: data(part, preset) for name, part in value.items()}
+    if not isinstance(value, str) or not value.startswith("data/") or os.path.exists(value):
+        return value
+    is_shipped = (HOME / value).exists() and preset.resolve().is_relative_to((HOME / "recipes").resolve())
+    return str(HOME / value) if is_shipped else value
 
 
 def load(path: str | Path) -> ModuleType:

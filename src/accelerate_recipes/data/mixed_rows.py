@@ -36,7 +36,6 @@ class MixedTable:
     """
 
     args: TrainArgs
-    file: str
     mixture: Mixture
     sizes: Sequence[int]
     contents: Sequence[str]
@@ -46,6 +45,10 @@ class MixedTable:
     @property
     def names(self) -> list[str]:
         return self.mixture.names
+
+    @property
+    def file(self) -> str:
+        return self.mixture.file
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -86,7 +89,7 @@ class MixedTable:
                 f"it to {most}, or raise max_epochs of a source"
             )
         steps = asked if asked > 0 else int(most)
-        self.mixture.check_phases(self.file, steps)
+        self.mixture.check_phases(steps)
         return steps
 
     def changed(self) -> str:

@@ -191,7 +191,7 @@ class MixedStreamLoader(StreamLoader):
             sizes[source.name] = sum(tokens_of_epoch(lengths, order, 0)) // order.max_length
             if not sizes[source.name]:
                 least = f"less than a row of {order.max_length} tokens"
-                raise DataError(f"{self.args.mixture}, source {source.name} has {least}; give more text, or remove it")
+                raise DataError(f"{self.mixture.file}, source {source.name} has {least}; give more text, or remove it")
             if math.isinf(source.max_epochs):
                 continue
             tokens, epoch = np.zeros(order.num_streams), 0
@@ -212,11 +212,11 @@ class MixedStreamLoader(StreamLoader):
         possible = end // self.args.total_batch_size
         if possible < max(1, self.args.max_steps):
             raise ConfigError(
-                f"with the max_epochs of {self.args.mixture}, all sources end after {end:,.0f} rows, which are "
+                f"with the max_epochs of {self.mixture.file}, all sources end after {end:,.0f} rows, which are "
                 f"{possible:.0f} steps; --max_steps is {self.args.max_steps}: lower it, or raise a max_epochs"
             )
         steps = self.args.max_steps if self.args.max_steps > 0 else int(possible)
-        self.mixture.check_phases(self.args.mixture, steps)
+        self.mixture.check_phases(steps)
         return steps
 
     @property
@@ -262,7 +262,7 @@ class MixedStreamLoader(StreamLoader):
             raise ConfigError(
                 "the checkpoint was trained without a mixture; remove --mixture, or start anew in another --output_dir"
             )
-        check_same_sources(states[0]["sources"], self.state()["sources"], self.args.mixture)
+        check_same_sources(states[0]["sources"], self.state()["sources"], self.mixture.file)
         super().check(states)
 
     def counts(self) -> dict[str, Any]:

@@ -52,23 +52,24 @@ class MixedTextArgs(MixtureArgs, TextArgs):
 
     def mixture_problems(self) -> Iterator[str]:
         yield from super().mixture_problems()
+        where = self.read.file
         ends = [source for source in self.read.sources if source.weight is None or math.isfinite(source.max_epochs)]
         for source in ends:
             if not self.of(source).is_finite:
                 asked = "weight: size" if source.weight is None else f"max_epochs {source.max_epochs:g}"
                 yield (
-                    f"{self.mixture}, source {source.name}: {asked} needs text that is counted before the run: give "
+                    f"{where}, source {source.name}: {asked} needs text that is counted before the run: give "
                     "train_files on a disk, or a number as weight and no max_epochs"
                 )
         lengths = [phase.max_length for phase in self.read.phases if phase.max_length]
         if lengths and ends:
             yield (
-                f"{self.mixture}: rows of another max_length are not counted before the run, which max_epochs and weight: "
+                f"{where}: rows of another max_length are not counted before the run, which max_epochs and weight: "
                 "size need; remove one of the two"
             )
         for length in lengths:
             if length % self.row_size:
-                yield f"{self.mixture}: max_length {length} is not a multiple of parallelism_config_cp_size {self.row_size}"
+                yield f"{where}: max_length {length} is not a multiple of parallelism_config_cp_size {self.row_size}"
         trained, validated = {}, {}
         for source in self.read.sources:
             for name, files in (("train_files", trained), ("validation_files", validated)):
@@ -77,7 +78,7 @@ class MixedTextArgs(MixtureArgs, TextArgs):
         for file in sorted(trained.keys() & validated.keys()):
             one, other = trained[file], validated[file]
             if one != other:
-                yield f"{self.mixture}: {one} trains on {file}, which {other} validates on; remove it from one"
+                yield f"{where}: {one} trains on {file}, which {other} validates on; remove it from one"
 
     def train_texts(self) -> Iterator[str]:
         """Read the documents to train on; those of a mixture in turns, as its first weights say."""

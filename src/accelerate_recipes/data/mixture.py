@@ -1,6 +1,7 @@
-"""Mixtures: several sources of data in one run, as a YAML file names them, and which weights hold from which step on."""
+"""Mixtures: several sources of data in one run, as YAML names them, and which weights hold from which step on."""
 
 import copy
+import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -10,14 +11,14 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.arguments import shipped
-from accelerate_recipes.arguments.declaring import Texts, flag_problem, read_yaml, words_of
+from accelerate_recipes.arguments.declaring import FileOrSection, Texts, flag_problem, read_yaml, words_of
 from accelerate_recipes.arguments.help import recipe_parser
 from accelerate_recipes.errors import ConfigError, noting, suggestion
 
 # Flags that would name data beside those of a mixture.
 WHICH_DATA = ("dataset_name", "train_files", "eval_files", "validation_files")
 SIZE = "size"
+INSIDE = "--mixture"  # what messages call a mixture that the preset holds
 NAME = re.compile(
     r"(?!eval_|aux$)\w[\w.-]*", re.ASCII
 )  # also in the log: eval_loss and aux_loss are no loss of a source
@@ -52,8 +53,9 @@ class MixturePhase(NamedTuple):
 
 @dataclass
 class Mixture:
-    """Sources of a mixture, by name, and its phases, in order. `problems` says what is wrong with the file."""
+    """Sources of a mixture, by name, and its phases, in order. `problems` says what is wrong with the `file`."""
 
+    file: str
     sources: list[MixedSource] = field(default_factory=list)
     phases: list[MixturePhase] = field(default_factory=list)
     temperature: float = 1.0
@@ -81,10 +83,10 @@ class Mixture:
         """List the lengths of rows, each from a step on, that differ from those of the first phase."""
         return [(phase.first_step(total_steps), phase.max_length) for phase in self.phases if phase.max_length]
 
-    def check_phases(self, file: str, num_steps: int) -> None:
+    def check_phases(self, num_steps: int) -> None:
         """Raise ConfigError for a phase that begins after the last step."""
         if late := [phase.begin for phase in self.phases if phase.first_step(num_steps) >= num_steps]:
-            raise ConfigError(f"{file}, phase from {late[0]:g}: it begins after the last step, {num_steps}")
+            raise ConfigError(f"{self.file}, phase from {late[0]:g}: it begins after the last step, {num_steps}")
 
     def lr_factors(self, total_steps: int) -> list[tuple[int, float]]:
         """List the factors on the schedule's learning rate, each from a step on."""
@@ -129,8 +131,10 @@ class MixtureArgs:
     """Argument of a recipe that can train on several sources. Put it before the class with the arguments of one source."""
 
     group = "data"
-    mixture: str = arg(
-        "", "YAML file that names several sources to train on, with weights; see docs/mixtures.md.", fixed=False
+    mixture: FileOrSection = arg(
+        "",
+        "YAML file that names several sources to train on, with weights, or in a preset its content; see docs/mixtures.md.",
+        fixed=False,
     )
 
     # Names of the arguments that a source of a mixture may set.
@@ -147,10 +151,15 @@ class MixtureArgs:
 
     @cached_property
     def read(self) -> Mixture:
-        """Content of the file of --mixture; empty without one."""
+        """Content of --mixture; empty without one."""
         # A file on a volume that this machine does not see is read where the run is.
         is_unseen = self.is_elsewhere(self.mixture) and not Path(self.mixture).exists()  # pyright: ignore
-        return read_mixture(self.mixture, type(self)) if self.mixture and not is_unseen else Mixture()
+        return read_mixture(self.mixture, type(self)) if self.mixture and not is_unseen else Mixture(self.mixture)
+
+    def values(self) -> dict[str, Any]:
+        """Return all arguments by name; a mixture that the preset holds is a section, as there."""
+        found = super().values()  # pyright: ignore[reportAttributeAccessIssue]
+        return found | {"mixture": section_in(self.mixture) or self.mixture}
 
     @property
     def alone(self) -> list[Any]:
@@ -182,52 +191,60 @@ class MixtureArgs:
         found = [problem for problem in found if not is_of_source(problem)] + self.read.problems
         for source in self.read.sources:
             own = super(MixtureArgs, self.of(source)).problems(world_size)  # pyright: ignore[reportAttributeAccessIssue]
-            found += [f"{self.mixture}, source {source.name}: {problem}" for problem in filter(is_of_source, own)]
+            found += [f"{self.read.file}, source {source.name}: {problem}" for problem in filter(is_of_source, own)]
         return [*found, *self.mixture_problems()]
 
     def mixture_problems(self) -> Iterator[str]:
         """List what of the mixture and the flags does not go together, one sentence each."""
-        mixture, args = self.read, vars(self)
+        mixture, file, args = self.read, self.read.file, vars(self)
         defaults = {f.name: f.default for f in fields(self)}
         for name in (*WHICH_DATA, "num_train_epochs"):
             value = args.get(name)
             if value and value != defaults[name]:
                 shown = " ".join(map(str, value)) if isinstance(value, list) else value
                 remedy = "give max_epochs of each source, or --max_steps" if name[0] == "n" else "name it as a source"
-                yield f"--{name} {shown} has no effect beside --mixture {self.mixture}; {remedy}, and remove it here"
+                yield f"--{name} {shown} has no effect with the sources of {file}; {remedy}, and remove it here"
         for source in mixture.sources:
             if defaults["dataset_name"] and not {*WHICH_DATA[:2]} & {*source.values}:
-                yield f"{self.mixture}, source {source.name}: it names no data; give dataset_name or train_files"
+                yield f"{file}, source {source.name}: it names no data; give dataset_name or train_files"
         if mixture.of_size and not self.counts_rows:
-            yield f"{self.mixture}: weight: {SIZE} needs rows that are counted before the run; give numbers"
+            yield f"{file}: weight: {SIZE} needs rows that are counted before the run; give numbers"
         endless = [source.name for source in mixture.sources if math.isinf(source.max_epochs)]
         steps = args["max_steps"]
         if steps < 0 and endless:
-            yield f"--max_steps is missing: {', '.join(endless)} of {self.mixture} would never end; or give max_epochs"
+            yield f"--max_steps is missing: {', '.join(endless)} of {file} would never end; or give max_epochs"
         begins = []
         for phase in mixture.phases:
             if phase.begin < 1 and steps < 0:
-                yield f"{self.mixture}, phase from {phase.begin:g}: a share of the run needs --max_steps; or give a step"
+                yield f"{file}, phase from {phase.begin:g}: a share of the run needs --max_steps; or give a step"
                 return
             begins.append(phase.first_step(steps))
             if 0 < steps <= begins[-1]:
-                yield f"{self.mixture}, phase from {phase.begin:g}: it begins after the last step, --max_steps {steps}"
+                yield f"{file}, phase from {phase.begin:g}: it begins after the last step, --max_steps {steps}"
         if begins != sorted({*begins}) or 0 in begins:
-            yield f"{self.mixture}: phases begin after the steps {', '.join(map(str, begins))}; let each begin later"
+            yield f"{file}: phases begin after the steps {', '.join(map(str, begins))}; let each begin later"
 
 
-def read_mixture(file: str, args_class: type[MixtureArgs]) -> Mixture:
-    """Read the file of a mixture. What is wrong with it is in `problems` of the result."""
-    found: list[str] = []
-    content: Any = {}
+def section_in(mixture: str) -> dict[str, Any] | None:
+    """Return the content of a mixture that the preset holds; None for the name of a file."""
+    try:
+        content = json.loads(mixture)
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def read_mixture(given: str, args_class: type[MixtureArgs]) -> Mixture:
+    """Read a mixture, as --mixture gives it. What is wrong with it is in `problems` of the result."""
+    content: Any = section_in(given)
+    file, found = INSIDE if content else given, []
     with noting(found):
-        content = read_yaml(Path(file), Texts)
-    if not found and (not isinstance(content, dict) or not isinstance(content.get("sources"), list)):
-        found.append(
-            f"{file} must hold `sources:`, a list of sections with a name, a weight and data; docs/mixtures.md"
-        )
+        content = content or read_yaml(Path(given), Texts)
     if found:
-        return Mixture(problems=[f"--mixture {problem}" for problem in found])
+        return Mixture(file, problems=[f"--mixture {problem}" for problem in found])
+    if not isinstance(content, dict) or not isinstance(content.get("sources"), list):
+        must = "must hold `sources:`, a list of sections with a name, a weight and data; docs/mixtures.md"
+        return Mixture(file, problems=[f"{file} {must}"])
     found += unknown_keys(content, ("sources", "temperature", "phases"), file)
     sources = [
         read_source(section, number, file, args_class, found) for number, section in enumerate(content["sources"], 1)
@@ -239,6 +256,7 @@ def read_mixture(file: str, args_class: type[MixtureArgs]) -> Mixture:
     phases = content.get("phases") or []
     phases = phases if isinstance(phases, list) else [phases]
     mixture = Mixture(
+        file,
         sorted(
             sources, key=lambda source: source.name
         ),  # by name: what a run trains on does not depend on their order in the file
@@ -308,7 +326,6 @@ def read_source(section: Any, number: int, file: str, args_class: type[MixtureAr
         if value in (None, []):
             continue
         values = value if isinstance(value, list) else [value]
-        values = [shipped.data(v, Path(file)) if isinstance(v, str) else v for v in values]
         group = (f"--{key}", values, f"in {where}")
         if problem := flag_problem(parser, args_class.owned_elsewhere, *group):  # pyright: ignore[reportAttributeAccessIssue]
             found.append(problem)

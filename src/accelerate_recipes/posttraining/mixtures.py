@@ -119,13 +119,12 @@ def prepare_sources(
         try:
             parts[source.name] = prepare_supervised(of_source, config, model, tokenizer, base_stops)
         except (ConfigError, DataError) as error:
-            raise type(error)(f"{args.mixture}, source {source.name}: {error}") from error
+            raise type(error)(f"{mixture.file}, source {source.name}: {error}") from error
     check_sources_apart(run, parts)
     states = read_json(run.resumed_from / "data.json") if run.resumed_from else []
     begun_at = step_of(run.resumed_from) if run.resumed_from else 0
     table = MixedTable(
         args,
-        args.mixture,
         mixture,
         [len(part.train) for part in parts.values()],
         [part.content for part in parts.values()],
@@ -183,7 +182,7 @@ def check_sources_apart(run: Run[Any], parts: Mapping[str, SupervisedRows]) -> N
                 said = f"{len(both):,} of {len(evaluated):,} held-out rows of {name} begin as rows to train on of {other} do"
                 if len(both) > MOST_REPEATED * len(evaluated):
                     raise ConfigError(
-                        f"{run.args.mixture}: {said}; remove them from one side (at most "
+                        f"{run.args.read.file}: {said}; remove them from one side (at most "
                         f"{MOST_REPEATED:.0%} may lie on both)"
                     )
                 told += [said] if both else []
