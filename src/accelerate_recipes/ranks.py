@@ -9,6 +9,7 @@ They read the same rows, so they count as one rank for the data.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch
@@ -122,6 +123,21 @@ def on_first_rank(compute: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return result
+
+
+def gather_when_done(compute: Callable[[], T]) -> list[T]:
+    """Call `compute` on every rank in a thread, and gather the results. It may take longer than a collective waits.
+
+    If it raises on one rank, every rank raises the same error.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(compute)
+        while not all(on_all_ranks(not wait([done], timeout=30).not_done)):
+            pass
+    for error in on_all_ranks(done.exception()):
+        if error is not None:
+            raise error
+    return on_all_ranks(done.result())
 
 
 def on_first_of_machine_before_others(compute: Callable[[], T]) -> T:

@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,7 +28,7 @@ from accelerate_recipes.disk import existing, read_json
 from accelerate_recipes.errors import ConfigError, printable, raise_problems
 from accelerate_recipes.life import stop
 from accelerate_recipes.life.status import attempt, update_status
-from accelerate_recipes.ranks import is_first, is_first_of_machine, on_all_ranks, on_first_rank, rank
+from accelerate_recipes.ranks import gather_when_done, is_first, is_first_of_machine, on_all_ranks, rank
 
 AFTER_FAILURE = 20.0  # seconds that a run which failed gives to its newest copy: its launcher may be ending it
 
@@ -86,7 +87,7 @@ class Sender:
         self.output_dir = Path(args.output_dir)
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self.status: dict[str, Any] = {}  # `mirror` in status.json
-        self.is_ending = False
+        self.is_ending = self.has_begun = False
         self.process = subprocess.Popen(  # in its own session: a signal to the run's group must not end it
             [sys.executable, "-P", "-m", "accelerate_recipes.checkpoint.uploader"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
@@ -135,16 +136,21 @@ class Sender:
             with contextlib.suppress(OSError):
                 update_status(self.output_dir, mirror=self.status)
 
-    def answer(self, seconds: float | None = None) -> str | None:
-        """Return the next answer; None if there is none within `seconds`."""
-        try:
-            event = self.answers.get(timeout=seconds)
-        except queue.Empty:
-            return None
+    def call(self, **command: Any) -> str:
+        """Give a command, and wait for its answer. Raises ConfigError if it cannot be done."""
+        self.ask(**command)
+        event = self.answers.get()
         if "error" in event:
             self.is_ending = True
             raise ConfigError(f"--mirror: {event['error']}")
         return event["answer"]
+
+    def begin(self) -> str:
+        """Take the place at --mirror for this run, the first time."""
+        if self.has_begun:
+            return ""
+        self.has_begun = True
+        return self.call(do="begin")
 
 
 # The sender of this process, which has one output directory. None without --mirror, and on other ranks of a machine.
@@ -164,18 +170,11 @@ def fetch_from_mirror(args: TrainArgs) -> None:
     Raises:
         ConfigError: if the place cannot be written to, or belongs to another run.
     """
-
-    def ask() -> None:
-        global _sender
-        if _sender is None:
-            _sender = Sender(args)
-            _sender.answer()
-        _sender.ask(do="fetch")
-
-    on_first_rank(ask)
-    # In turns: no collective waits longer than it may, however large the copy is.
-    while on_first_rank(lambda: _sender.answer(seconds=30)) is None:
-        pass
+    global _sender
+    if is_first() and _sender is None:  # in the main thread: the process ends with the thread that starts it
+        _sender = Sender(args)
+    gather_when_done(_sender.begin if _sender else str)
+    gather_when_done(partial(_sender.call, do="fetch") if _sender else str)
 
 
 def begin_copies(args: TrainArgs) -> None:
@@ -185,7 +184,7 @@ def begin_copies(args: TrainArgs) -> None:
         firsts = [number for number in on_all_ranks(rank() if is_first_of_machine() else None) if number is not None]
         if is_first_of_machine() and _sender is None:
             _sender = Sender(args)
-            _sender.answer()
+            _sender.begin()
         if _sender is not None:
             _sender.ask(do="watch", ranks=firsts)
 

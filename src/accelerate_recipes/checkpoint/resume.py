@@ -13,7 +13,7 @@ from accelerate_recipes.checkpoint.export import check_replaceable, is_same_mode
 from accelerate_recipes.checkpoint.mirror import fetch_from_mirror, fetched, is_copy
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.life import lock
-from accelerate_recipes.ranks import on_all_ranks, on_first_rank
+from accelerate_recipes.ranks import gather_when_done, is_first, on_all_ranks, on_first_rank
 
 # Arguments of earlier versions that changed the model, with the values that changed nothing.
 STRETCHED = {"rope_scaling_factor": 1, "rope_theta": 0}
@@ -85,7 +85,7 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
         if args.mirror:
             on_first_rank(lambda: take_directory(Path(args.output_dir)))
             fetch_from_mirror(args)
-        chosen = on_first_rank(lambda: find_in_own(args))
+        (chosen, *_) = gather_when_done(lambda: find_in_own(args) if is_first() else None)
         unseen = [i for i, reason in enumerate(on_all_ranks(chosen and files.defect(chosen))) if reason]
         if unseen:
             remedy = "--output_dir must lie on a filesystem that all machines share"

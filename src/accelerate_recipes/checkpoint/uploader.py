@@ -1,8 +1,8 @@
 """Uploader: the one process of each machine that talks to the store of `--mirror`. See `checkpoint.store` for the protocol.
 
-`checkpoint.mirror` starts it, without torch, and sends it commands, one JSON object a line: first its settings, then `fetch`
-(on the first machine, before the run chooses a checkpoint), `watch`, and `finish`. It answers in the same way. It ends with
-its parent, and ignores signals: the run decides how long it goes on.
+`checkpoint.mirror` starts it, without torch, and sends it commands, one JSON object a line: first its settings, then `begin`
+and `fetch` (on the first machine, before the run chooses a checkpoint), `watch`, and `finish`. It answers in the same way.
+It ends with its parent, and ignores signals: the run decides how long it goes on.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,12 @@ from accelerate_recipes.checkpoint.store import (
     Pace,
     Store,
     StoreError,
+    checkpoint_of,
     name_of_copy,
     step_of_copy,
     told,
 )
-from accelerate_recipes.disk import read_json, readable, write_atomically
+from accelerate_recipes.disk import read_json, readable, size_and_times, write_atomically
 from accelerate_recipes.life import parent
 from accelerate_recipes.life.status import is_known_dead
 
@@ -48,18 +50,19 @@ WATCHED = ("args.yaml", "metrics.jsonl", "report.html", "status.json")
 OWNER = re.compile(r"(?:state/__|rng-)(\d+)")  # of a file: the rank that wrote it; rank 0 wrote all others
 
 
-class Refused(Exception):
-    """The user must give another place, or other arguments."""
-
-
 class Uploader:
     """Uploader of one machine. `rank` is the first of the machine; `ranks` are the first of all machines."""
 
     ranks: tuple[int, ...] = (0,)
-    copy, done = "", ""  # newest complete copy; checkpoint that need not be sent again
+    copy = ""  # the newest that needs nothing more of this machine
     coming, good = "", []  # copies that the lease names: one that is about to be complete, and complete ones
-    problem, failures, beat, shared_at, is_lost = "", 0, 0, 0.0, False
+    problem, failures, beat, shared_at, is_lost, is_over = "", 0, 0, 0.0, False, False
     reading: Path | None = None
+    first, heard, heard_at = (
+        None,
+        None,
+        0.0,
+    )  # for other machines: owner of the lease; its last beat, and when it was seen
     finish: dict[str, Any] | None = None
 
     def __init__(self, settings: dict[str, Any]):
@@ -73,7 +76,7 @@ class Uploader:
             os.write(1, json.dumps(event).encode() + b"\n")  # whole, whichever thread
 
     def note(self, **changes: Any) -> None:
-        """Change mirror.json in the output directory, which the run and the other machines read."""
+        """Change mirror.json in the output directory, which the run reads."""
         write_atomically(self.output_dir / LOCAL, json.dumps(self.noted() | changes, indent=1) + "\n")
 
     def noted(self) -> dict[str, Any]:
@@ -91,26 +94,29 @@ class Uploader:
 
     # The start, on the first machine.
 
-    def begin(self) -> None:
-        """Make the place that of this run. Raises Refused if it belongs to another, or to one that is alive."""
+    def begin(self) -> str:
+        """Make the place that of this run. Raises StoreError if it belongs to another, or to one that is alive."""
         run, mine, fixed = self.store.read_json(RUN), self.noted().get("id"), self.settings["fixed"]
+        if self.rank:
+            return ""
         if run is None and (copies := self.store.copies()):
-            raise Refused(f"{self.url} holds {copies[0]}, but no {RUN}; give another place")
+            raise StoreError(f"{self.url} holds {copies[0]}, but no {RUN}; give another place")
         if run and (mine or files.candidates(self.output_dir)) and run["id"] != mine:
             remedy = "give another --mirror, or another --output_dir"
-            raise Refused(f"{self.url} holds another run than {self.output_dir}; {remedy}")
+            raise StoreError(f"{self.url} holds another run than {self.output_dir}; {remedy}")
         before = run["fixed"] if run else {}
         is_open = (None, "")  # it is settled later; and a model may have moved
         for name in sorted(before.keys() & fixed.keys() - {"model_name_or_path"}):
             was, now = before[name], fixed[name]
             if was != now and was not in is_open and now not in is_open:
-                raise Refused(f"{self.url} holds a run whose --{name} was {was!r} and is now {now!r}; set it back")
+                raise StoreError(f"{self.url} holds a run whose --{name} was {was!r} and is now {now!r}; set it back")
         self.take_lease()
         run = run or {"id": mine or uuid.uuid4().hex, "fixed": fixed}
         self.store.write_json(RUN, run)
-        self.note(id=run["id"], reading=None, copy="", ended=False)
+        self.note(id=run["id"], reading=None)
         self.store.abort_leftovers()
         threading.Thread(target=self.keep_lease, daemon=True).start()
+        return ""
 
     def take_lease(self) -> None:
         """Wait until the lease of another process has expired, then write ours, and look whether it stays."""
@@ -122,14 +128,14 @@ class Uploader:
             if before is None:
                 self.tell(say=f"{who} had {self.url}; waiting {LEASE:.0f} s for a sign of it")
             elif lease["beat"] != before:
-                raise Refused(f"{self.url} is in use by {who}, which is alive; stop it, or give another place")
+                raise StoreError(f"{self.url} is in use by {who}, which is alive; stop it, or give another place")
             before = lease["beat"]
             time.sleep(min(5 * LOOK, LEASE / 10))
         self.good = [copy for copy in self.store.named() if self.store.marker(copy)]
         self.write_lease(self.owner)
         time.sleep(LOOK)  # another may have found the same lease expired: the last to write has it
         if (self.store.read_json(LEASE_FILE) or {}).get("owner") != self.owner:
-            raise Refused(f"{self.url} was taken by another run just now; give another place")
+            raise StoreError(f"{self.url} was taken by another run just now; give another place")
 
     def write_lease(self, owner: dict[str, Any] | None) -> None:
         with self.leasing:
@@ -173,11 +179,12 @@ class Uploader:
 
     def watch(self) -> None:
         """Send each newest checkpoint, until the run has ended; then its export, and what a person watches."""
+        look = LOOK * (5 if self.rank else 1)
         while not (self.finish and (self.is_complete() or (self.failures and time.monotonic() > self.finish["until"]))):
             if self.finish:
-                time.sleep(LOOK / 5)
+                time.sleep(look / 5)
             else:
-                self.wake.wait(min(LONGEST_PAUSE, 15.0 * 2**self.failures) if self.failures else LOOK)
+                self.wake.wait(min(LONGEST_PAUSE, 15.0 * 2**self.failures) if self.failures else look)
             try:
                 self.turn_of_first() if self.rank == 0 else self.turn_of_other()
                 self.problem, self.failures = "", 0
@@ -186,53 +193,57 @@ class Uploader:
             except Exception as error:
                 self.note_trouble(error)
         try:
-            out = self.output_dir / "export"
             if self.rank == 0 and not self.failures:
-                names = [str(path.relative_to(self.output_dir)) for path in out.rglob("*") if path.is_file()]
-                for name in sorted(names, key=lambda name: name.endswith(EXPORT)):  # the list of its files last
-                    if self.finish["is_finished"]:
-                        self.store.send(self.output_dir / name, name, self.pace)
+                exported = (self.output_dir / "export").rglob("*") if self.finish["is_finished"] else ()
+                for path in sorted(
+                    filter(Path.is_file, exported), key=lambda path: path.name == EXPORT
+                ):  # that list last
+                    self.store.send(path, str(path.relative_to(self.output_dir)), self.pace)
                 self.share()
         except Exception as error:
             self.note_trouble(error)
         self.leave()
 
     def turn_of_first(self) -> None:
-        present = reversed(files.candidates(self.output_dir))
-        newest = next((c for c in present if c.name == self.done or files.defect(c) is None), None)
-        if newest is not None and newest.name != self.done:
+        present, done = reversed(files.candidates(self.output_dir)), checkpoint_of(self.copy)
+        newest = next((c for c in present if c.name == done or files.defect(c) is None), None)
+        if newest is not None and newest.name != done:
             marker, start = files.read_marker(newest), time.monotonic()
             copy = name_of_copy(marker)
             if self.store.marker(copy) is None:
                 self.send_copy(newest, copy, marker)
                 seconds = time.monotonic() - start
                 self.tell(say=f"{copy} is complete ({readable(files.listed_bytes(marker))} in {seconds:.0f} s)")
-            self.copy, self.done, self.since = copy, newest.name, time.time()
-            self.coming, self.good = "", [copy]
-            self.note(copy=copy)
+            self.copy, self.since, self.coming, self.good = copy, time.time(), "", [copy]
             self.tell_status()
             self.remove_old()
         if time.monotonic() - self.shared_at > SHARE:
             self.share()
 
     def send_copy(self, checkpoint: Path, copy: str, marker: dict) -> None:
-        """Send this machine's part, wait for the others, and complete the copy."""
-        self.note(reading=checkpoint.name)
-        self.reading, begun = checkpoint, time.monotonic()
-        try:
-            self.check()
+        """Tell the other machines which copy it is, send this machine's part, wait for the others, and complete the copy."""
+        self.coming, begun = copy, time.monotonic()
+        with self.reads(checkpoint):
             text = (checkpoint / MARKER).read_bytes()
+            self.renew_lease()
             self.send_part(copy, marker)
-            for rank in self.ranks[1:]:
-                while self.store.read_json(f"{copy}/part-{rank}.json") is None:
-                    self.check()
-                    has_newer = files.step_of(files.candidates(self.output_dir)[-1]) > marker["step"]
-                    if has_newer and time.monotonic() - begun > PATIENCE_WITH_OTHERS:
-                        raise StoreError(f"the machine of rank {rank} has not sent its part of {copy}")
-                    time.sleep(LOOK)
-            self.coming = copy
+            while lacking := marker["files"].keys() - self.store.sent(copy):
+                self.check()
+                has_newer = files.step_of(files.candidates(self.output_dir)[-1]) > marker["step"]
+                if has_newer and time.monotonic() - begun > PATIENCE_WITH_OTHERS:
+                    raise StoreError(f"another machine has not sent {min(lacking)} of {copy}")
+                time.sleep(LOOK)
             self.renew_lease()  # only its owner completes a copy
             self.store.write(f"{copy}/{MARKER}", text)
+
+    @contextlib.contextmanager
+    def reads(self, checkpoint: Path) -> Iterator[None]:
+        """Keep a checkpoint from being removed meanwhile. Raises Gone if it was, as `check` does later."""
+        self.note(reading=checkpoint.name)
+        self.reading = checkpoint
+        try:
+            self.check()
+            yield
         finally:
             self.reading = None
             self.note(reading=None)
@@ -248,14 +259,20 @@ class Uploader:
         self.store.send_part(self.reading, copy, mine, self.rank, self.pace)
 
     def turn_of_other(self) -> None:
-        """Send this machine's part of the checkpoint that the first machine has chosen."""
-        name = self.noted().get("reading")
-        if name and name != self.done:
-            self.reading = self.output_dir / name
-            self.check()
+        """Send this machine's part of the copy that the first machine has chosen."""
+        if (lease := self.store.read_json(LEASE_FILE)) is None:
+            return
+        if self.heard != lease["beat"]:
+            self.heard, self.heard_at = lease["beat"], time.monotonic()
+        self.first = self.first or lease["owner"]
+        self.is_over = not lease["owner"] or lease["owner"] != self.first or time.monotonic() - self.heard_at > LEASE
+        copy = next(iter(lease["copies"]), self.copy)
+        self.reading = self.output_dir / checkpoint_of(copy)
+        if copy != self.copy and self.reading.exists():
             marker = files.read_marker(self.reading)
-            self.send_part(name_of_copy(marker), marker)
-            self.done = name
+            if name_of_copy(marker) == copy:
+                self.send_part(copy, marker)
+            self.copy = copy
 
     def remove_old(self) -> None:
         """Remove the copies that are not kept, by the rules of the output directory, and what was never completed."""
@@ -274,8 +291,7 @@ class Uploader:
         """Send what a person watches, where it has changed."""
         for name in WATCHED:
             with contextlib.suppress(FileNotFoundError):
-                stat = (self.output_dir / name).stat()
-                if self.shared.get(name) != (state := (stat.st_mtime_ns, stat.st_size)):
+                if self.shared.get(name) != (state := size_and_times(self.output_dir / name)):
                     self.store.write(name, (self.output_dir / name).read_bytes())
                     self.shared[name] = state
         self.shared_at = time.monotonic()
@@ -297,9 +313,7 @@ class Uploader:
 
     def is_complete(self) -> bool:
         """Tell whether this machine has no more to do for the run's newest checkpoint."""
-        noted = self.noted() if self.rank else {"copy": self.copy}
-        steps = [int(self.done.partition("-")[2] or 0) if self.rank else 0, step_of_copy(noted.get("copy") or "x-0")]
-        return bool(noted.get("ended")) or max(steps) >= (self.finish or {"step": 0})["step"]
+        return self.is_over or step_of_copy(self.copy or "x-0") >= (self.finish or {"step": 0})["step"]
 
     def hurry(self, command: dict[str, Any]) -> None:
         """Begin the end: no limit of the bandwidth any more, and a deadline."""
@@ -315,8 +329,6 @@ class Uploader:
     def leave(self) -> None:
         """Release the lease, and end this process."""
         with contextlib.suppress(Exception):
-            if self.rank == 0:
-                self.note(reading=None, ended=True)
             if self.rank == 0 and not self.failures:
                 self.renew_lease()
                 self.is_lost = True  # nothing is to follow
@@ -346,17 +358,15 @@ def run_uploader() -> None:
             os._exit(1)  # the run is gone
 
         threading.Thread(target=listen, daemon=True).start()
-        if uploader.rank == 0:
-            uploader.begin()
-        uploader.tell(answer="")
-        while (command := commands.get())["do"] == "fetch":
-            uploader.tell(answer=uploader.fetch_newest())
+        actions = {"begin": uploader.begin, "fetch": uploader.fetch_newest}
+        while action := actions.get((command := commands.get())["do"]):
+            uploader.tell(answer=action())
         if command["do"] == "finish":  # the run was refused
             uploader.leave()
         uploader.ranks = command["ranks"]
         uploader.watch()
     except Exception as error:
-        is_plain = isinstance(error, Refused | StoreError)
+        is_plain = isinstance(error, StoreError)
         print(json.dumps({"error": str(error) if is_plain else told(error)}), flush=True)
         os._exit(1)
 
