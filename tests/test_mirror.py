@@ -415,7 +415,7 @@ def test_a_run_that_loses_its_disk(undisturbed, forks, tmp_path, monkeypatch, ca
     place, out = tmp_path / "place", tmp_path / "out"
     args = ("--dropout", 0.1, "--mirror", place)
     dies = {"event": "toy.loss", "path": "step 8.", "count": 1, "rank": 1, "everyone": True}
-    forks.run(out, *args, TOY_FAULT=json.dumps(dies), TOY_PACE=0.25)
+    forks.run(out, *args, TOY_FAULT=json.dumps(dies), TOY_PACE=0.5)
     newest = max(complete_there(place), default=0)
     shutil.rmtree(out)
     log = forks.succeed(out, *args)
