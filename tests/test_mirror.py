@@ -5,17 +5,20 @@ import json
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import psutil
 import pytest
 import store_with_faults
 from faults import kill_run
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 from helpers import CHILDREN, ROOT, environment, launch_command, launch_ok, losses
@@ -25,9 +28,11 @@ from store_with_faults import Faulty
 
 from accelerate_recipes import __main__
 from accelerate_recipes.arguments.mirror import url_problems
-from accelerate_recipes.checkpoint import files, store, uploader
+from accelerate_recipes.checkpoint import files, mirror, store, uploader
+from accelerate_recipes.checkpoint.resume import check_kind
 from accelerate_recipes.checkpoint.store import Gone, Pace, Store, StoreError, name_of_copy, step_of_copy
 from accelerate_recipes.checkpoint.uploader import Uploader
+from accelerate_recipes.errors import ConfigError
 
 SCRIPT = CHILDREN / "toy.py"
 RULES = {"limit": 2, "every": 0, "metric": "", "greater": None}
@@ -64,7 +69,7 @@ def make_uploader(url: str, out: Path, number: int = 0, rank: int = 0, **changes
     out.mkdir(parents=True, exist_ok=True)
     settings = {
         "url": url, "output_dir": str(out), "bandwidth": 0, "rank": rank, "world_size": 2, "owner": owner(number),
-        "fixed": {"seed": 1}, "rules": RULES,
+        "fixed": {"seed": 1}, "rules": RULES, "has_own_disk": False,
     }  # fmt: skip
     made = Uploader(settings | changes)
     made.heard = []
@@ -234,10 +239,10 @@ def test_a_part_of_another_number_of_machines_is_not_the_whole(tmp_path):
     """The machine of rank 1 was lost before it sent its part, and the run goes on without it."""
     place, out = tmp_path / "place", tmp_path / "out"
     first = make_uploader(str(place), out)
-    first.ranks, first.reading = [0, 1], make_checkpoint(out, 3)
+    first.ranks, checkpoint = [0, 1], make_checkpoint(out, 3)
     first.begin()
-    marker = files.read_marker(first.reading)
-    first.send_part(name_of_copy(marker), marker)
+    marker = files.read_marker(checkpoint)
+    first.send_part(checkpoint, name_of_copy(marker), marker)
     assert not list(place.rglob("rng-1.pt"))
     again = make_uploader(str(place), out, 1)
     again.begin()
@@ -445,6 +450,135 @@ def test_a_run_that_loses_its_disk(undisturbed, forks, tmp_path, monkeypatch, ca
     log = forks.succeed(other := tmp_path / "other", *args[:2], "--resume_from_checkpoint", older)
     assert f"Resumed {other}/fetched/{older.rpartition('/')[2]}/checkpoint-" in log
     assert losses(other) == losses(out)
+
+
+def launch_both(tmp_path: Path, *args: object, copied: Path | None = None) -> list[str]:
+    """Run on two machines, to the end, or until SIGKILL of both when there is a copy; returns their logs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = environment(tmp_path) | ({"TOY_PACE": "1"} if copied else {})
+    runs, logs = [], []
+    for machine in range(2):
+        folder = tmp_path / f"machine{machine}"
+        folder.mkdir(exist_ok=True)
+        flags = ("--num_machines", "2", "--num_processes", "2", "--machine_rank", str(machine))
+        flags = (*flags, "--main_process_ip", "127.0.0.1", "--main_process_port", port)
+        command = launch_command("fsdp_full", SCRIPT, "--output_dir", "out", *args, flags=flags)
+        logs.append(folder / "log")
+        with logs[-1].open("w") as log:
+            runs.append(subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        if copied:
+            while not list(copied.glob("*/complete.json")):
+                assert [run.poll() for run in runs] == [None, None]
+                time.sleep(0.05)
+        else:
+            codes = [run.wait(timeout=300) for run in runs]
+            assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    finally:
+        for run in runs:
+            if run.poll() is None:
+                kill_run(psutil.Process(run.pid))
+                run.wait()
+    return [log.read_text() for log in logs]
+
+
+def two_disks(tmp_path: Path, *steps: int) -> list[Uploader]:
+    """Make uploaders of two machines with disks of their own, on which each has its part of a checkpoint of each step."""
+    disks = {tmp_path / "first": "rng-1.pt", tmp_path / "other": "rng-0.pt"}  # a file that the other disk has
+    made = [
+        make_uploader(str(tmp_path / "place"), disk, rank=rank, has_own_disk=True) for rank, disk in enumerate(disks)
+    ]
+    for uploader_ in made:
+        uploader_.begin()
+    for whole in (make_checkpoint(tmp_path / "whole", step) for step in steps):
+        for disk, lacking in disks.items():
+            shutil.copytree(whole, disk / whole.name)
+            (disk / whole.name / lacking).unlink()
+            files.write_marker(disk / whole.name, files.read_marker(whole) | {"in_parts": True})
+    return made
+
+
+def test_a_part_that_is_gone(tmp_path):
+    """Another machine has removed its part before it saw which copy is made: the first one takes a newer one."""
+    first, other = two_disks(tmp_path, 3, 6)
+    shutil.rmtree(other.output_dir / "checkpoint-3")
+    later = (first.output_dir / "checkpoint-6").rename(tmp_path / "checkpoint-6")
+
+    def choose(step: int) -> None:
+        first.coming = name_of_copy(files.read_marker(first.output_dir / f"checkpoint-{step}"))
+        first.renew_lease()
+        other.turn_of_other()
+
+    choose(3)
+    with pytest.raises(Gone):
+        first.turn_of_first()
+    later.rename(first.output_dir / "checkpoint-6")
+    choose(6)
+    first.turn_of_first()
+    assert complete_there(tmp_path / "place") == [6] and first.store.copies() == [first.copy]
+
+
+def test_what_all_disks_hold_together(tmp_path, monkeypatch):
+    """It becomes a copy at the start, and each machine fetches what it lacks, and no more."""
+    machines, held = two_disks(tmp_path, 3, 6), []
+    monkeypatch.setattr(mirror, "is_first_of_disk", lambda: True)
+    monkeypatch.setattr(mirror, "on_all_ranks", lambda own: [held.append(own) or own])
+    assert [mirror.newest_of_all_disks(machine.output_dir) for machine in machines] == ["", ""]
+    monkeypatch.setattr(mirror, "on_all_ranks", lambda own: held)
+    assert mirror.newest_of_all_disks(machines[0].output_dir) == "checkpoint-6"
+    for machine in reversed(machines):
+        machine.send_now("checkpoint-6")
+    assert complete_there(tmp_path / "place") == [6]
+    (first, other), fetched = machines, []
+    monkeypatch.setattr(LocalFileSystem, "get_file", lambda fs, a, b: fetched.append(Path(b).name) or shutil.copy(a, b))
+    assert first.fetch_newest() == other.fetch_newest() != "" and fetched == ["rng-1.pt", "rng-0.pt"]
+    assert all(files.damage(machine.output_dir / "checkpoint-6") is None for machine in machines)
+    assert files.is_part(first.output_dir / "checkpoint-3")
+
+
+@pytest.mark.slow
+def test_a_machine_that_loses_its_disk(undisturbed, tmp_path):
+    """Each machine has its part of a checkpoint; two launches in two folders. The run goes on from the copy."""
+    place, disks = tmp_path / "place", [tmp_path / f"machine{machine}/out" for machine in range(2)]
+    args = ("--dropout", 0.1, "--mirror", place)
+    launch_both(tmp_path, *args, copied=place)
+    newest = max(complete_there(place))
+    for number, disk in enumerate(disks):
+        part = disk / f"checkpoint-{newest}"
+        assert (
+            files.is_part(part)
+            and (part / f"rng-{number}.pt").exists()
+            and not (part / f"rng-{1 - number}.pt").exists()
+        )
+    shutil.rmtree(disks[1])
+    logs = launch_both(tmp_path, *args)
+    assert all(f"Mirror: fetching checkpoint-{newest}-" in log for log in logs), logs
+    assert f"Resumed out/checkpoint-{newest} " in logs[0] and "the copy is complete: checkpoint-10-" in logs[0]
+    assert losses(disks[0]) == losses(undisturbed)
+    exported = [folder / "export/model.safetensors" for folder in (undisturbed, disks[0])]
+    assert exported[0].read_bytes() == exported[1].read_bytes()
+    assert complete_there(place)[-1] == 10
+    kept = {path.name for path in undisturbed.glob("checkpoint-*")}
+    for disk in disks:  # one more may have been in use
+        assert kept <= {path.name for path in disk.glob("checkpoint-*")} <= {*kept, "checkpoint-3", "checkpoint-6"}
+    assert not (disks[1] / "status.json").exists()
+
+
+def test_what_lies_on_the_disks(tmp_path, monkeypatch):
+    """Which machines share the directory is seen from rank 0's lock; some of them alone is an error."""
+    monkeypatch.setattr(mirror, "_has_own_disks", False)
+    monkeypatch.setattr(mirror, "on_all_ranks", lambda own: [own, (False, True), (True, False), (True, True)])
+    with pytest.raises(ConfigError, match=r"machines \[1\] do not see what the first one writes"):
+        mirror.look_for_disks(tmp_path)
+    full = SimpleNamespace(fsdp_plugin=SimpleNamespace(state_dict_type=SimpleNamespace(name="FULL_STATE_DICT")))
+    check_kind(SimpleNamespace(state=full))
+    monkeypatch.setattr(mirror, "on_all_ranks", lambda own: [own, (False, True), (True, False), (True, False)])
+    mirror.look_for_disks(tmp_path)
+    assert mirror.has_own_disks()
+    with pytest.raises(ConfigError, match="FULL_STATE_DICT writes one file from the parts of all machines"):
+        check_kind(SimpleNamespace(state=full))
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,12 @@ def is_first() -> bool:
 
 def is_first_of_machine() -> bool:
     """Tell whether this is the first process of its machine."""
-    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+    return place_on_machine()[0] == 0
+
+
+def place_on_machine() -> tuple[int, int]:
+    """Return the number of this process among those of its machine, and how many they are."""
+    return int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def ranks_a_row(env: Mapping[str, str] | None = None) -> int:
@@ -109,7 +114,7 @@ def on_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list:
     return values
 
 
-def on_first_rank(compute: Callable[[], T]) -> T:
+def on_first_rank(compute: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call `compute` on rank 0. Return its result on every rank, or raise its error on every rank."""
     found: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -118,7 +123,7 @@ def on_first_rank(compute: Callable[[], T]) -> T:
         except Exception as error:
             found[1] = error
     if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
+        dist.broadcast_object_list(found, src=0, group=group)
     result, error = found
     if error is not None:
         raise error

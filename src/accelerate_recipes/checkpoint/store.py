@@ -5,20 +5,21 @@
     checkpoint-<step>-<sum>/         a copy; <sum> begins the checksum of the checkpoint's marker
         <files>                      as in the checkpoint
         part-<rank>.json             lists files that are here, by one machine; <rank> is its first
+        gone.json                    a machine has removed its part: there will be no copy
         complete.json                the checkpoint's own marker, byte for byte, written last
     export/, metrics.jsonl, ...      what a person watches; replaced when they change
 
 1. The name of a copy says its content, so no file of a copy is ever replaced by another, and nothing of a failed attempt is
    taken for a part of a later one: a copy is begun again, or goes on, under its own name.
 2. The uploader of the first machine chooses a checkpoint, and names its copy in the lease. The others follow the lease.
-   While a checkpoint is read, `<output_dir>/mirror.json` names it, and it is not removed from the disk.
-3. Each machine sends the files of its own ranks, looks at the size of each there, and writes its part-marker, which lists
-   them. The store's client guards the way up by its own checksums. Once the part-markers list all files, the first machine
-   writes complete.json.
+   While a checkpoint is read, `<output_dir>/mirror.json` names it, and it is not removed from that disk.
+3. Each machine sends the files of its own ranks, or those on its own disk, looks at the size of each there, and writes its
+   part-marker, which lists them. The store's client guards the way up by its own checksums. Once the part-markers list all
+   files, the first machine writes complete.json.
 4. A copy without a valid complete.json does not exist for a reader. A reader lists the place without any cache, and adds
-   what the lease names, since a listing may be older. The reader compares
-   size and checksum of each file that it fetches. If a file differs, or is gone, the marker is renamed to damaged.json, and
-   the next older copy is taken. A store that does not answer is an error instead.
+   what the lease names, since a listing may be older. The reader compares the checksum of each file that it fetches. If a
+   file differs, or is gone, damaged.json takes the place of the marker, and the next older copy is taken. A store that does
+   not answer is an error instead.
 5. Removal goes the other way: complete.json, the part-markers, the files. The newest complete copy is never removed.
 6. A writer owns the lease. A start waits until a foreign lease has not changed for LEASE seconds; it need not wait for a
    process that is known to be dead. A writer that finds another's lease stops.
@@ -49,7 +50,7 @@ from accelerate_recipes.disk import fsync, write_atomically
 T = TypeVar("T")
 
 COPY = re.compile(r"checkpoint-(\d+)-([0-9a-f]{8})")
-RUN, LEASE_FILE = "run.json", "lease.json"
+RUN, LEASE_FILE, GONE = "run.json", "lease.json", "gone.json"
 LOCAL = "mirror.json"  # in the output directory: `id` of the run, and the checkpoint that is being read (`reading`)
 WAITS = (0.5, 2.0, 8.0, 30.0)  # seconds before an attempt is repeated, on average
 PATIENCE = 120.0  # seconds for one call, and for a file at first;
@@ -214,7 +215,7 @@ class Store:
         self._insist(put, seconds=PATIENCE + size / min(SLOWEST, pace.rate / 2 or SLOWEST))
 
     def fetch(self, copy: str, name: str, folder: Path, marker: dict) -> None:
-        """Fetch a file of a copy into a folder. Raises Damaged if it is missing or differs, each time."""
+        """Fetch a file of a copy, unless the folder has it. Raises Damaged if it is missing or differs, each time."""
 
         def get() -> None:
             try:
@@ -224,6 +225,8 @@ class Store:
             if reason := files.difference(folder, name, marker):
                 raise Damaged(reason)
 
+        if files.difference(folder, name, marker) is None:
+            return
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         self._insist(get, seconds=PATIENCE + marker["files"][name]["size"] / SLOWEST)
         fsync(folder / name)
@@ -270,9 +273,15 @@ class Store:
         return ((copy, marker) for copy in self.copies() if (marker := self.marker(copy)))
 
     def fetch_copy(self, copy: str, marker: dict, checkpoint: Path) -> None:
-        """Fetch a copy, as a checkpoint that is complete or absent. Raises Damaged, naming a file that differs."""
+        """Fetch a copy, as a checkpoint that is complete or absent. Raises Damaged, naming a file that differs.
+
+        Files of the same checkpoint that are there are not fetched.
+        """
         unfinished = files.unfinished(checkpoint)
         shutil.rmtree(unfinished, ignore_errors=True)
+        with contextlib.suppress(OSError, ValueError):
+            if files.read_marker(checkpoint) == marker:
+                checkpoint.rename(unfinished)
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(lambda name: self.fetch(copy, name, unfinished, marker), marker["files"]))
         files.write_marker(unfinished, marker)
@@ -287,8 +296,11 @@ class Store:
         self.remove(f"{copy}/{MARKER}")
 
     def sent(self, copy: str) -> set[str]:
-        """List the files of a copy that are there, by its part-markers."""
-        parts = [name for name in self.names(copy) if name.startswith("part-")]
+        """List the files of a copy that are there, by its part-markers. Raises Gone if a machine no longer has its part."""
+        names = self.names(copy)
+        if GONE in names:
+            raise Gone(copy)
+        parts = [name for name in names if name.startswith("part-")]
         return {name for part in parts for name in self.read_json(f"{copy}/{part}") or ()}
 
     def send_part(self, checkpoint: Path, copy: str, names: Sequence[str], rank: int, pace: Pace) -> None:

@@ -1,12 +1,13 @@
 """Uploader: the one process of each machine that talks to the store of `--mirror`. See `checkpoint.store` for the protocol.
 
-`checkpoint.mirror` starts it, without torch, and sends it commands, one JSON object a line: first its settings, then `begin`
-and `fetch` (on the first machine, before the run chooses a checkpoint), `watch`, and `finish`. It answers in the same way.
-It ends with its parent, and ignores signals: the run decides how long it goes on.
+`checkpoint.mirror` starts it, without torch, and sends it commands, one JSON object a line: first its settings, then
+`begin`, `send` and `fetch` (before the run chooses a checkpoint), `watch`, `make_whole` (before an export), and `finish`.
+It answers in the same way. It ends with its parent, and ignores signals: the run decides how long it goes on.
 """
 
 import contextlib
 import json
+import math
 import os
 import queue
 import re
@@ -22,6 +23,7 @@ from typing import Any
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.files import EXPORT, MARKER
 from accelerate_recipes.checkpoint.store import (
+    GONE,
     LEASE_FILE,
     LOCAL,
     RUN,
@@ -63,11 +65,15 @@ class Uploader:
         None,
         0.0,
     )  # for other machines: owner of the lease; its last beat, and when it was seen
+    wanted, wanted_until = "", 0.0  # checkpoint that is to be made whole
     finish: dict[str, Any] | None = None
 
     def __init__(self, settings: dict[str, Any]):
         self.settings, self.rank, self.owner, self.url = settings, settings["rank"], settings["owner"], settings["url"]
         self.output_dir, self.store = Path(settings["output_dir"]), Store(self.url)
+        self.has_disk = (
+            self.rank == 0 or settings["has_own_disk"]
+        )  # else the first machine takes care of the shared one
         self.pace, self.since, self.shared = Pace(settings["bandwidth"], self.check), time.time(), {}
         self.wake, self.leasing = threading.Event(), threading.Lock()
 
@@ -97,7 +103,7 @@ class Uploader:
     def begin(self) -> str:
         """Make the place that of this run. Raises StoreError if it belongs to another, or to one that is alive."""
         run, mine, fixed = self.store.read_json(RUN), self.noted().get("id"), self.settings["fixed"]
-        if self.rank:
+        if not self.has_disk:
             return ""
         if run is None and (copies := self.store.copies()):
             raise StoreError(f"{self.url} holds {copies[0]}, but no {RUN}; give another place")
@@ -110,12 +116,13 @@ class Uploader:
             was, now = before[name], fixed[name]
             if was != now and was not in is_open and now not in is_open:
                 raise StoreError(f"{self.url} holds a run whose --{name} was {was!r} and is now {now!r}; set it back")
-        self.take_lease()
         run = run or {"id": mine or uuid.uuid4().hex, "fixed": fixed}
-        self.store.write_json(RUN, run)
+        if self.rank == 0:
+            self.take_lease()
+            self.store.write_json(RUN, run)
+            self.store.abort_leftovers()
+            threading.Thread(target=self.keep_lease, daemon=True).start()
         self.note(id=run["id"], reading=None)
-        self.store.abort_leftovers()
-        threading.Thread(target=self.keep_lease, daemon=True).start()
         return ""
 
     def take_lease(self) -> None:
@@ -160,11 +167,19 @@ class Uploader:
             with contextlib.suppress(StoreError, Gone):
                 self.renew_lease()
 
-    def fetch_newest(self) -> str:
-        """Fetch the newest complete copy, if it is further on than the output directory. Returns its name, or ""."""
-        here = [files.step_of(path) for path in files.candidates(self.output_dir) if files.defect(path) is None]
+    def fetch_newest(self, copy: str = "") -> str:
+        """Fetch a copy, by default the newest complete one, if it is further on than the output directory.
+
+        Returns its name, or "". A machine with a disk of its own has nothing that is further on, but has files of the copy.
+        """
+        wanted, found = copy, [path for path in files.candidates(self.output_dir) if files.defect(path) is None]
         for copy, marker in self.store.complete():
-            if marker["step"] <= max(here, default=0):
+            if wanted not in ("", copy):
+                continue
+            if self.settings["has_own_disk"]:
+                if copy in (name_of_copy(files.read_marker(path)) for path in found):
+                    return copy
+            elif marker["step"] <= max(map(files.step_of, found), default=0):
                 break
             self.tell(say=f"fetching {copy} ({readable(files.listed_bytes(marker))}) from {self.url}")
             try:
@@ -173,6 +188,22 @@ class Uploader:
             except Damaged as error:
                 self.tell(say=f"{copy} is set aside there, and an older one is taken: {error}")
                 self.store.set_copy_aside(copy, str(error))
+        return ""
+
+    def send_now(self, name: str) -> str:
+        """Send what this machine has of a checkpoint, which no machine has whole; the first one completes the copy."""
+        checkpoint, rate = self.output_dir / name, self.pace.rate
+        self.pace.rate = 0  # the run waits
+        if checkpoint.exists():
+            marker = files.read_marker(checkpoint)
+            copy = name_of_copy(marker)
+            if self.rank:
+                with self.reads(checkpoint):
+                    self.send_part(checkpoint, copy, marker)
+            elif self.store.marker(copy) is None:
+                self.tell(say=f"making a copy of {name} from the disks of all machines")
+                self.send_copy(checkpoint, copy, marker)
+        self.pace.rate = rate
         return ""
 
     # Copies, while the run trains.
@@ -185,13 +216,21 @@ class Uploader:
                 time.sleep(look / 5)
             else:
                 self.wake.wait(min(LONGEST_PAUSE, 15.0 * 2**self.failures) if self.failures else look)
+                self.wake.clear()
             try:
                 self.turn_of_first() if self.rank == 0 else self.turn_of_other()
+                if self.wanted and self.wanted == checkpoint_of(self.copy):
+                    self.store.fetch_copy(self.copy, self.store.marker(self.copy), self.output_dir / self.wanted)
+                    self.tell(answer="")
+                    self.wanted = ""
                 self.problem, self.failures = "", 0
             except Gone:
                 pass
             except Exception as error:
                 self.note_trouble(error)
+                if self.wanted and time.monotonic() > self.wanted_until:
+                    self.tell(error=f"there is no copy of {self.wanted}, from which the export is made: {self.problem}")
+                    self.wanted = ""
         try:
             if self.rank == 0 and not self.failures:
                 exported = (self.output_dir / "export").rglob("*") if self.finish["is_finished"] else ()
@@ -206,12 +245,12 @@ class Uploader:
 
     def turn_of_first(self) -> None:
         present, done = reversed(files.candidates(self.output_dir)), checkpoint_of(self.copy)
-        newest = next((c for c in present if c.name == done or files.defect(c) is None), None)
+        newest = next((c for c in present if c.name == done or files.defect(c) is None or files.is_part(c)), None)
         if newest is not None and newest.name != done:
             marker, start = files.read_marker(newest), time.monotonic()
             copy = name_of_copy(marker)
             if self.store.marker(copy) is None:
-                self.send_copy(newest, copy, marker)
+                self.send_copy(newest, copy, marker, PATIENCE_WITH_OTHERS)
                 seconds = time.monotonic() - start
                 self.tell(say=f"{copy} is complete ({readable(files.listed_bytes(marker))} in {seconds:.0f} s)")
             self.copy, self.since, self.coming, self.good = copy, time.time(), "", [copy]
@@ -220,17 +259,17 @@ class Uploader:
         if time.monotonic() - self.shared_at > SHARE:
             self.share()
 
-    def send_copy(self, checkpoint: Path, copy: str, marker: dict) -> None:
+    def send_copy(self, checkpoint: Path, copy: str, marker: dict, patience: float = math.inf) -> None:
         """Tell the other machines which copy it is, send this machine's part, wait for the others, and complete the copy."""
         self.coming, begun = copy, time.monotonic()
         with self.reads(checkpoint):
             text = (checkpoint / MARKER).read_bytes()
             self.renew_lease()
-            self.send_part(copy, marker)
+            self.send_part(checkpoint, copy, marker)
             while lacking := marker["files"].keys() - self.store.sent(copy):
                 self.check()
                 has_newer = files.step_of(files.candidates(self.output_dir)[-1]) > marker["step"]
-                if has_newer and time.monotonic() - begun > PATIENCE_WITH_OTHERS:
+                if has_newer and time.monotonic() - begun > patience:
                     raise StoreError(f"another machine has not sent {min(lacking)} of {copy}")
                 time.sleep(LOOK)
             self.renew_lease()  # only its owner completes a copy
@@ -239,24 +278,29 @@ class Uploader:
     @contextlib.contextmanager
     def reads(self, checkpoint: Path) -> Iterator[None]:
         """Keep a checkpoint from being removed meanwhile. Raises Gone if it was, as `check` does later."""
-        self.note(reading=checkpoint.name)
+        if self.has_disk:
+            self.note(reading=checkpoint.name)
         self.reading = checkpoint
         try:
             self.check()
             yield
         finally:
             self.reading = None
-            self.note(reading=None)
+            if self.has_disk:
+                self.note(reading=None)
 
-    def send_part(self, copy: str, marker: dict) -> None:
-        """Send the files of this machine's ranks. The checkpoint may be of another number of ranks."""
-        mine = []
-        for name in sorted(marker["files"]):
+    def send_part(self, checkpoint: Path, copy: str, marker: dict) -> None:
+        """Send the files of this machine's ranks, or on its own disk. The checkpoint may be of another number of ranks."""
+
+        def is_mine(name: str) -> bool:
+            if self.settings["has_own_disk"]:
+                return (checkpoint / name).is_file()
             found = OWNER.match(name)
             owner = int(found[1]) % self.settings["world_size"] if found else 0
-            if max(first for first in self.ranks if first <= owner) == self.rank:
-                mine.append(name)
-        self.store.send_part(self.reading, copy, mine, self.rank, self.pace)
+            return max(first for first in self.ranks if first <= owner) == self.rank
+
+        mine = [name for name in sorted(marker["files"]) if is_mine(name)]
+        self.store.send_part(checkpoint, copy, mine, self.rank, self.pace)
 
     def turn_of_other(self) -> None:
         """Send this machine's part of the copy that the first machine has chosen."""
@@ -267,11 +311,18 @@ class Uploader:
         self.first = self.first or lease["owner"]
         self.is_over = not lease["owner"] or lease["owner"] != self.first or time.monotonic() - self.heard_at > LEASE
         copy = next(iter(lease["copies"]), self.copy)
-        self.reading = self.output_dir / checkpoint_of(copy)
-        if copy != self.copy and self.reading.exists():
-            marker = files.read_marker(self.reading)
-            if name_of_copy(marker) == copy:
-                self.send_part(copy, marker)
+        checkpoint = self.output_dir / checkpoint_of(copy)
+        if copy != self.copy and checkpoint.exists():
+            with self.reads(checkpoint):
+                marker = files.read_marker(checkpoint)
+                if name_of_copy(marker) == copy:
+                    self.send_part(checkpoint, copy, marker)
+            self.copy = copy
+        elif copy != self.copy and any(
+            files.step_of(c) > step_of_copy(copy) for c in files.candidates(self.output_dir)
+        ):
+            if self.store.marker(copy) is None:
+                self.store.write_json(f"{copy}/{GONE}", self.rank)  # the first machine then takes a newer one
             self.copy = copy
 
     def remove_old(self) -> None:
@@ -354,14 +405,18 @@ def run_uploader() -> None:
                 command = json.loads(line)
                 if command["do"] == "finish":
                     uploader.hurry(command)
+                if command["do"] == "make_whole":
+                    uploader.wanted, uploader.wanted_until = command["name"], time.monotonic() + PATIENCE_AT_END
+                    uploader.pace.rate = 0
+                    uploader.wake.set()
                 commands.put(command)
             os._exit(1)  # the run is gone
 
         threading.Thread(target=listen, daemon=True).start()
-        actions = {"begin": uploader.begin, "fetch": uploader.fetch_newest}
-        while action := actions.get((command := commands.get())["do"]):
-            uploader.tell(answer=action())
-        if command["do"] == "finish":  # the run was refused
+        actions = {"begin": uploader.begin, "send": uploader.send_now, "fetch": uploader.fetch_newest}
+        while action := actions.get((command := commands.get()).pop("do")):
+            uploader.tell(answer=action(**command))
+        if uploader.finish:  # the run was refused
             uploader.leave()
         uploader.ranks = command["ranks"]
         uploader.watch()
