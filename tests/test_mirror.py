@@ -5,23 +5,34 @@ import json
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import fsspec
 import psutil
 import pytest
 import store_with_faults
 from faults import kill_run
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 from helpers import CHILDREN, ROOT, environment, launch_command, launch_ok, losses
+from huggingface_hub import constants, hf_file_system
+from huggingface_hub.hf_file_system import BucketFile, BucketFolder
 from store_with_faults import Faulty
 
+from accelerate_recipes import __main__
 from accelerate_recipes.arguments.mirror import url_problems
-from accelerate_recipes.checkpoint import files, store, uploader
-from accelerate_recipes.checkpoint.store import Gone, Pace, Store, StoreError, name_of_copy
-from accelerate_recipes.checkpoint.uploader import Refused, Uploader
+from accelerate_recipes.checkpoint import files, mirror, store, uploader
+from accelerate_recipes.checkpoint.resume import check_kind
+from accelerate_recipes.checkpoint.store import Gone, Pace, Store, StoreError, name_of_copy, step_of_copy
+from accelerate_recipes.checkpoint.uploader import Uploader
+from accelerate_recipes.errors import ConfigError
 
 SCRIPT = CHILDREN / "toy.py"
 RULES = {"limit": 2, "every": 0, "metric": "", "greater": None}
@@ -58,7 +69,7 @@ def make_uploader(url: str, out: Path, number: int = 0, rank: int = 0, **changes
     out.mkdir(parents=True, exist_ok=True)
     settings = {
         "url": url, "output_dir": str(out), "bandwidth": 0, "rank": rank, "world_size": 2, "owner": owner(number),
-        "fixed": {"seed": 1}, "rules": RULES,
+        "fixed": {"seed": 1}, "rules": RULES, "has_own_disk": False,
     }  # fmt: skip
     made = Uploader(settings | changes)
     made.heard = []
@@ -94,7 +105,7 @@ def test_each_start_goes_on_from_the_newest_complete_copy(tmp_path, monkeypatch,
     place, out, seed = tmp_path / "place", tmp_path / "out", 54 + machines
     monkeypatch.setattr(Faulty, "generator", random.Random(seed))
     chance, step, kept_after, resumed = random.Random(seed), 0, [], set()
-    for number in range(25):
+    for number in range(25 if machines == 1 else 12):
         shutil.rmtree(out, ignore_errors=True)
         Faulty.rate, Faulty.killed_after = 0.0, None
         first = make_uploader(f"faulty://{place}", out, number)
@@ -120,8 +131,10 @@ def test_each_start_goes_on_from_the_newest_complete_copy(tmp_path, monkeypatch,
         except store_with_faults.Killed:
             pass
         first.is_lost = True  # its thread ends
-    assert sum(Faulty.counts.values()) > 200 and {*Faulty.counts} == {*store_with_faults.FAULTS}, Faulty.counts
-    assert len(resumed) > 10 and kept_after
+    assert sum(Faulty.counts.values()) > (200 if machines == 1 else 80) and {*Faulty.counts} == {
+        *store_with_faults.FAULTS
+    }, Faulty.counts
+    assert len(resumed) > (10 if machines == 1 else 5) and kept_after
 
 
 @contextlib.contextmanager
@@ -160,9 +173,7 @@ def test_a_copy_with_a_damaged_file_is_set_aside(tmp_path):
     again = make_uploader(str(place), out, 1)
     again.begin()
     assert again.fetch_newest().startswith("checkpoint-3-")
-    assert any(
-        "checkpoint-6" in event["say"] and "checksum of checkpoint-6" in event["say"] for event in again.heard[1:]
-    )
+    assert any("checkpoint-6" in event["say"] and "checksum of rng-1.pt" in event["say"] for event in again.heard[1:])
     assert "checksum" in json.loads((copy / "damaged.json").read_text())["reason"] and complete_there(place) == [3]
     make_checkpoint(out, 6, seed=1)
     again.turn_of_first()
@@ -191,13 +202,13 @@ def test_the_place_is_one_run(tmp_path):
     first.begin()
     make_checkpoint(out, 3)
     first.turn_of_first()
-    with pytest.raises(Refused, match="another run than"):
+    with pytest.raises(StoreError, match="another run than"):
         make_checkpoint(tmp_path / "other", 1)
         make_uploader(str(place), tmp_path / "other").begin()
-    with pytest.raises(Refused, match="whose --seed was 1 and is now 2"):
+    with pytest.raises(StoreError, match="whose --seed was 1 and is now 2"):
         make_uploader(str(place), tmp_path / "empty", fixed={"seed": 2}).begin()
     (place / "run.json").unlink()
-    with pytest.raises(Refused, match=r"holds checkpoint-3-.* but no run\.json"):
+    with pytest.raises(StoreError, match=r"holds checkpoint-3-.* but no run\.json"):
         make_uploader(str(place), tmp_path / "empty").begin()
 
 
@@ -208,7 +219,7 @@ def test_one_writer_has_the_lease(tmp_path, monkeypatch):
     alive = {"host": "elsewhere", "process": 1, "run": "a", "job": "", "restarts": 0}
     first = make_uploader(str(place), tmp_path / "first", owner=alive)
     first.begin()  # renews each 0.2 s
-    with pytest.raises(Refused, match="process 1 on elsewhere, which is alive"):
+    with pytest.raises(StoreError, match="process 1 on elsewhere, which is alive"):
         make_uploader(str(place), tmp_path / "second", 1).begin()
     first.renew_lease = lambda: None
     time.sleep(0.3)
@@ -222,6 +233,21 @@ def test_one_writer_has_the_lease(tmp_path, monkeypatch):
         first.turn_of_first()
     assert complete_there(place) == []
     second.is_lost = True
+
+
+def test_a_part_of_another_number_of_machines_is_not_the_whole(tmp_path):
+    """The machine of rank 1 was lost before it sent its part, and the run goes on without it."""
+    place, out = tmp_path / "place", tmp_path / "out"
+    first = make_uploader(str(place), out)
+    first.ranks, checkpoint = [0, 1], make_checkpoint(out, 3)
+    first.begin()
+    marker = files.read_marker(checkpoint)
+    first.send_part(checkpoint, name_of_copy(marker), marker)
+    assert not list(place.rglob("rng-1.pt"))
+    again = make_uploader(str(place), out, 1)
+    again.begin()
+    again.turn_of_first()
+    assert complete_there(place) == [3]
 
 
 def test_what_is_kept(tmp_path):
@@ -303,6 +329,71 @@ def test_urls():
     assert "hf://buckets/" in url_problems("hf://me/model")[0]
 
 
+class Bucket:
+    """Stand-in for HfApi: one bucket of the Hub, whose files a file server shows. Real buckets are read and written by Xet."""
+
+    def __init__(self, files: dict[str, bytes]):
+        self.files = files
+
+    def place(self, name: str) -> str:
+        return f"/buckets/me/bucket/resolve/{name}"
+
+    def _build_hf_headers(self) -> dict[str, str]:
+        return {}
+
+    def bucket_info(self, bucket: str) -> None:
+        assert bucket == "me/bucket"
+
+    def batch_bucket_files(self, bucket: str, add=(), delete=()) -> None:
+        self.files.update({self.place(name): Path(source).read_bytes() for source, name in add})
+        for name in delete:
+            del self.files[self.place(name)]  # an error for what is not there
+
+    def list_bucket_tree(self, bucket: str, prefix: str, recursive: bool):
+        folders = set()
+        for path, data in sorted(self.files.items()):
+            name = path.removeprefix(self.place(""))
+            below = name.removeprefix(f"{prefix}/")
+            if below == name:
+                continue
+            if recursive or "/" not in below:
+                yield BucketFile(type="file", path=name, size=len(data), xetHash=None)
+            elif (folder := f"{prefix}/{below.partition('/')[0]}") not in folders:
+                folders.add(folder)
+                yield BucketFolder(type="directory", path=folder)
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/run", "az://container/run", "hf://buckets/me/bucket/run"])
+def test_other_stores(url, tmp_path, monkeypatch, serve):
+    """Memory stands for gs and az. For the Hub the client is the real one, and its API a stand-in."""
+    scheme, out = url.partition(":")[0], tmp_path / "out"
+    if scheme == "hf":
+        server = serve({})
+        for name, value in (("ENDPOINT", server.url), ("HF_HUB_OFFLINE", False)):
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setattr(hf_file_system, "HfApi", lambda **options: Bucket(server.files))
+    else:
+        methods = {"_strip_protocol": classmethod(lambda cls, path: "/" + path.removeprefix(f"{scheme}://").strip("/"))}
+        stand_in = type(
+            "StandIn", (MemoryFileSystem,), methods | {"protocol": scheme, "store": {}, "pseudo_dirs": [""]}
+        )
+        monkeypatch.setitem(_registry, scheme, stand_in)
+    first = make_uploader(url, out)
+    first.begin()
+    for step in (3, 6, 9):
+        make_checkpoint(out, step)
+        first.turn_of_first()
+    first.share()
+    (newest, _), (older, _) = first.store.complete()
+    assert (step_of_copy(newest), step_of_copy(older), len(first.store.copies())) == (9, 6, 2)
+    first.store.fs.pipe_file(first.store._path(f"{newest}/rng-1.pt"), b"x" * 40)
+    shutil.rmtree(out)
+    again = make_uploader(url, out, 1)
+    again.begin()
+    assert again.fetch_newest() == older and files.damage(out / "checkpoint-6") is None
+    assert [copy for copy, _ in again.store.complete()] == [older]
+
+
 def test_the_uploader_is_light():
     code = (
         "import sys, accelerate_recipes.checkpoint.uploader; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
@@ -310,51 +401,217 @@ def test_the_uploader_is_light():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def command(monkeypatch, capsys, *words: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["accelerate_recipes", *words])
+    __main__.main()
+    return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    forks.succeed(out, "--dropout", 0.1)
+    return out
+
+
 @pytest.mark.slow
-def test_a_run_that_loses_its_disk(forks, tmp_path):
-    """Killed at random points, its folder deleted: each start goes on from the newest complete copy, as if undisturbed."""
+def test_a_run_that_loses_its_disk(undisturbed, forks, tmp_path, monkeypatch, capsys):
+    """Killed, its folder deleted: the next start goes on from the newest complete copy, as if undisturbed."""
     place, out = tmp_path / "place", tmp_path / "out"
-    args, chance = ("--dropout", 0.1, "--mirror", place), random.Random(54)
-    forks.succeed(tmp_path / "undisturbed", *args[:2])
-    for step in (5, 8):
-        dies = {"event": "toy.loss", "path": f"step {step}.", "count": 1, "rank": chance.randrange(2), "everyone": True}
-        forks.run(out, *args, TOY_FAULT=json.dumps(dies), TOY_PACE=0.4)
-        newest = max(complete_there(place), default=0)
-        shutil.rmtree(out)
+    args = ("--dropout", 0.1, "--mirror", place)
+    dies = {"event": "toy.loss", "path": "step 8.", "count": 1, "rank": 1, "everyone": True}
+    forks.run(out, *args, TOY_FAULT=json.dumps(dies), TOY_PACE=0.5)
+    newest = max(complete_there(place), default=0)
+    shutil.rmtree(out)
     log = forks.succeed(out, *args)
     assert (
         newest
         and f"Resumed {out}/checkpoint-{newest} " in log
         and "Mirror: the copy is complete: checkpoint-10-" in log
     )
-    assert losses(out) == losses(tmp_path / "undisturbed")
+    assert losses(out) == losses(undisturbed)
     status = json.loads((out / "status.json").read_text())
     assert status["mirror"]["copy"].startswith("checkpoint-10-") and not status["mirror"]["problem"]
     assert complete_there(place)[-1] == 10
     there = {str(path.relative_to(place)) for path in place.rglob("*")}
     assert {"metrics.jsonl", "report.html", "export/model.safetensors", "export/accelerate_recipes.json"} <= there
     assert json.loads((place / "lease.json").read_text())["owner"] is None
+    older, newest = (
+        f"file://{place}/{name}"
+        for name, _ in sorted(Store(str(place)).complete(), key=lambda copy: copy[1]["step"])[-2:]
+    )
+    listed = command(monkeypatch, capsys, "checkpoint", "list", f"file://{place}")
+    assert [line.split()[-1] for line in listed.splitlines()][-2:] == ["complete", "complete"]
+    assert "complete and unchanged" in command(monkeypatch, capsys, "checkpoint", "verify", newest)
+    command(monkeypatch, capsys, "export", newest, str(tmp_path / "exported"))
+    exported = [folder / "model.safetensors" for folder in (tmp_path / "exported", out / "export")]
+    assert exported[0].read_bytes() == exported[1].read_bytes()
+    # Another run begins with a copy of this one.
+    log = forks.succeed(other := tmp_path / "other", *args[:2], "--resume_from_checkpoint", older)
+    assert f"Resumed {other}/fetched/{older.rpartition('/')[2]}/checkpoint-" in log
+    assert losses(other) == losses(out)
+
+
+def launch_both(tmp_path: Path, *args: object, copied: Path | None = None) -> list[str]:
+    """Run on two machines, to the end, or until SIGKILL of both when there is a copy; returns their logs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = environment(tmp_path) | ({"TOY_PACE": "1"} if copied else {})
+    runs, logs = [], []
+    for machine in range(2):
+        folder = tmp_path / f"machine{machine}"
+        folder.mkdir(exist_ok=True)
+        flags = ("--num_machines", "2", "--num_processes", "2", "--machine_rank", str(machine))
+        flags = (*flags, "--main_process_ip", "127.0.0.1", "--main_process_port", port)
+        command = launch_command("fsdp_full", SCRIPT, "--output_dir", "out", *args, flags=flags)
+        logs.append(folder / "log")
+        with logs[-1].open("w") as log:
+            runs.append(subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        if copied:
+            while not list(copied.glob("*/complete.json")):
+                assert [run.poll() for run in runs] == [None, None]
+                time.sleep(0.05)
+        else:
+            codes = [run.wait(timeout=300) for run in runs]
+            assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    finally:
+        for run in runs:
+            if run.poll() is None:
+                kill_run(psutil.Process(run.pid))
+                run.wait()
+    return [log.read_text() for log in logs]
+
+
+def two_disks(tmp_path: Path, *steps: int) -> list[Uploader]:
+    """Make uploaders of two machines with disks of their own, on which each has its part of a checkpoint of each step."""
+    disks = {tmp_path / "first": "rng-1.pt", tmp_path / "other": "rng-0.pt"}  # a file that the other disk has
+    made = [
+        make_uploader(str(tmp_path / "place"), disk, rank=rank, has_own_disk=True) for rank, disk in enumerate(disks)
+    ]
+    for uploader_ in made:
+        uploader_.begin()
+    for whole in (make_checkpoint(tmp_path / "whole", step) for step in steps):
+        for disk, lacking in disks.items():
+            shutil.copytree(whole, disk / whole.name)
+            (disk / whole.name / lacking).unlink()
+            files.write_marker(disk / whole.name, files.read_marker(whole) | {"in_parts": True})
+    return made
+
+
+def test_a_part_that_is_gone(tmp_path):
+    """Another machine has removed its part before it saw which copy is made: the first one takes a newer one."""
+    first, other = two_disks(tmp_path, 3, 6)
+    shutil.rmtree(other.output_dir / "checkpoint-3")
+    later = (first.output_dir / "checkpoint-6").rename(tmp_path / "checkpoint-6")
+
+    def choose(step: int) -> None:
+        first.coming = name_of_copy(files.read_marker(first.output_dir / f"checkpoint-{step}"))
+        first.renew_lease()
+        other.turn_of_other()
+
+    choose(3)
+    with pytest.raises(Gone):
+        first.turn_of_first()
+    later.rename(first.output_dir / "checkpoint-6")
+    choose(6)
+    first.turn_of_first()
+    assert complete_there(tmp_path / "place") == [6] and first.store.copies() == [first.copy]
+
+
+def test_what_all_disks_hold_together(tmp_path, monkeypatch):
+    """It becomes a copy at the start, and each machine fetches what it lacks, and no more."""
+    machines, held = two_disks(tmp_path, 3, 6), []
+    monkeypatch.setattr(mirror, "is_first_of_disk", lambda: True)
+    monkeypatch.setattr(mirror, "on_all_ranks", lambda own: [held.append(own) or own])
+    assert [mirror.newest_of_all_disks(machine.output_dir) for machine in machines] == ["", ""]
+    monkeypatch.setattr(mirror, "on_all_ranks", lambda own: held)
+    assert mirror.newest_of_all_disks(machines[0].output_dir) == "checkpoint-6"
+    for machine in reversed(machines):
+        machine.send_now("checkpoint-6")
+    assert complete_there(tmp_path / "place") == [6]
+    (first, other), fetched = machines, []
+    monkeypatch.setattr(LocalFileSystem, "get_file", lambda fs, a, b: fetched.append(Path(b).name) or shutil.copy(a, b))
+    assert first.fetch_newest() == other.fetch_newest() != "" and fetched == ["rng-1.pt", "rng-0.pt"]
+    assert all(files.damage(machine.output_dir / "checkpoint-6") is None for machine in machines)
+    assert files.is_part(first.output_dir / "checkpoint-3")
+
+
+@pytest.mark.slow
+def test_a_machine_that_loses_its_disk(undisturbed, tmp_path):
+    """Each machine has its part of a checkpoint; two launches in two folders. The run goes on from the copy."""
+    place, disks = tmp_path / "place", [tmp_path / f"machine{machine}/out" for machine in range(2)]
+    args = ("--dropout", 0.1, "--mirror", place)
+    launch_both(tmp_path, *args, copied=place)
+    newest = max(complete_there(place))
+    for number, disk in enumerate(disks):
+        part = disk / f"checkpoint-{newest}"
+        assert (
+            files.is_part(part)
+            and (part / f"rng-{number}.pt").exists()
+            and not (part / f"rng-{1 - number}.pt").exists()
+        )
+    shutil.rmtree(disks[1])
+    logs = launch_both(tmp_path, *args)
+    assert all(f"Mirror: fetching checkpoint-{newest}-" in log for log in logs), logs
+    assert f"Resumed out/checkpoint-{newest} " in logs[0] and "the copy is complete: checkpoint-10-" in logs[0]
+    assert losses(disks[0]) == losses(undisturbed)
+    exported = [folder / "export/model.safetensors" for folder in (undisturbed, disks[0])]
+    assert exported[0].read_bytes() == exported[1].read_bytes()
+    assert complete_there(place)[-1] == 10
+    kept = {path.name for path in undisturbed.glob("checkpoint-*")}
+    for disk in disks:  # one more may have been in use
+        assert kept <= {path.name for path in disk.glob("checkpoint-*")} <= {*kept, "checkpoint-3", "checkpoint-6"}
+    assert not (disks[1] / "status.json").exists()
+
+
+def test_what_lies_on_the_disks(tmp_path, monkeypatch):
+    """Which machines share the directory is seen from rank 0's lock; some of them alone is an error."""
+    monkeypatch.setattr(mirror, "_has_own_disks", False)
+    monkeypatch.setattr(mirror, "on_all_ranks", lambda own: [own, (False, True), (True, False), (True, True)])
+    with pytest.raises(ConfigError, match=r"machines \[1\] do not see what the first one writes"):
+        mirror.look_for_disks(tmp_path)
+    full = SimpleNamespace(fsdp_plugin=SimpleNamespace(state_dict_type=SimpleNamespace(name="FULL_STATE_DICT")))
+    check_kind(SimpleNamespace(state=full))
+    monkeypatch.setattr(mirror, "on_all_ranks", lambda own: [own, (False, True), (True, False), (True, False)])
+    mirror.look_for_disks(tmp_path)
+    assert mirror.has_own_disks()
+    with pytest.raises(ConfigError, match="FULL_STATE_DICT writes one file from the parts of all machines"):
+        check_kind(SimpleNamespace(state=full))
 
 
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory):
-    """Serve S3 with faults; yields the variables for a client of the proxy, and a client of the server behind it."""
+    """Serve S3 with faults; yields the variables for a client of the proxy, and a client of the server behind it.
+
+    The proxy speaks TLS by a certificate of its own. The variables also ask for encryption, as a user of s3fs does.
+    """
     s3fs = pytest.importorskip("s3fs")
-    script = [sys.executable, str(CHILDREN / "s3_with_faults.py"), "0.15", "54"]
+    certificate, key = (tmp_path_factory.mktemp("tls") / name for name in ("certificate.pem", "key.pem"))
+    own = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=here -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run(["openssl", *own.split(), "-out", certificate, "-keyout", key], check=True, capture_output=True)
+    script = [sys.executable, str(CHILDREN / "s3_with_faults.py"), "0.15", "54", certificate, key]
     server = subprocess.Popen(
         script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
-    behind, proxy = (f"http://127.0.0.1:{port}" for port in server.stdout.readline().split())
+    behind, proxy = server.stdout.readline().split()
     keys = {
         "AWS_ACCESS_KEY_ID": "tested-key",
         "AWS_SECRET_ACCESS_KEY": "tested-secret",
         "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CA_BUNDLE": str(certificate),
+        "FSSPEC_S3": json.dumps({"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}}),
     }
     direct = s3fs.S3FileSystem(
-        key="k", secret="s", endpoint_url=behind, skip_instance_cache=True, use_listings_cache=False
+        key="k",
+        secret="s",
+        endpoint_url=f"http://127.0.0.1:{behind}",
+        skip_instance_cache=True,
+        use_listings_cache=False,
     )
     direct.mkdir("bucket")
-    yield keys | {"AWS_ENDPOINT_URL": proxy}, direct
+    yield keys | {"AWS_ENDPOINT_URL": f"https://127.0.0.1:{proxy}"}, direct
     server.stdin.close()
     server.wait(30)
 
@@ -370,8 +627,10 @@ def complete_in(direct, url: str, folder: Path) -> list[int]:
 def test_s3(bucket, tmp_path, monkeypatch):
     """The client's own way: through a proxy that delays, cuts, answers 503 and 429, drops half an upload, lists what was."""
     variables, direct = bucket
-    for name, value in variables.items():
+    for name, value in (variables | {"AWS_MAX_ATTEMPTS": "1"}).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(fsspec.config, "conf", {})
+    fsspec.config.set_conf_env(fsspec.config.conf)  # as an import of fsspec does
     out, newest = tmp_path / "out", 0
     for number in range(3):
         first = make_uploader("s3://bucket/run", out, number)
@@ -389,6 +648,14 @@ def test_s3(bucket, tmp_path, monkeypatch):
     first.store.abort_leftovers()
     left = [found["UploadId"] for found in direct.list_multipart_uploads("bucket")]
     assert left == [other] and upload != other, "what belongs to others stays"
+    files_there = [path for path in direct.find("bucket/run") if "/checkpoint-9-" in path]
+    heads = [direct.call_s3("head_object", Bucket="bucket", Key=path.removeprefix("bucket/")) for path in files_there]
+    assert len(heads) > 6 and {head["ServerSideEncryption"] for head in heads} == {"aws:kms"}
+    monkeypatch.delenv("AWS_CA_BUNDLE")
+    monkeypatch.setattr(store, "WAITS", ())
+    with pytest.raises(StoreError, match=r"(?i)certificate"):
+        Store("s3://bucket/run").read("run.json")
+    monkeypatch.setenv("AWS_CA_BUNDLE", variables["AWS_CA_BUNDLE"])
     with pytest.raises(StoreError, match="bucket does not exist"):
         make_uploader("s3://another/run", out).begin()
 

@@ -9,6 +9,7 @@ They read the same rows, so they count as one rank for the data.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch
@@ -61,7 +62,12 @@ def is_first() -> bool:
 
 def is_first_of_machine() -> bool:
     """Tell whether this is the first process of its machine."""
-    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+    return place_on_machine()[0] == 0
+
+
+def place_on_machine() -> tuple[int, int]:
+    """Return the number of this process among those of its machine, and how many they are."""
+    return int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def ranks_a_row(env: Mapping[str, str] | None = None) -> int:
@@ -108,7 +114,7 @@ def on_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list:
     return values
 
 
-def on_first_rank(compute: Callable[[], T]) -> T:
+def on_first_rank(compute: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call `compute` on rank 0. Return its result on every rank, or raise its error on every rank."""
     found: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -117,11 +123,26 @@ def on_first_rank(compute: Callable[[], T]) -> T:
         except Exception as error:
             found[1] = error
     if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
+        dist.broadcast_object_list(found, src=0, group=group)
     result, error = found
     if error is not None:
         raise error
     return result
+
+
+def gather_when_done(compute: Callable[[], T]) -> list[T]:
+    """Call `compute` on every rank in a thread, and gather the results. It may take longer than a collective waits.
+
+    If it raises on one rank, every rank raises the same error.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(compute)
+        while not all(on_all_ranks(not wait([done], timeout=30).not_done)):
+            pass
+    for error in on_all_ranks(done.exception()):
+        if error is not None:
+            raise error
+    return on_all_ranks(done.result())
 
 
 def on_first_of_machine_before_others(compute: Callable[[], T]) -> T:

@@ -198,7 +198,7 @@ def leave(code: int) -> NoReturn:
 
 def end_with(args: TrainArgs | None, **changes: str) -> None:
     """Write to status.json and the report how the run ended, if the run owns its output directory."""
-    if lock.is_taken() and not lock.is_lost():
+    if is_first() and lock.is_taken() and not lock.is_lost():
         try:
             update_status(Path(args.output_dir), **changes)
         except OSError as error:  # a full disk must not hide how the run ended

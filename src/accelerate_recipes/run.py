@@ -31,7 +31,7 @@ from accelerate_recipes.args import Args
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import step_of
-from accelerate_recipes.checkpoint.mirror import begin_copies
+from accelerate_recipes.checkpoint.mirror import begin_copies, make_whole
 from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.checkpoint.resume import agree_on_resume
 from accelerate_recipes.data import shown
@@ -348,6 +348,7 @@ def finish(
         else:
             picture = "none, since matplotlib is not installed"
         settings = {"merge_adapter": run.args.merge_adapter, "text_only": run.args.text_only_export}
+        make_whole(run.checkpointer.newest)
         export(run.checkpointer.newest, out, description, **settings)
         report = run.output_dir / "report.html"  # which `recipe` writes when the run has ended
         run.print(f"{result.text}\nModel: {out}   picture: {picture}   report: {report}")

@@ -1,10 +1,11 @@
 """S3 server on this machine: moto's, and before it a proxy that delays, cuts, answers 503 and 429, drops half an upload, lists what was.
 
-Run as a script it prints the ports of moto and of the proxy, and serves until its standard input ends.
+Run as a script it prints the ports of moto and of the proxy, which speaks TLS, and serves until its standard input ends.
 """
 
 import http.client
 import random
+import ssl
 import sys
 import threading
 import time
@@ -87,7 +88,7 @@ class Proxy(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def serve(rate: float, seed: int) -> tuple[int, int]:
+def serve(rate: float, seed: int, certificate: str, key: str) -> tuple[int, int]:
     """Start both servers in threads; returns their ports: moto's, and the proxy's."""
     from moto.server import ThreadedMotoServer
 
@@ -95,6 +96,9 @@ def serve(rate: float, seed: int) -> tuple[int, int]:
     moto.start()
     behind = moto.get_host_and_port()[1]
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(certificate, key)
+    proxy.socket = tls.wrap_socket(proxy.socket, server_side=True, do_handshake_on_connect=False)  # the threads do it
     proxy.daemon_threads = True
     proxy.behind, proxy.rate, proxy.generator = behind, rate, random.Random(seed)
     proxy.listings, proxy.lock = {}, threading.Lock()
@@ -103,5 +107,5 @@ def serve(rate: float, seed: int) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    print(*serve(float(sys.argv[1]), int(sys.argv[2])), flush=True)
+    print(*serve(float(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]), flush=True)
     sys.stdin.read()

@@ -94,6 +94,7 @@ class Checkpointer:
     adapter: adapters.Adapter | None = None  # if given, only trained parameters are saved
     base: dict[str, str | None] | None = None  # what an export takes the rest from; see `untrained.described`
     newest: Path | None = None
+    kept: set[int] | None = None  # steps whose checkpoints the last save has kept
     data_states: list[dict] = field(default_factory=list)  # after `resume`: the `data_state` of each rank
 
     def __post_init__(self):
@@ -132,7 +133,7 @@ class Checkpointer:
         # A save goes into `<name>.partial`, which no run resumes. A rename gives it its final name only when all files, and
         # the marker with their checksums, are on the disk. So a kill leaves a complete checkpoint or an unfinished name.
         with self._all_or_none(final):
-            if self.accelerator.is_main_process:
+            if mirror.is_first_of_disk():
                 self._begin(final, data_states)
         # With `async_save`, torch copies the state now and writes it in a thread of its own. Our thread waits for this, then
         # completes the checkpoint. The random state is read now too: the next step changes it.
@@ -169,16 +170,23 @@ class Checkpointer:
         # This collective is also a barrier: all ranks have written their files before rank 0 writes the marker.
         entries = dict(ChainMap(*itertools.chain(*on_all_ranks(described, self.group))))
         with self._all_or_none(final):
-            if rank == 0:
-                self._finish(final, entries)
+            marker = self._finish(final, entries) if rank == 0 else None
+        if mirror.has_own_disks():
+            marker = on_first_rank(lambda: marker, self.group)
+            with self._all_or_none(final):
+                if mirror.is_first_of_disk() and rank:
+                    publish(final, marker)
         self.newest = final
         longest = stop.save_took(time.perf_counter() - start)
         if rank == 0:
             step = files.step_of(final)
             update_status(final.parent, step=step, checkpoint=str(final), longest_save_seconds=round(longest, 2))
-            try:
-                remove_old(final.parent, self.args)
-            except OSError as error:
+        try:
+            self.kept = on_first_rank(lambda: steps_to_keep(final.parent, self.args), self.group)
+            if mirror.is_first_of_disk():
+                remove_old(final.parent, self.kept, mirror.read_now(final.parent) if self.args.mirror else None)
+        except OSError as error:
+            if rank == 0:
                 warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=2)
 
     @contextlib.contextmanager
@@ -196,7 +204,7 @@ class Checkpointer:
             problems, failure = {self.accelerator.process_index: str(error)}, error
         problems = dict(ChainMap(*on_all_ranks(problems, self.group)))
         if problems:
-            if self.accelerator.is_main_process and not lock.is_lost():  # else another run owns the directory
+            if mirror.is_first_of_disk() and not lock.is_lost():  # else another run owns the directory
                 shutil.rmtree(files.unfinished(final), ignore_errors=True)
             if failure is not None and not files.is_of_the_disk(failure):
                 raise failure
@@ -218,18 +226,20 @@ class Checkpointer:
         if self.newest is not None and self.newest.is_dir():
             needed = files.total_size(self.newest)
             if self.args.mirror and shutil.disk_usage(final.parent).free < needed:
-                remove_old(final.parent, self.args, waits=False)  # the mirror then stops reading it
+                keep = steps_to_keep(final.parent, self.args) if self.kept is None else self.kept
+                remove_old(final.parent, keep)  # the mirror then stops reading it
                 mirror.wait_for_room(final.parent, needed)
             if (free := shutil.disk_usage(final.parent).free) < needed:
                 remedy = "make room, or lower --save_total_limit"
                 raise OSError(f"{readable(free)} are free, the last checkpoint has {readable(needed)}; {remedy}")
         unfinished = files.unfinished(final)
         unfinished.mkdir(parents=True)
-        shutil.copy(final.parent / "metrics.jsonl", unfinished)
-        (unfinished / "data.json").write_text(json.dumps(data_states), encoding="utf-8")
+        if is_first():
+            shutil.copy(final.parent / "metrics.jsonl", unfinished)
+            (unfinished / "data.json").write_text(json.dumps(data_states), encoding="utf-8")
 
-    def _finish(self, final: Path, entries: dict[str, dict]) -> None:
-        """Add the files that only one rank writes, then the marker, with these `entries` of the other files."""
+    def _finish(self, final: Path, entries: dict[str, dict]) -> dict[str, Any]:
+        """Add the files that only one rank writes, then the marker, with these `entries` of the others. Returns it."""
         unfinished = files.unfinished(final)
         self.args.save(unfinished / "args.yaml")
         for artifact in [*self.artifacts, *([self.adapter.config] if self.adapter else [])]:
@@ -255,11 +265,9 @@ class Checkpointer:
             "model_checksum": self.model_checksum,
             "versions": library_versions(),
             "files": entries,
-        }
-        files.write_marker(unfinished, marker)
-        fsync(unfinished)
-        unfinished.rename(final)
-        fsync(final.parent)
+        } | ({"in_parts": True} if mirror.has_own_disks() else {})
+        publish(final, marker)
+        return marker
 
     def resume(self) -> int:
         """Restore `resumed_from` and return its step, or 0 if there is no checkpoint.
@@ -372,17 +380,25 @@ def ask_to_stop_if_failed(save: Future) -> None:
         stop.ask("a save that failed")
 
 
-def remove_old(output_dir: Path, args: TrainArgs, *, waits: bool = True) -> None:
-    """Remove the complete checkpoints but the newest `save_total_limit`, each `keep_every_n_steps`, and the best.
+def publish(final: Path, marker: dict[str, Any]) -> None:
+    """Complete a checkpoint on this disk: write its marker, and give it its final name."""
+    unfinished = files.unfinished(final)
+    files.write_marker(unfinished, marker)
+    fsync(unfinished)
+    unfinished.rename(final)
+    fsync(final.parent)
 
-    One that the mirror is reading is removed by a later call, unless this one `waits` for nothing.
-    """
-    present = {files.step_of(checkpoint): checkpoint for checkpoint in files.complete_checkpoints(output_dir)}
-    scores = {step: best_score(checkpoint, args) for step, checkpoint in present.items()}
-    keep = files.kept(scores, args.save_total_limit, args.keep_every_n_steps)
-    is_read = mirror.read_now(output_dir) if args.mirror and waits else None
-    for step, old in present.items():
-        if step not in keep and old.name != is_read:
+
+def steps_to_keep(output_dir: Path, args: TrainArgs) -> set[int]:
+    """Return the newest `save_total_limit` of the steps that were saved, each `keep_every_n_steps`, and the best."""
+    scores = {files.step_of(saved): best_score(saved, args) for saved in files.saved_checkpoints(output_dir)}
+    return files.kept(scores, args.save_total_limit, args.keep_every_n_steps)
+
+
+def remove_old(output_dir: Path, keep: set[int], is_read: str | None = None) -> None:
+    """Remove the saved checkpoints of other steps; one that the mirror is reading is removed by a later call."""
+    for old in files.saved_checkpoints(output_dir):
+        if files.step_of(old) not in keep and old.name != is_read:
             # Rename first: an interrupted removal must not leave a directory with the name of a checkpoint.
             shutil.rmtree(old.rename(files.unfinished(old)))
 

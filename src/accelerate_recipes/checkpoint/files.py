@@ -129,8 +129,9 @@ def write_marker(checkpoint: Path, marker: dict) -> None:
 
 
 def total_size(checkpoint: Path) -> int:
-    """Add up the bytes of a checkpoint's files, as its marker lists them."""
-    return listed_bytes(read_marker(checkpoint))
+    """Add up the bytes of a checkpoint's files on this disk."""
+    entries = read_marker(checkpoint)["files"]
+    return sum(entry["size"] for name, entry in entries.items() if (checkpoint / name).exists())
 
 
 def listed_bytes(marker: dict) -> int:
@@ -150,6 +151,19 @@ def candidates(output_dir: Path) -> list[Path]:
     return sorted((path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=step_of)
 
 
+def is_part(checkpoint: Path) -> bool:
+    """Tell whether other machines hold files of a checkpoint that was saved here; see `checkpoint.mirror`."""
+    try:
+        return read_marker(checkpoint).get("in_parts", False) and defect(checkpoint) is not None
+    except (OSError, ValueError):
+        return False
+
+
+def saved_checkpoints(output_dir: Path) -> list[Path]:
+    """List the complete checkpoints, oldest first, also those of which other machines hold files."""
+    return [path for path in candidates(output_dir) if defect(path) is None or is_part(path)]
+
+
 def complete_checkpoints(output_dir: Path) -> list[Path]:
     """List the complete checkpoints, oldest first.
 
@@ -162,7 +176,7 @@ def complete_checkpoints(output_dir: Path) -> list[Path]:
         reason = defect(checkpoint)
         if reason is None:
             complete.append(checkpoint)
-        elif is_first():
+        elif is_first() and not is_part(checkpoint):
             warnings.warn(f"skipping {checkpoint}: {reason}", stacklevel=2)
     return complete
 

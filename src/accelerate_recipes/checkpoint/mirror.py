@@ -1,6 +1,11 @@
 """Mirror of a run: starts the uploader of this machine, and asks it for what the run needs. See `checkpoint.store`.
 
 After the start, a run never waits for the store, until it ends, and no failure of the store is one of the run.
+
+With a mirror, each machine may have an output directory of its own. The lock of rank 0 tells: who does not see it has
+another disk, and a lock of its own there. Each machine then holds its part of a checkpoint, under the same marker, and its
+first rank renames and removes there what rank 0 does on a shared disk. A run resumes from copies alone. Each machine fetches
+them whole, but for the files that it has. What all machines together hold at the start becomes a copy first.
 """
 
 import contextlib
@@ -16,18 +21,19 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.arguments.mirror import url_problems
 from accelerate_recipes.checkpoint import files
-from accelerate_recipes.checkpoint.store import COPY, LOCAL, Store
+from accelerate_recipes.checkpoint.store import COPY, LOCAL, Store, step_of_copy
 from accelerate_recipes.disk import existing, read_json
 from accelerate_recipes.errors import ConfigError, printable, raise_problems
-from accelerate_recipes.life import stop
+from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import attempt, update_status
-from accelerate_recipes.ranks import is_first, is_first_of_machine, on_all_ranks, on_first_rank, rank
+from accelerate_recipes.ranks import gather_when_done, is_first, is_first_of_machine, on_all_ranks, on_first_rank, rank
 
 AFTER_FAILURE = 20.0  # seconds that a run which failed gives to its newest copy: its launcher may be ending it
 
@@ -86,7 +92,7 @@ class Sender:
         self.output_dir = Path(args.output_dir)
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self.status: dict[str, Any] = {}  # `mirror` in status.json
-        self.is_ending = False
+        self.is_ending = self.has_begun = False
         self.process = subprocess.Popen(  # in its own session: a signal to the run's group must not end it
             [sys.executable, "-P", "-m", "accelerate_recipes.checkpoint.uploader"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
@@ -97,6 +103,7 @@ class Sender:
             output_dir=str(self.output_dir.absolute()),
             bandwidth=args.mirror_bandwidth * 2**20,
             rank=rank(),
+            has_own_disk=_has_own_disks,
             world_size=int(os.environ.get("WORLD_SIZE", 1)),
             parent=os.getpid(),
             owner={"host": socket.gethostname(), "process": os.getpid(), "run": uuid.uuid4().hex, **attempt()},
@@ -135,20 +142,74 @@ class Sender:
             with contextlib.suppress(OSError):
                 update_status(self.output_dir, mirror=self.status)
 
-    def answer(self, seconds: float | None = None) -> str | None:
-        """Return the next answer; None if there is none within `seconds`."""
-        try:
-            event = self.answers.get(timeout=seconds)
-        except queue.Empty:
-            return None
+    def call(self, **command: Any) -> str:
+        """Give a command, and wait for its answer. Raises ConfigError if it cannot be done."""
+        self.ask(**command)
+        event = self.answers.get()
         if "error" in event:
             self.is_ending = True
             raise ConfigError(f"--mirror: {event['error']}")
         return event["answer"]
 
+    def begin(self) -> str:
+        """Take the place at --mirror for this run, the first time."""
+        if self.has_begun:
+            return ""
+        self.has_begun = True
+        return self.call(do="begin")
 
-# The sender of this process, which has one output directory. None without --mirror, and on other ranks of a machine.
+
+# Of this process, which has one output directory. There is no sender without --mirror, nor on other ranks of a machine.
 _sender: Sender | None = None
+_has_own_disks = False
+
+
+def has_own_disks() -> bool:
+    """Tell whether each machine has an output directory of its own."""
+    return _has_own_disks
+
+
+def is_first_of_disk() -> bool:
+    """Tell whether this rank renames and removes in the output directory for all that share it."""
+    return is_first_of_machine() if _has_own_disks else is_first()
+
+
+def look_for_disks(output_dir: Path) -> None:
+    """Find out whether each machine has an output directory of its own. Call it on all ranks, when rank 0 has its lock.
+
+    Raises:
+        ConfigError: if some machines share that of rank 0, and others do not.
+    """
+    global _has_own_disks
+    output_dir.mkdir(parents=True, exist_ok=True)  # this asks the server of a network filesystem
+    file = output_dir / "lock.json"
+    owner = on_first_rank(lambda: lock.read(file))
+    sees = [
+        sees for is_its_first, sees in on_all_ranks((is_first_of_machine(), lock.read(file) == owner)) if is_its_first
+    ]
+    if any(sees[1:]) and not all(sees):
+        apart = [number for number, one in enumerate(sees) if not one]
+        raise ConfigError(
+            f"--output_dir {output_dir}: machines {apart} do not see what the first one writes, and the others do; let all "
+            "machines share it, or none"
+        )
+    _has_own_disks = not all(sees)
+
+
+def newest_of_all_disks(output_dir: Path) -> str:
+    """Return the name of the newest checkpoint that all machines hold together, rank 0's among them; "" if there is none.
+
+    Call it on all ranks.
+    """
+    lacking = {}
+    for checkpoint in files.candidates(output_dir) if is_first_of_disk() else ():
+        with contextlib.suppress(OSError, ValueError):
+            marker = files.read_marker(checkpoint)
+            key = files.step_of(checkpoint), files.checksum_of(marker)
+            lacking[key] = {name for name in marker["files"] if not (checkpoint / name).is_file()}
+    found = on_all_ranks(lacking)
+    whole = [key for key in found[0] if not set.intersection(*(on_disk[key] for on_disk in found if key in on_disk))]
+    return f"checkpoint-{max(whole)[0]}" if whole else ""
 
 
 def say_of_mirror(text: str) -> None:
@@ -164,18 +225,19 @@ def fetch_from_mirror(args: TrainArgs) -> None:
     Raises:
         ConfigError: if the place cannot be written to, or belongs to another run.
     """
-
-    def ask() -> None:
-        global _sender
-        if _sender is None:
-            _sender = Sender(args)
-            _sender.answer()
-        _sender.ask(do="fetch")
-
-    on_first_rank(ask)
-    # In turns: no collective waits longer than it may, however large the copy is.
-    while on_first_rank(lambda: _sender.answer(seconds=30)) is None:
-        pass
+    global _sender
+    if is_first_of_disk() and _sender is None:  # in the main thread: the process ends with the thread that starts it
+        _sender = Sender(args)
+    for turn in (True, False):  # rank 0 takes the place, the others join
+        gather_when_done(_sender.begin if _sender and is_first() == turn else str)
+    if _has_own_disks and (newest := newest_of_all_disks(Path(args.output_dir))):
+        gather_when_done(partial(_sender.call, do="send", name=newest) if _sender else str)
+    wanted = ""
+    while True:
+        copies = gather_when_done(partial(_sender.call, do="fetch", copy=wanted) if _sender else str)
+        if len({*filter(None, copies)}) < 2:
+            return
+        wanted = min(filter(None, copies), key=step_of_copy)  # one machine has found a newer copy damaged
 
 
 def begin_copies(args: TrainArgs) -> None:
@@ -185,7 +247,7 @@ def begin_copies(args: TrainArgs) -> None:
         firsts = [number for number in on_all_ranks(rank() if is_first_of_machine() else None) if number is not None]
         if is_first_of_machine() and _sender is None:
             _sender = Sender(args)
-            _sender.answer()
+            _sender.begin()
         if _sender is not None:
             _sender.ask(do="watch", ranks=firsts)
 
@@ -196,6 +258,17 @@ def read_now(output_dir: Path) -> str | None:
         return read_json(output_dir / LOCAL)["reading"]
     except (OSError, ValueError, KeyError):
         return None
+
+
+def make_whole(checkpoint: Path) -> None:
+    """Fetch what other machines hold of a checkpoint; for rank 0, and the export.
+
+    Raises:
+        ConfigError: if there is no copy of it, and for some time none could be made.
+    """
+    if files.is_part(checkpoint):
+        assert _sender is not None
+        _sender.call(do="make_whole", name=checkpoint.name)
 
 
 def wait_for_room(output_dir: Path, needed: int) -> None:
@@ -215,7 +288,7 @@ def finish_copies(output_dir: Path, state: str) -> None:
     _sender.is_ending = True
     seconds = stop.seconds_left() if state in ("finished", "stopped") else min(stop.seconds_left(), AFTER_FAILURE)
     until = time.monotonic() + seconds
-    steps = [files.step_of(path) for path in files.candidates(output_dir) if files.defect(path) is None]
+    steps = [files.step_of(path) for path in files.saved_checkpoints(output_dir)]
     _sender.ask(do="finish", step=max(steps, default=0), seconds=min(seconds, 1e6), is_finished=state == "finished")
     event = None
     with contextlib.suppress(KeyboardInterrupt):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate_recipes.checkpoint.files import complete_checkpoints, step_of
+from accelerate_recipes.checkpoint.files import saved_checkpoints, step_of
 from accelerate_recipes.errors import NonFiniteError
 from accelerate_recipes.life.spikes import wrong_step
 from accelerate_recipes.ranks import is_first
@@ -23,7 +23,7 @@ def dump_non_finite(
     record = wrong_step(step + 1, str(error), batches, error.micro_losses)
     losses = [float(entry["loss_sum"]) for rank in record["micro_batches_of_ranks"] for entry in rank]
     if newest and step_of(newest) == step and not any(map(math.isfinite, losses)):
-        newest = next((path for path in reversed(complete_checkpoints(output_dir)) if step_of(path) < step), None)
+        newest = next((path for path in reversed(saved_checkpoints(output_dir)) if step_of(path) < step), None)
     file = output_dir / "non_finite.json"
     if is_first():
         record |= {"last_good_step": step, "checkpoint": str(newest or "")}

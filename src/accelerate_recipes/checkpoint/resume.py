@@ -8,12 +8,19 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.checkpoint import files
+from accelerate_recipes.checkpoint import files, mirror
 from accelerate_recipes.checkpoint.export import check_replaceable, is_same_model
-from accelerate_recipes.checkpoint.mirror import fetch_from_mirror, fetched, is_copy
+from accelerate_recipes.checkpoint.mirror import fetched, is_copy
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.life import lock
-from accelerate_recipes.ranks import on_all_ranks, on_first_rank
+from accelerate_recipes.ranks import (
+    gather_when_done,
+    is_first,
+    on_all_ranks,
+    on_first_of_machine_before_others,
+    on_first_rank,
+    place_on_machine,
+)
 
 # Arguments of earlier versions that changed the model, with the values that changed nothing.
 STRETCHED = {"rope_scaling_factor": 1, "rope_theta": 0}
@@ -79,13 +86,18 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
         ConfigError: like `find_resume`, if a checkpoint that was given by its path is damaged, and if another run uses the
             output directory.
     """
-    rank, world_size = accelerator.process_index, accelerator.num_processes
+    rank, world_size, output_dir = accelerator.process_index, accelerator.num_processes, Path(args.output_dir)
     # A damaged checkpoint is renamed, so the next turn finds an older one.
     while True:
         if args.mirror:
-            on_first_rank(lambda: take_directory(Path(args.output_dir)))
-            fetch_from_mirror(args)
-        chosen = on_first_rank(lambda: find_in_own(args))
+            on_first_rank(lambda: take_directory(output_dir))
+            mirror.look_for_disks(output_dir)
+            on_first_of_machine_before_others(partial(take_directory, output_dir) if mirror.is_first_of_disk() else str)
+            check_kind(accelerator)
+            mirror.fetch_from_mirror(args)
+        (chosen, *_) = gather_when_done(lambda: find_in_own(args) if is_first() else None)
+        if mirror.has_own_disks():
+            gather_when_done(partial(tidy_disk, args, chosen) if mirror.is_first_of_disk() else str)
         unseen = [i for i, reason in enumerate(on_all_ranks(chosen and files.defect(chosen))) if reason]
         if unseen:
             remedy = "--output_dir must lie on a filesystem that all machines share"
@@ -94,7 +106,8 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
             args.settle(files.saved_arguments(chosen) if chosen else {})
         if chosen is None:
             return None
-        reason = next(filter(None, on_all_ranks(files.damage(chosen, rank, world_size))), None)
+        share = place_on_machine() if mirror.has_own_disks() else (rank, world_size)
+        reason = next(filter(None, on_all_ranks(files.damage(chosen, *share))), None)
         if reason is None:
             for name, (before, now) in changed_arguments(chosen, args).items():
                 if rank == 0 and name not in ("output_dir", "resume_from_checkpoint"):
@@ -104,7 +117,30 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
             raise ConfigError(damaged(chosen, reason))
         if rank == 0:
             warnings.warn(f"skipping {chosen}: {reason}", stacklevel=2)
-        on_first_rank(partial(files.set_aside, chosen))
+        on_first_of_machine_before_others(partial(files.set_aside, chosen) if mirror.is_first_of_disk() else str)
+
+
+def check_kind(accelerator: Accelerator) -> None:
+    """Raise ConfigError for a kind of checkpoint that cannot lie on the disks of several machines."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if mirror.has_own_disks() and plugin is not None and plugin.state_dict_type.name == "FULL_STATE_DICT":
+        raise ConfigError(
+            "FULL_STATE_DICT writes one file from the parts of all machines, and each has an --output_dir of its own; give "
+            "fsdp_state_dict_type SHARDED_STATE_DICT, or an --output_dir that they share"
+        )
+
+
+def tidy_disk(args: TrainArgs, chosen: Path | None) -> None:
+    """Make a machine's own disk fit what rank 0 has chosen: fetch it, and take away what no run can resume."""
+    output_dir, step = Path(args.output_dir), files.step_of(chosen) if chosen else 0
+    if chosen and chosen.is_relative_to(output_dir / "fetched"):
+        fetched(args.resume_from_checkpoint, output_dir / "fetched")
+    for checkpoint in files.candidates(output_dir):
+        if files.is_part(checkpoint):
+            checkpoint.rename(files.unfinished(checkpoint))
+        elif files.step_of(checkpoint) > step:
+            files.set_aside(checkpoint)
+    files.remove_leftovers(output_dir)
 
 
 def find_in_own(args: TrainArgs) -> Path | None:

@@ -4,20 +4,22 @@
     lease.json                       the process that writes here, renewed each minute, and the names of its newest copies
     checkpoint-<step>-<sum>/         a copy; <sum> begins the checksum of the checkpoint's marker
         <files>                      as in the checkpoint
-        part-<rank>.json             the files of one machine are here; <rank> is its first
+        part-<rank>.json             lists files that are here, by one machine; <rank> is its first
+        gone.json                    a machine has removed its part: there will be no copy
         complete.json                the checkpoint's own marker, byte for byte, written last
     export/, metrics.jsonl, ...      what a person watches; replaced when they change
 
 1. The name of a copy says its content, so no file of a copy is ever replaced by another, and nothing of a failed attempt is
    taken for a part of a later one: a copy is begun again, or goes on, under its own name.
-2. The uploader of the first machine chooses a checkpoint, and names it in `<output_dir>/mirror.json`. The others follow that
-   file. While a checkpoint stands there, it is not removed from the disk.
-3. Each machine sends the files of its own ranks, looks at the size of each there, and writes its part-marker. The store's
-   client guards the way up by its own checksums. Once all parts are there, the first machine writes complete.json.
+2. The uploader of the first machine chooses a checkpoint, and names its copy in the lease. The others follow the lease.
+   While a checkpoint is read, `<output_dir>/mirror.json` names it, and it is not removed from that disk.
+3. Each machine sends the files of its own ranks, or those on its own disk, looks at the size of each there, and writes its
+   part-marker, which lists them. The store's client guards the way up by its own checksums. Once the part-markers list all
+   files, the first machine writes complete.json.
 4. A copy without a valid complete.json does not exist for a reader. A reader lists the place without any cache, and adds
-   what the lease names: a listing may be older, so a copy stands in the lease before it is complete. The reader compares
-   size and checksum of each file that it fetches. If a file differs, or is gone, the marker is renamed to damaged.json, and
-   the next older copy is taken. A store that does not answer is an error instead.
+   what the lease names, since a listing may be older. The reader compares the checksum of each file that it fetches. If a
+   file differs, or is gone, damaged.json takes the place of the marker, and the next older copy is taken. A store that does
+   not answer is an error instead.
 5. Removal goes the other way: complete.json, the part-markers, the files. The newest complete copy is never removed.
 6. A writer owns the lease. A start waits until a foreign lease has not changed for LEASE seconds; it need not wait for a
    process that is known to be dead. A writer that finds another's lease stops.
@@ -48,8 +50,8 @@ from accelerate_recipes.disk import fsync, write_atomically
 T = TypeVar("T")
 
 COPY = re.compile(r"checkpoint-(\d+)-([0-9a-f]{8})")
-RUN, LEASE_FILE = "run.json", "lease.json"
-LOCAL = "mirror.json"  # in the output directory: `id` of the run, the checkpoint being `reading`, the newest `copy`, `ended`
+RUN, LEASE_FILE, GONE = "run.json", "lease.json", "gone.json"
+LOCAL = "mirror.json"  # in the output directory: `id` of the run, and the checkpoint that is being read (`reading`)
 WAITS = (0.5, 2.0, 8.0, 30.0)  # seconds before an attempt is repeated, on average
 PATIENCE = 120.0  # seconds for one call, and for a file at first;
 SLOWEST = 2**20  # bytes a second at which a file may come
@@ -60,7 +62,7 @@ SECRETS = re.compile(r"//[^/\s@]*@|\?\S*|(?i:(?<=key=)|(?<=token=)|(?<=signature
 
 
 class StoreError(OSError):
-    """The store did not do what was asked, after all attempts. The text holds no credentials."""
+    """The store did not do what was asked, or the place cannot be that of this run. The text holds no credentials."""
 
 
 class Gone(Exception):
@@ -148,7 +150,7 @@ class Store:
                 raise
             except Exception as error:
                 if wait is None or isinstance(error, PermissionError | NotADirectoryError):
-                    raise StoreError(told(error)) from None
+                    raise error if isinstance(error, Damaged) else StoreError(told(error)) from None
                 time.sleep(wait * random.uniform(0.5, 1.5))
         raise AssertionError
 
@@ -212,28 +214,22 @@ class Store:
             raise Gone(str(source)) from None
         self._insist(put, seconds=PATIENCE + size / min(SLOWEST, pace.rate / 2 or SLOWEST))
 
-    def fetch(self, name: str, to: Path, entry: dict) -> None:
-        """Fetch a file that has this entry in a marker. Raises Damaged if it is missing or differs, each time."""
-        found = ""
+    def fetch(self, copy: str, name: str, folder: Path, marker: dict) -> None:
+        """Fetch a file of a copy, unless the folder has it. Raises Damaged if it is missing or differs, each time."""
 
         def get() -> None:
-            nonlocal found
-            found = f"{name} is missing"
-            with contextlib.suppress(FileNotFoundError):
-                self.fs.get_file(self._path(name), str(to))
-                size, checksum = to.stat().st_size, files.checksum(to)
-                found = f"{name} has {size} bytes instead of {entry['size']}" if size != entry["size"] else ""
-                if not found and checksum != entry["checksum"]:
-                    found = f"the checksum of {name} is {checksum} instead of {entry['checksum']}"
-            if found:
-                raise OSError(found)
+            try:
+                self.fs.get_file(self._path(f"{copy}/{name}"), str(folder / name))
+            except FileNotFoundError:
+                raise Damaged(f"{name} is missing") from None
+            if reason := files.difference(folder, name, marker):
+                raise Damaged(reason)
 
-        to.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._insist(get, seconds=PATIENCE + entry["size"] / SLOWEST)
-        except StoreError as error:
-            raise Damaged(found) if found and found in str(error) else error from None
-        fsync(to)
+        if files.difference(folder, name, marker) is None:
+            return
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        self._insist(get, seconds=PATIENCE + marker["files"][name]["size"] / SLOWEST)
+        fsync(folder / name)
 
     def names(self, folder: str = "") -> list[str]:
         """List the names in a folder."""
@@ -245,9 +241,12 @@ class Store:
             return []
 
     def remove(self, name: str, *, recursive: bool = False) -> None:
-        """Remove a file, or a folder with all that is in it; nothing if there is none."""
+        """Remove a small file, or a folder with all that is in it; nothing if there is none."""
         with contextlib.suppress(FileNotFoundError):
-            self._insist(partial(self.fs.rm, recursive=True) if recursive else self.fs.rm_file, self._path(name))
+            if recursive:
+                self._insist(partial(self.fs.rm, recursive=True), self._path(name))
+            elif self.read(name) is not None:  # not every store takes that for removed which was never there
+                self._insist(self.fs.rm_file, self._path(name))
 
     # Copies.
 
@@ -274,11 +273,17 @@ class Store:
         return ((copy, marker) for copy in self.copies() if (marker := self.marker(copy)))
 
     def fetch_copy(self, copy: str, marker: dict, checkpoint: Path) -> None:
-        """Fetch a copy, as a checkpoint that is complete or absent. Raises Damaged, naming a file that differs."""
-        unfinished, entries = files.unfinished(checkpoint), marker["files"].items()
+        """Fetch a copy, as a checkpoint that is complete or absent. Raises Damaged, naming a file that differs.
+
+        Files of the same checkpoint that are there are not fetched.
+        """
+        unfinished = files.unfinished(checkpoint)
         shutil.rmtree(unfinished, ignore_errors=True)
+        with contextlib.suppress(OSError, ValueError):
+            if files.read_marker(checkpoint) == marker:
+                checkpoint.rename(unfinished)
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda item: self.fetch(f"{copy}/{item[0]}", unfinished / item[0], item[1]), entries))
+            list(threads.map(lambda name: self.fetch(copy, name, unfinished, marker), marker["files"]))
         files.write_marker(unfinished, marker)
         if checkpoint.exists():
             files.set_aside(checkpoint)
@@ -290,18 +295,27 @@ class Store:
         self.write_json(f"{copy}/damaged.json", {"reason": reason})
         self.remove(f"{copy}/{MARKER}")
 
+    def sent(self, copy: str) -> set[str]:
+        """List the files of a copy that are there, by its part-markers. Raises Gone if a machine no longer has its part."""
+        names = self.names(copy)
+        if GONE in names:
+            raise Gone(copy)
+        parts = [name for name in names if name.startswith("part-")]
+        return {name for part in parts for name in self.read_json(f"{copy}/{part}") or ()}
+
     def send_part(self, checkpoint: Path, copy: str, names: Sequence[str], rank: int, pace: Pace) -> None:
-        """Send the files of a machine, then its part-marker, unless that is there."""
+        """Send those files of a machine which are not there, then its part-marker."""
         part = f"{copy}/part-{rank}.json"
-        if self.read_json(part) is None:
+        before = self.sent(copy)
+        if missing := [name for name in names if name not in before]:
             with ThreadPoolExecutor(1 if pace.rate else AT_ONCE) as threads:
-                list(threads.map(lambda name: self.send(checkpoint / name, f"{copy}/{name}", pace), names))
-            self.write_json(part, names)
+                list(threads.map(lambda name: self.send(checkpoint / name, f"{copy}/{name}", pace), missing))
+            self.write_json(part, [*(self.read_json(part) or ()), *missing])
 
     def remove_copy(self, copy: str) -> None:
-        parts = [name for name in self.names(copy) if name.startswith("part-")]
-        for name in (MARKER, *parts):
-            self.remove(f"{copy}/{name}")
+        for name in (MARKER, *self.names(copy)):
+            if name == MARKER or name.startswith("part-"):
+                self.remove(f"{copy}/{name}")
         self.remove(copy, recursive=True)
 
     def abort_leftovers(self) -> None:
@@ -316,6 +330,11 @@ class Store:
 
 def step_of_copy(copy: str) -> int:
     return int(copy.split("-")[1])
+
+
+def checkpoint_of(copy: str) -> str:
+    """Return the name of the checkpoint of a copy; "" of none."""
+    return copy.rpartition("-")[0]
 
 
 def name_of_copy(marker: dict) -> str:

@@ -1,12 +1,13 @@
 """Uploader: the one process of each machine that talks to the store of `--mirror`. See `checkpoint.store` for the protocol.
 
-`checkpoint.mirror` starts it, without torch, and sends it commands, one JSON object a line: first its settings, then `fetch`
-(on the first machine, before the run chooses a checkpoint), `watch`, and `finish`. It answers in the same way. It ends with
-its parent, and ignores signals: the run decides how long it goes on.
+`checkpoint.mirror` starts it, without torch, and sends it commands, one JSON object a line: first its settings, then
+`begin`, `send` and `fetch` (before the run chooses a checkpoint), `watch`, `make_whole` (before an export), and `finish`.
+It answers in the same way. It ends with its parent, and ignores signals: the run decides how long it goes on.
 """
 
 import contextlib
 import json
+import math
 import os
 import queue
 import re
@@ -15,12 +16,14 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.files import EXPORT, MARKER
 from accelerate_recipes.checkpoint.store import (
+    GONE,
     LEASE_FILE,
     LOCAL,
     RUN,
@@ -29,11 +32,12 @@ from accelerate_recipes.checkpoint.store import (
     Pace,
     Store,
     StoreError,
+    checkpoint_of,
     name_of_copy,
     step_of_copy,
     told,
 )
-from accelerate_recipes.disk import read_json, readable, write_atomically
+from accelerate_recipes.disk import read_json, readable, size_and_times, write_atomically
 from accelerate_recipes.life import parent
 from accelerate_recipes.life.status import is_known_dead
 
@@ -48,23 +52,28 @@ WATCHED = ("args.yaml", "metrics.jsonl", "report.html", "status.json")
 OWNER = re.compile(r"(?:state/__|rng-)(\d+)")  # of a file: the rank that wrote it; rank 0 wrote all others
 
 
-class Refused(Exception):
-    """The user must give another place, or other arguments."""
-
-
 class Uploader:
     """Uploader of one machine. `rank` is the first of the machine; `ranks` are the first of all machines."""
 
     ranks: tuple[int, ...] = (0,)
-    copy, done = "", ""  # newest complete copy; checkpoint that need not be sent again
+    copy = ""  # the newest that needs nothing more of this machine
     coming, good = "", []  # copies that the lease names: one that is about to be complete, and complete ones
-    problem, failures, beat, shared_at, is_lost = "", 0, 0, 0.0, False
+    problem, failures, beat, shared_at, is_lost, is_over = "", 0, 0, 0.0, False, False
     reading: Path | None = None
+    first, heard, heard_at = (
+        None,
+        None,
+        0.0,
+    )  # for other machines: owner of the lease; its last beat, and when it was seen
+    wanted, wanted_until = "", 0.0  # checkpoint that is to be made whole
     finish: dict[str, Any] | None = None
 
     def __init__(self, settings: dict[str, Any]):
         self.settings, self.rank, self.owner, self.url = settings, settings["rank"], settings["owner"], settings["url"]
         self.output_dir, self.store = Path(settings["output_dir"]), Store(self.url)
+        self.has_disk = (
+            self.rank == 0 or settings["has_own_disk"]
+        )  # else the first machine takes care of the shared one
         self.pace, self.since, self.shared = Pace(settings["bandwidth"], self.check), time.time(), {}
         self.wake, self.leasing = threading.Event(), threading.Lock()
 
@@ -73,7 +82,7 @@ class Uploader:
             os.write(1, json.dumps(event).encode() + b"\n")  # whole, whichever thread
 
     def note(self, **changes: Any) -> None:
-        """Change mirror.json in the output directory, which the run and the other machines read."""
+        """Change mirror.json in the output directory, which the run reads."""
         write_atomically(self.output_dir / LOCAL, json.dumps(self.noted() | changes, indent=1) + "\n")
 
     def noted(self) -> dict[str, Any]:
@@ -91,26 +100,30 @@ class Uploader:
 
     # The start, on the first machine.
 
-    def begin(self) -> None:
-        """Make the place that of this run. Raises Refused if it belongs to another, or to one that is alive."""
+    def begin(self) -> str:
+        """Make the place that of this run. Raises StoreError if it belongs to another, or to one that is alive."""
         run, mine, fixed = self.store.read_json(RUN), self.noted().get("id"), self.settings["fixed"]
+        if not self.has_disk:
+            return ""
         if run is None and (copies := self.store.copies()):
-            raise Refused(f"{self.url} holds {copies[0]}, but no {RUN}; give another place")
+            raise StoreError(f"{self.url} holds {copies[0]}, but no {RUN}; give another place")
         if run and (mine or files.candidates(self.output_dir)) and run["id"] != mine:
             remedy = "give another --mirror, or another --output_dir"
-            raise Refused(f"{self.url} holds another run than {self.output_dir}; {remedy}")
+            raise StoreError(f"{self.url} holds another run than {self.output_dir}; {remedy}")
         before = run["fixed"] if run else {}
         is_open = (None, "")  # it is settled later; and a model may have moved
         for name in sorted(before.keys() & fixed.keys() - {"model_name_or_path"}):
             was, now = before[name], fixed[name]
             if was != now and was not in is_open and now not in is_open:
-                raise Refused(f"{self.url} holds a run whose --{name} was {was!r} and is now {now!r}; set it back")
-        self.take_lease()
+                raise StoreError(f"{self.url} holds a run whose --{name} was {was!r} and is now {now!r}; set it back")
         run = run or {"id": mine or uuid.uuid4().hex, "fixed": fixed}
-        self.store.write_json(RUN, run)
-        self.note(id=run["id"], reading=None, copy="", ended=False)
-        self.store.abort_leftovers()
-        threading.Thread(target=self.keep_lease, daemon=True).start()
+        if self.rank == 0:
+            self.take_lease()
+            self.store.write_json(RUN, run)
+            self.store.abort_leftovers()
+            threading.Thread(target=self.keep_lease, daemon=True).start()
+        self.note(id=run["id"], reading=None)
+        return ""
 
     def take_lease(self) -> None:
         """Wait until the lease of another process has expired, then write ours, and look whether it stays."""
@@ -122,14 +135,14 @@ class Uploader:
             if before is None:
                 self.tell(say=f"{who} had {self.url}; waiting {LEASE:.0f} s for a sign of it")
             elif lease["beat"] != before:
-                raise Refused(f"{self.url} is in use by {who}, which is alive; stop it, or give another place")
+                raise StoreError(f"{self.url} is in use by {who}, which is alive; stop it, or give another place")
             before = lease["beat"]
             time.sleep(min(5 * LOOK, LEASE / 10))
         self.good = [copy for copy in self.store.named() if self.store.marker(copy)]
         self.write_lease(self.owner)
         time.sleep(LOOK)  # another may have found the same lease expired: the last to write has it
         if (self.store.read_json(LEASE_FILE) or {}).get("owner") != self.owner:
-            raise Refused(f"{self.url} was taken by another run just now; give another place")
+            raise StoreError(f"{self.url} was taken by another run just now; give another place")
 
     def write_lease(self, owner: dict[str, Any] | None) -> None:
         with self.leasing:
@@ -154,11 +167,19 @@ class Uploader:
             with contextlib.suppress(StoreError, Gone):
                 self.renew_lease()
 
-    def fetch_newest(self) -> str:
-        """Fetch the newest complete copy, if it is further on than the output directory. Returns its name, or ""."""
-        here = [files.step_of(path) for path in files.candidates(self.output_dir) if files.defect(path) is None]
+    def fetch_newest(self, copy: str = "") -> str:
+        """Fetch a copy, by default the newest complete one, if it is further on than the output directory.
+
+        Returns its name, or "". A machine with a disk of its own has nothing that is further on, but has files of the copy.
+        """
+        wanted, found = copy, [path for path in files.candidates(self.output_dir) if files.defect(path) is None]
         for copy, marker in self.store.complete():
-            if marker["step"] <= max(here, default=0):
+            if wanted not in ("", copy):
+                continue
+            if self.settings["has_own_disk"]:
+                if copy in (name_of_copy(files.read_marker(path)) for path in found):
+                    return copy
+            elif marker["step"] <= max(map(files.step_of, found), default=0):
                 break
             self.tell(say=f"fetching {copy} ({readable(files.listed_bytes(marker))}) from {self.url}")
             try:
@@ -169,93 +190,140 @@ class Uploader:
                 self.store.set_copy_aside(copy, str(error))
         return ""
 
+    def send_now(self, name: str) -> str:
+        """Send what this machine has of a checkpoint, which no machine has whole; the first one completes the copy."""
+        checkpoint, rate = self.output_dir / name, self.pace.rate
+        self.pace.rate = 0  # the run waits
+        if checkpoint.exists():
+            marker = files.read_marker(checkpoint)
+            copy = name_of_copy(marker)
+            if self.rank:
+                with self.reads(checkpoint):
+                    self.send_part(checkpoint, copy, marker)
+            elif self.store.marker(copy) is None:
+                self.tell(say=f"making a copy of {name} from the disks of all machines")
+                self.send_copy(checkpoint, copy, marker)
+        self.pace.rate = rate
+        return ""
+
     # Copies, while the run trains.
 
     def watch(self) -> None:
         """Send each newest checkpoint, until the run has ended; then its export, and what a person watches."""
+        look = LOOK * (5 if self.rank else 1)
         while not (self.finish and (self.is_complete() or (self.failures and time.monotonic() > self.finish["until"]))):
             if self.finish:
-                time.sleep(LOOK / 5)
+                time.sleep(look / 5)
             else:
-                self.wake.wait(min(LONGEST_PAUSE, 15.0 * 2**self.failures) if self.failures else LOOK)
+                self.wake.wait(min(LONGEST_PAUSE, 15.0 * 2**self.failures) if self.failures else look)
+                self.wake.clear()
             try:
                 self.turn_of_first() if self.rank == 0 else self.turn_of_other()
+                if self.wanted and self.wanted == checkpoint_of(self.copy):
+                    self.store.fetch_copy(self.copy, self.store.marker(self.copy), self.output_dir / self.wanted)
+                    self.tell(answer="")
+                    self.wanted = ""
                 self.problem, self.failures = "", 0
             except Gone:
                 pass
             except Exception as error:
                 self.note_trouble(error)
+                if self.wanted and time.monotonic() > self.wanted_until:
+                    self.tell(error=f"there is no copy of {self.wanted}, from which the export is made: {self.problem}")
+                    self.wanted = ""
         try:
-            out = self.output_dir / "export"
             if self.rank == 0 and not self.failures:
-                names = [str(path.relative_to(self.output_dir)) for path in out.rglob("*") if path.is_file()]
-                for name in sorted(names, key=lambda name: name.endswith(EXPORT)):  # the list of its files last
-                    if self.finish["is_finished"]:
-                        self.store.send(self.output_dir / name, name, self.pace)
+                exported = (self.output_dir / "export").rglob("*") if self.finish["is_finished"] else ()
+                for path in sorted(
+                    filter(Path.is_file, exported), key=lambda path: path.name == EXPORT
+                ):  # that list last
+                    self.store.send(path, str(path.relative_to(self.output_dir)), self.pace)
                 self.share()
         except Exception as error:
             self.note_trouble(error)
         self.leave()
 
     def turn_of_first(self) -> None:
-        present = reversed(files.candidates(self.output_dir))
-        newest = next((c for c in present if c.name == self.done or files.defect(c) is None), None)
-        if newest is not None and newest.name != self.done:
+        present, done = reversed(files.candidates(self.output_dir)), checkpoint_of(self.copy)
+        newest = next((c for c in present if c.name == done or files.defect(c) is None or files.is_part(c)), None)
+        if newest is not None and newest.name != done:
             marker, start = files.read_marker(newest), time.monotonic()
             copy = name_of_copy(marker)
             if self.store.marker(copy) is None:
-                self.send_copy(newest, copy, marker)
+                self.send_copy(newest, copy, marker, PATIENCE_WITH_OTHERS)
                 seconds = time.monotonic() - start
                 self.tell(say=f"{copy} is complete ({readable(files.listed_bytes(marker))} in {seconds:.0f} s)")
-            self.copy, self.done, self.since = copy, newest.name, time.time()
-            self.coming, self.good = "", [copy]
-            self.note(copy=copy)
+            self.copy, self.since, self.coming, self.good = copy, time.time(), "", [copy]
             self.tell_status()
             self.remove_old()
         if time.monotonic() - self.shared_at > SHARE:
             self.share()
 
-    def send_copy(self, checkpoint: Path, copy: str, marker: dict) -> None:
-        """Send this machine's part, wait for the others, and complete the copy."""
-        self.note(reading=checkpoint.name)
-        self.reading, begun = checkpoint, time.monotonic()
-        try:
-            self.check()
+    def send_copy(self, checkpoint: Path, copy: str, marker: dict, patience: float = math.inf) -> None:
+        """Tell the other machines which copy it is, send this machine's part, wait for the others, and complete the copy."""
+        self.coming, begun = copy, time.monotonic()
+        with self.reads(checkpoint):
             text = (checkpoint / MARKER).read_bytes()
-            self.send_part(copy, marker)
-            for rank in self.ranks[1:]:
-                while self.store.read_json(f"{copy}/part-{rank}.json") is None:
-                    self.check()
-                    has_newer = files.step_of(files.candidates(self.output_dir)[-1]) > marker["step"]
-                    if has_newer and time.monotonic() - begun > PATIENCE_WITH_OTHERS:
-                        raise StoreError(f"the machine of rank {rank} has not sent its part of {copy}")
-                    time.sleep(LOOK)
-            self.coming = copy
+            self.renew_lease()
+            self.send_part(checkpoint, copy, marker)
+            while lacking := marker["files"].keys() - self.store.sent(copy):
+                self.check()
+                has_newer = files.step_of(files.candidates(self.output_dir)[-1]) > marker["step"]
+                if has_newer and time.monotonic() - begun > patience:
+                    raise StoreError(f"another machine has not sent {min(lacking)} of {copy}")
+                time.sleep(LOOK)
             self.renew_lease()  # only its owner completes a copy
             self.store.write(f"{copy}/{MARKER}", text)
+
+    @contextlib.contextmanager
+    def reads(self, checkpoint: Path) -> Iterator[None]:
+        """Keep a checkpoint from being removed meanwhile. Raises Gone if it was, as `check` does later."""
+        if self.has_disk:
+            self.note(reading=checkpoint.name)
+        self.reading = checkpoint
+        try:
+            self.check()
+            yield
         finally:
             self.reading = None
-            self.note(reading=None)
+            if self.has_disk:
+                self.note(reading=None)
 
-    def send_part(self, copy: str, marker: dict) -> None:
-        """Send the files of this machine's ranks. The checkpoint may be of another number of ranks."""
-        mine = []
-        for name in sorted(marker["files"]):
+    def send_part(self, checkpoint: Path, copy: str, marker: dict) -> None:
+        """Send the files of this machine's ranks, or on its own disk. The checkpoint may be of another number of ranks."""
+
+        def is_mine(name: str) -> bool:
+            if self.settings["has_own_disk"]:
+                return (checkpoint / name).is_file()
             found = OWNER.match(name)
             owner = int(found[1]) % self.settings["world_size"] if found else 0
-            if max(first for first in self.ranks if first <= owner) == self.rank:
-                mine.append(name)
-        self.store.send_part(self.reading, copy, mine, self.rank, self.pace)
+            return max(first for first in self.ranks if first <= owner) == self.rank
+
+        mine = [name for name in sorted(marker["files"]) if is_mine(name)]
+        self.store.send_part(checkpoint, copy, mine, self.rank, self.pace)
 
     def turn_of_other(self) -> None:
-        """Send this machine's part of the checkpoint that the first machine has chosen."""
-        name = self.noted().get("reading")
-        if name and name != self.done:
-            self.reading = self.output_dir / name
-            self.check()
-            marker = files.read_marker(self.reading)
-            self.send_part(name_of_copy(marker), marker)
-            self.done = name
+        """Send this machine's part of the copy that the first machine has chosen."""
+        if (lease := self.store.read_json(LEASE_FILE)) is None:
+            return
+        if self.heard != lease["beat"]:
+            self.heard, self.heard_at = lease["beat"], time.monotonic()
+        self.first = self.first or lease["owner"]
+        self.is_over = not lease["owner"] or lease["owner"] != self.first or time.monotonic() - self.heard_at > LEASE
+        copy = next(iter(lease["copies"]), self.copy)
+        checkpoint = self.output_dir / checkpoint_of(copy)
+        if copy != self.copy and checkpoint.exists():
+            with self.reads(checkpoint):
+                marker = files.read_marker(checkpoint)
+                if name_of_copy(marker) == copy:
+                    self.send_part(checkpoint, copy, marker)
+            self.copy = copy
+        elif copy != self.copy and any(
+            files.step_of(c) > step_of_copy(copy) for c in files.candidates(self.output_dir)
+        ):
+            if self.store.marker(copy) is None:
+                self.store.write_json(f"{copy}/{GONE}", self.rank)  # the first machine then takes a newer one
+            self.copy = copy
 
     def remove_old(self) -> None:
         """Remove the copies that are not kept, by the rules of the output directory, and what was never completed."""
@@ -274,8 +342,7 @@ class Uploader:
         """Send what a person watches, where it has changed."""
         for name in WATCHED:
             with contextlib.suppress(FileNotFoundError):
-                stat = (self.output_dir / name).stat()
-                if self.shared.get(name) != (state := (stat.st_mtime_ns, stat.st_size)):
+                if self.shared.get(name) != (state := size_and_times(self.output_dir / name)):
                     self.store.write(name, (self.output_dir / name).read_bytes())
                     self.shared[name] = state
         self.shared_at = time.monotonic()
@@ -297,9 +364,7 @@ class Uploader:
 
     def is_complete(self) -> bool:
         """Tell whether this machine has no more to do for the run's newest checkpoint."""
-        noted = self.noted() if self.rank else {"copy": self.copy}
-        steps = [int(self.done.partition("-")[2] or 0) if self.rank else 0, step_of_copy(noted.get("copy") or "x-0")]
-        return bool(noted.get("ended")) or max(steps) >= (self.finish or {"step": 0})["step"]
+        return self.is_over or step_of_copy(self.copy or "x-0") >= (self.finish or {"step": 0})["step"]
 
     def hurry(self, command: dict[str, Any]) -> None:
         """Begin the end: no limit of the bandwidth any more, and a deadline."""
@@ -315,8 +380,6 @@ class Uploader:
     def leave(self) -> None:
         """Release the lease, and end this process."""
         with contextlib.suppress(Exception):
-            if self.rank == 0:
-                self.note(reading=None, ended=True)
             if self.rank == 0 and not self.failures:
                 self.renew_lease()
                 self.is_lost = True  # nothing is to follow
@@ -342,21 +405,23 @@ def run_uploader() -> None:
                 command = json.loads(line)
                 if command["do"] == "finish":
                     uploader.hurry(command)
+                if command["do"] == "make_whole":
+                    uploader.wanted, uploader.wanted_until = command["name"], time.monotonic() + PATIENCE_AT_END
+                    uploader.pace.rate = 0
+                    uploader.wake.set()
                 commands.put(command)
             os._exit(1)  # the run is gone
 
         threading.Thread(target=listen, daemon=True).start()
-        if uploader.rank == 0:
-            uploader.begin()
-        uploader.tell(answer="")
-        while (command := commands.get())["do"] == "fetch":
-            uploader.tell(answer=uploader.fetch_newest())
-        if command["do"] == "finish":  # the run was refused
+        actions = {"begin": uploader.begin, "send": uploader.send_now, "fetch": uploader.fetch_newest}
+        while action := actions.get((command := commands.get()).pop("do")):
+            uploader.tell(answer=action(**command))
+        if uploader.finish:  # the run was refused
             uploader.leave()
         uploader.ranks = command["ranks"]
         uploader.watch()
     except Exception as error:
-        is_plain = isinstance(error, Refused | StoreError)
+        is_plain = isinstance(error, StoreError)
         print(json.dumps({"error": str(error) if is_plain else told(error)}), flush=True)
         os._exit(1)
 

@@ -134,7 +134,8 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
         unwritable = move_to_volumes(args, volumes)
         has_place = is_below(args.output_dir, volumes[:1])
     else:
-        warnings += shared_disk_warnings(Path(args.output_dir), world_size // int(env.get("LOCAL_WORLD_SIZE", 1)))
+        if not args.mirror:  # with it, each machine may have its own
+            warnings += shared_disk_warnings(Path(args.output_dir), world_size // int(env.get("LOCAL_WORLD_SIZE", 1)))
         resumed_from, found, doubts = resume_problems(args, reads=request.reads_checksums)
         problems, warnings = problems + found, warnings + doubts
         unwritable = requirements.write_problems(args)

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 from accelerate_recipes.life import parent
 from accelerate_recipes.life.status import read_status
-from accelerate_recipes.ranks import on_all_ranks, sum_over_ranks
+from accelerate_recipes.ranks import is_first_of_machine, on_all_ranks, sum_over_ranks
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 LEAVE_SECONDS = 15.0  # time for the processes to end, and for the job script to requeue
@@ -108,6 +108,6 @@ def raise_if_requested(accelerator: Accelerator) -> None:
 def reason(accelerator: Accelerator) -> str:
     """Return on all ranks the causes of the stop; remove the file `stop`, so that the next run may start."""
     found = on_all_ranks(requested())
-    if accelerator.is_main_process and _file is not None:
+    if is_first_of_machine() and _file is not None:  # each machine may have an output directory of its own
         _file.unlink(missing_ok=True)
     return ", ".join(dict.fromkeys(filter(None, found)))
