@@ -361,7 +361,7 @@ def test_what_the_job_will_have(monkeypatch):
     """With nodes and GPUs that this machine lacks, the rules of a CPU do not apply, but the number of processes does."""
     asked = ["--nodes", "4", "--gpus-per-node", "8"]
     batch = ["--total_batch_size", "64", "--per_device_train_batch_size", "2"]
-    found, _ = preflight([str(CONFIGS / "fsdp1_full.yaml"), *asked, *LAPTOP, *batch])
+    found, _ = preflight([str(CONFIGS / "fsdp_full.yaml"), *asked, *LAPTOP, *batch])
     assert "with 32 processes; 64 sequences a step = 32 processes x 2 x 1" in found
     hybrid = [str(CONFIGS / "fsdp_hybrid.yaml"), *asked]
     found, assignments = preflight([*hybrid, *LAPTOP, *batch])
@@ -372,7 +372,17 @@ def test_what_the_job_will_have(monkeypatch):
         preflight([*hybrid, "--parallelism_config_dp_shard_size", "4", *LAPTOP, *batch])
     with pytest.raises(ConfigError, match="FSDP1 hybrid sharding on a CPU"):
         hybrid1 = ["--fsdp_sharding_strategy", "HYBRID_SHARD"]
-        preflight([str(CONFIGS / "fsdp1_full.yaml"), "--cpus-per-node", "2", *hybrid1, *LAPTOP])
+        preflight(
+            [
+                str(CONFIGS / "fsdp1_full.yaml"),
+                "--cpus-per-node",
+                "2",
+                *hybrid1,
+                *LAPTOP,
+                "--optim",
+                "adamw_torch_fused",
+            ]
+        )
 
 
 @pytest.mark.parametrize(
@@ -431,20 +441,22 @@ def test_output_directory(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "filesystem", lambda path: "ext4")
     assert f"{tmp_path}/new/out lies on ext4; 2 machines must" in preflight(two_nodes)[0]
 
-    # 1,357,952 parameters, 12 bytes each in a checkpoint; of 10 saves 2 are kept while a third is written.
+    # 1,357,952 parameters, of which Muon trains 851,968 with one moment, AdamW the others with two; of 10 saves 2 are kept while
+    # a third is written.
     short = [config, *LAPTOP, *out, "--max_steps", "100", "--save_steps", "10", "--save_total_limit"]
-    needs = 3 * 12 * 1_357_952 + 4 * 1_357_952
+    saved = 12 * 1_357_952 - 4 * 851_968
+    needs = 3 * saved + 4 * 1_357_952
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(2**60, 0, needs))
     assert (
-        f"Parameters: 1,357,952; {tmp_path}/new/out needs 51.802 MiB for 3 checkpoints" in preflight([*short, "2"])[0]
+        f"Parameters: 1,357,952; {tmp_path}/new/out needs 42.052 MiB for 3 checkpoints" in preflight([*short, "2"])[0]
     )
-    with pytest.raises(ConfigError, match=r"needs 67.342 MiB for 4 checkpoints of .* 51.802 MiB free"):
+    with pytest.raises(ConfigError, match=r"needs 54.342 MiB for 4 checkpoints of .* 42.052 MiB free"):
         preflight([*short, "3"])
     assert not (tmp_path / "new").exists()
     leftover = tmp_path / "new/out/checkpoint-5.partial/state"
     leftover.mkdir(parents=True)
     with (leftover / "__0_0.distcp").open("w") as file:
-        file.truncate(12 * 1_357_952)
+        file.truncate(saved)
     assert "4 checkpoints" in preflight([*short, "3"])[0], "what is left unfinished goes first"
 
 
