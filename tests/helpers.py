@@ -1,5 +1,6 @@
 """Helpers that launch what a user launches, and read the result from a file."""
 
+import contextlib
 import io
 import json
 import os
@@ -271,5 +272,7 @@ class ForkServer:
         return int(answer)
 
     def close(self) -> None:
-        self.process.stdin.close()
+        with contextlib.suppress(OSError):
+            print(file=self.process.stdin, flush=True)
+            self.process.stdin.close()
         self.process.wait(timeout=60)

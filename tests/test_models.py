@@ -216,7 +216,7 @@ def test_mistakes_of_other_architectures(model_type, overrides, reason):
         shipped.load(ROOT / "recipes/c4.py").requirements(args).new_model()
 
 
-@pytest.mark.parametrize("max_length", [64, 1_000_000])
+@pytest.mark.parametrize("max_length", [64, 200_000])
 def test_every_decoder_is_new_or_refused_by_name(max_length):
     """With the defaults of its class, whatever its padding token and rotary embedding; images make it no decoder."""
     refused = {}

@@ -113,5 +113,8 @@ for module in sys.argv[1:]:
         importlib.import_module(module)
 gc.freeze()  # else each rank collects among what is imported: a tenth of its time
 for line in sys.stdin:
+    if not line.strip():  # the end; the pipe itself may stay open in a process that inherited it
+        break
     _, status = os.waitpid(group_process(json.loads(line)), 0)
     print(os.waitstatus_to_exitcode(status), flush=True)
+os._exit(0)  # threads of libraries may not end

@@ -60,20 +60,15 @@ class Uploader:
     coming, good = "", []  # copies that the lease names: one that is about to be complete, and complete ones
     problem, failures, beat, shared_at, is_lost, is_over = "", 0, 0, 0.0, False, False
     reading: Path | None = None
-    first, heard, heard_at = (
-        None,
-        None,
-        0.0,
-    )  # for other machines: owner of the lease; its last beat, and when it was seen
+    # Of other machines: owner of the lease; its last beat, and when it was seen.
+    first, heard, heard_at = None, None, 0.0
     wanted, wanted_until = "", 0.0  # checkpoint that is to be made whole
     finish: dict[str, Any] | None = None
 
     def __init__(self, settings: dict[str, Any]):
         self.settings, self.rank, self.owner, self.url = settings, settings["rank"], settings["owner"], settings["url"]
         self.output_dir, self.store = Path(settings["output_dir"]), Store(self.url)
-        self.has_disk = (
-            self.rank == 0 or settings["has_own_disk"]
-        )  # else the first machine takes care of the shared one
+        self.has_disk = self.rank == 0 or settings["has_own_disk"]  # the first machine takes care of a shared one
         self.pace, self.since, self.shared = Pace(settings["bandwidth"], self.check), time.time(), {}
         self.wake, self.leasing = threading.Event(), threading.Lock()
 
@@ -234,9 +229,8 @@ class Uploader:
         try:
             if self.rank == 0 and not self.failures:
                 exported = (self.output_dir / "export").rglob("*") if self.finish["is_finished"] else ()
-                for path in sorted(
-                    filter(Path.is_file, exported), key=lambda path: path.name == EXPORT
-                ):  # that list last
+                # The list of its files comes last.
+                for path in sorted(filter(Path.is_file, exported), key=lambda path: path.name == EXPORT):
                     self.store.send(path, str(path.relative_to(self.output_dir)), self.pace)
                 self.share()
         except Exception as error:
