@@ -896,7 +896,7 @@ IN_STEP_20 = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_new_tokens_of_adapters(forks, tmp_path, tied):
     """Under FSDP adapters train the rows of new tokens alone; both exports answer with them, and a killed run resumes."""
     folder = save_base(tmp_path / "base", None, tie_word_embeddings=tied, initializer_range=0.3)

@@ -125,7 +125,14 @@ def test_killed(forks, undisturbed, tmp_path, point, everyone):
 @pytest.mark.slow
 @pytest.mark.parametrize("everyone", [True, False], ids=["all", "one"])
 @pytest.mark.parametrize(
-    "point", ["in a step between two saves", "before the marker", "between renaming and retention"]
+    "point",
+    [
+        "before the marker",
+        *(
+            pytest.param(point, marks=pytest.mark.long)
+            for point in ("in a step between two saves", "between renaming and retention")
+        ),
+    ],
 )
 def test_killed_under_the_launcher(forks, undisturbed, tmp_path, point, everyone):
     """The same holds under `accelerate launch`, which ends the surviving rank."""

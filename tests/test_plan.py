@@ -161,7 +161,9 @@ def check_path(name: str, config: str, found: Outcome | Exception) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GPU_COMMANDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if "adapters" in name else []) for name in GPU_COMMANDS]
+)
 def test_the_path_of_gpus_of_each_recipe(simulator, bases, name):
     """Each recipe with a trial runs on tensors of GPUs under each FSDP2 config, and in bf16 on one GPU."""
     command = command_of(bases, GPU_COMMANDS[name][0])
