@@ -126,11 +126,8 @@ def main(args: Args) -> None:
     def draw_fn(step: int, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return loss.add_references(run.model, batches)
 
-    loss_fn, count_fn, given = (
-        loss.sum_parts,
-        loss.count_parts,
-        {"values_fn": loss.values, "mark_fn": loss.gathered.mark},
-    )
+    loss_fn, count_fn = loss.sum_parts, loss.count_parts
+    given = {"values_fn": loss.values, "mark_fn": loss.gathered.mark}
     records = train(run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, draw_fn=draw_fn, **given)
 
     # Result

@@ -520,6 +520,15 @@ def test_a_part_that_is_gone(tmp_path):
     assert complete_there(tmp_path / "place") == [6] and first.store.copies() == [first.copy]
 
 
+@pytest.mark.timeout(60)
+def test_a_part_that_never_comes(tmp_path):
+    """An export does not wait for ever for the part of a machine that is gone."""
+    first, _ = two_disks(tmp_path, 3)
+    first.wanted, first.wanted_until = "checkpoint-3", 0.0
+    with pytest.raises(StoreError, match=r"another machine has not sent rng-1\.pt of checkpoint-3-"):
+        first.turn_of_first()
+
+
 def test_what_all_disks_hold_together(tmp_path, monkeypatch):
     """It becomes a copy at the start, and each machine fetches what it lacks, and no more."""
     machines, held = two_disks(tmp_path, 3, 6), []

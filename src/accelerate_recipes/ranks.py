@@ -130,13 +130,13 @@ def on_first_rank(compute: Callable[[], T], group: dist.ProcessGroup | None = No
     return result
 
 
-def gather_when_done(compute: Callable[[], T]) -> list[T]:
-    """Call `compute` on every rank in a thread, and gather the results. It may take longer than a collective waits.
+def gather_when_done(compute: Callable[[], T] | None) -> list[T | None]:
+    """Call `compute` in a thread, and gather the results of all ranks. It may take longer than a collective waits.
 
-    If it raises on one rank, every rank raises the same error.
+    A rank that has nothing to do gives None. If it raises on one rank, every rank raises the same error.
     """
     with ThreadPoolExecutor(1) as thread:
-        done = thread.submit(compute)
+        done = thread.submit(compute or (lambda: None))
         while not all(on_all_ranks(not wait([done], timeout=30).not_done)):
             pass
     for error in on_all_ranks(done.exception()):

@@ -186,7 +186,7 @@ class Checkpointer:
             if mirror.is_first_of_disk():
                 remove_old(final.parent, self.kept, mirror.read_now(final.parent) if self.args.mirror else None)
         except OSError as error:
-            if rank == 0:
+            if mirror.is_first_of_disk():
                 warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=2)
 
     @contextlib.contextmanager

@@ -229,15 +229,16 @@ def fetch_from_mirror(args: TrainArgs) -> None:
     if is_first_of_disk() and _sender is None:  # in the main thread: the process ends with the thread that starts it
         _sender = Sender(args)
     for turn in (True, False):  # rank 0 takes the place, the others join
-        gather_when_done(_sender.begin if _sender and is_first() == turn else str)
+        gather_when_done(_sender.begin if _sender and is_first() == turn else None)
     if _has_own_disks and (newest := newest_of_all_disks(Path(args.output_dir))):
-        gather_when_done(partial(_sender.call, do="send", name=newest) if _sender else str)
+        gather_when_done(partial(_sender.call, do="send", name=newest) if _sender else None)
     wanted = ""
     while True:
-        copies = gather_when_done(partial(_sender.call, do="fetch", copy=wanted) if _sender else str)
-        if len({*filter(None, copies)}) < 2:
+        found = gather_when_done(partial(_sender.call, do="fetch", copy=wanted) if _sender else None)
+        copies = {copy for copy in found if copy}
+        if len(copies) < 2:
             return
-        wanted = min(filter(None, copies), key=step_of_copy)  # one machine has found a newer copy damaged
+        wanted = min(copies, key=step_of_copy)  # one machine has found a newer copy damaged
 
 
 def begin_copies(args: TrainArgs) -> None:

@@ -13,14 +13,7 @@ from accelerate_recipes.checkpoint.export import check_replaceable, is_same_mode
 from accelerate_recipes.checkpoint.mirror import fetched, is_copy
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.life import lock
-from accelerate_recipes.ranks import (
-    gather_when_done,
-    is_first,
-    on_all_ranks,
-    on_first_of_machine_before_others,
-    on_first_rank,
-    place_on_machine,
-)
+from accelerate_recipes.ranks import gather_when_done, is_first, on_all_ranks, on_first_rank, place_on_machine
 
 # Arguments of earlier versions that changed the model, with the values that changed nothing.
 STRETCHED = {"rope_scaling_factor": 1, "rope_theta": 0}
@@ -92,12 +85,12 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
         if args.mirror:
             on_first_rank(lambda: take_directory(output_dir))
             mirror.look_for_disks(output_dir)
-            on_first_of_machine_before_others(partial(take_directory, output_dir) if mirror.is_first_of_disk() else str)
+            gather_when_done(partial(take_directory, output_dir) if mirror.is_first_of_disk() else None)
             check_kind(accelerator)
             mirror.fetch_from_mirror(args)
-        (chosen, *_) = gather_when_done(lambda: find_in_own(args) if is_first() else None)
+        chosen, *_ = gather_when_done(partial(find_in_own, args) if is_first() else None)
         if mirror.has_own_disks():
-            gather_when_done(partial(tidy_disk, args, chosen) if mirror.is_first_of_disk() else str)
+            gather_when_done(partial(tidy_disk, args, chosen) if mirror.is_first_of_disk() else None)
         unseen = [i for i, reason in enumerate(on_all_ranks(chosen and files.defect(chosen))) if reason]
         if unseen:
             remedy = "--output_dir must lie on a filesystem that all machines share"
@@ -117,7 +110,7 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
             raise ConfigError(damaged(chosen, reason))
         if rank == 0:
             warnings.warn(f"skipping {chosen}: {reason}", stacklevel=2)
-        on_first_of_machine_before_others(partial(files.set_aside, chosen) if mirror.is_first_of_disk() else str)
+        gather_when_done(partial(files.set_aside, chosen) if mirror.is_first_of_disk() else None)
 
 
 def check_kind(accelerator: Accelerator) -> None:

@@ -99,7 +99,7 @@ class Uploader:
         """Make the place that of this run. Raises StoreError if it belongs to another, or to one that is alive."""
         run, mine, fixed = self.store.read_json(RUN), self.noted().get("id"), self.settings["fixed"]
         if not self.has_disk:
-            return ""
+            return ""  # the store answers this machine too
         if run is None and (copies := self.store.copies()):
             raise StoreError(f"{self.url} holds {copies[0]}, but no {RUN}; give another place")
         if run and (mine or files.candidates(self.output_dir)) and run["id"] != mine:
@@ -224,7 +224,10 @@ class Uploader:
             except Exception as error:
                 self.note_trouble(error)
                 if self.wanted and time.monotonic() > self.wanted_until:
-                    self.tell(error=f"there is no copy of {self.wanted}, from which the export is made: {self.problem}")
+                    self.tell(
+                        error=f"there is no copy of {self.wanted}, from which the export is made: {self.problem}; the same "
+                        "command, given again, makes it when the store has all parts"
+                    )
                     self.wanted = ""
         try:
             if self.rank == 0 and not self.failures:
@@ -263,7 +266,8 @@ class Uploader:
             while lacking := marker["files"].keys() - self.store.sent(copy):
                 self.check()
                 has_newer = files.step_of(files.candidates(self.output_dir)[-1]) > marker["step"]
-                if has_newer and time.monotonic() - begun > patience:
+                is_late = has_newer and time.monotonic() - begun > patience
+                if is_late or (self.wanted and time.monotonic() > self.wanted_until):
                     raise StoreError(f"another machine has not sent {min(lacking)} of {copy}")
                 time.sleep(LOOK)
             self.renew_lease()  # only its owner completes a copy

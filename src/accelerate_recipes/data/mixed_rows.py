@@ -46,10 +46,6 @@ class MixedTable:
     def names(self) -> list[str]:
         return self.mixture.names
 
-    @property
-    def file(self) -> str:
-        return self.mixture.file
-
     @cached_property
     def ends(self) -> np.ndarray:
         """Numbers of the rows behind the last of each source."""
@@ -69,8 +65,8 @@ class MixedTable:
             limits.append(math.inf if endless else round(source.max_epochs * size))
             if not limits[-1]:
                 raise ConfigError(
-                    f"{self.file}, source {source.name}: max_epochs {source.max_epochs:g} of {size:,} rows is less than one "
-                    "row; raise it"
+                    f"{self.mixture.file}, source {source.name}: max_epochs {source.max_epochs:g} of {size:,} rows is less "
+                    "than one row; raise it"
                 )
         table = [(step * batch, [weights[name] for name in self.names]) for step, weights in self.weights]
         return Shares(table, limits, self.args.seed)
@@ -85,8 +81,8 @@ class MixedTable:
         most = math.inf if math.isinf(end) else math.ceil(end / batch)
         if asked > most:
             raise ConfigError(
-                f"--max_steps {asked} needs {asked * batch:,} rows, and the sources of {self.file} end after {end:,}: lower "
-                f"it to {most}, or raise max_epochs of a source"
+                f"--max_steps {asked} needs {asked * batch:,} rows, and the sources of {self.mixture.file} end after "
+                f"{end:,}: lower it to {most}, or raise max_epochs of a source"
             )
         steps = asked if asked > 0 else int(most)
         self.mixture.check_phases(steps)
@@ -117,12 +113,12 @@ class MixedTable:
                 "the checkpoint was trained without a mixture; remove --mixture, or start anew in another --output_dir"
             )
         then, now = states[0]["sources"], self.facts()
-        check_same_sources(then, now, self.file)
+        check_same_sources(then, now, self.mixture.file)
         for name, facts in now.items():
             try:
                 check_content(facts["content"], [then[name]], remedy)
             except ConfigError as error:
-                raise ConfigError(f"{self.file}, source {name}: {error}") from None
+                raise ConfigError(f"{self.mixture.file}, source {name}: {error}") from None
 
     def source_of(self, numbers: np.ndarray) -> np.ndarray:
         """Return the number of the source of each row of the table."""
