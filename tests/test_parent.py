@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import forkserver
 
 import psutil
 import pytest
@@ -224,6 +225,7 @@ ARGS = TrainArgs(total_batch_size=1, dataloader_num_workers=2)
 
 def first_rows(connection) -> None:
     """Send, from a new process, the ids of its workers, and its rows, the last four after SIGTERM to all workers."""
+    forkserver._forkserver.__init__()  # a server that an earlier test left is no child of this process
     parent.follow_launcher()
     workers.start_fork_server()
     batches = iter(make_train_loader(Rows(), ARGS, 0, 1))
