@@ -21,6 +21,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import pad
 
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
 from accelerate_recipes.posttraining.distillation import DistillationLoss, check_vocabularies, with_access
@@ -61,6 +62,13 @@ def arguments(chats) -> tuple:
     )  # fmt: skip
 
 
+def test_preflight_counts_the_student_alone(arguments, chats):
+    """The teacher needs no room in a checkpoint."""
+    said, _ = preflight([str(ROOT / "accelerate_configs/single.yaml"), str(SCRIPT), *map(str, arguments)])
+    student = AutoModelForCausalLM.from_pretrained(chats / "student")
+    assert f"Parameters: {student.num_parameters():,}; " in said
+
+
 def numbers(out: Path) -> list[float]:
     """List all that a run has measured, in order."""
     names = ("loss", "grad_norm", "entropy")
@@ -73,10 +81,13 @@ def numbers(out: Path) -> list[float]:
 
 
 def test_any_division(forks, arguments, tmp_path):
-    """Losses, gradients and evaluations are the same on 1, 2 and 3 ranks, for any micro-batch; half of the answers are drawn."""
+    """Losses, gradients and evaluations are the same on 1, 2 and 3 ranks, for any micro-batch; half of the answers are drawn.
+
+    Muon trains the student's matrices, and none of the teacher's.
+    """
     found = []
     for config, ranks, size in (("single", 1, 12), ("fsdp_full", 2, 2), ("fsdp_grad_op", 3, 1)):
-        given = (*arguments, "--max_steps", 3, "--lmbda", 0.5, "--per_device_train_batch_size", size)
+        given = (*arguments, "--max_steps", 3, "--lmbda", 0.5, "--optim", "muon", "--per_device_train_batch_size", size)
         forks.succeed(tmp_path / config, *given, config=config, num_processes=ranks)
         found.append(numbers(tmp_path / config))
     assert len(found[0]) > 9

@@ -189,7 +189,8 @@ def prepare(
     """
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    make_optimizer = optimizer_fn(model, args)
+    # A reference or a teacher is not trained: the optimizer that Accelerate wants is never used.
+    make_optimizer = optimizer_fn(model, args) if trained else lambda held: torch.optim.SGD(held.parameters())
     mixers = unpack_documents(model, mixers_in(model))
     embed_by_length(model)
     functorch_config.activation_memory_budget = args.activation_memory_budget
@@ -247,8 +248,7 @@ def prepare(
         layer_names = accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
         layers = [unit for unit in units if type(unit).__name__.removeprefix("FSDP") in layer_names]
         prefetch_layers(layers, args.prefetch_layers)
-    optimizer = make_optimizer(model) if trained else torch.optim.SGD(model.parameters())  # which is never used
-    return model, optimizer, units[:2]
+    return model, make_optimizer(model), units[:2]
 
 
 def parameter_device(accelerator: Accelerator) -> torch.device:

@@ -135,19 +135,20 @@ def check_models(
     it. With --data_only, only the files of the models are checked: the run may be on another machine.
 
     Returns:
-        The models on the meta device, and the reasons why some of them cannot be trained.
+        The model to train on the meta device, if it is here, and the reasons why this or another cannot be used.
     """
-    models, problems = [], []
+    models, others, problems = [], [], []
     for name in needed.models:
         if (place := cache.folder("model", name)) and (place / "config.json").is_file():
             with noting(problems):
-                models.append(check_model(name, needed.kind))
+                model = check_model(name, needed.kind)
+                (models if name == args.base_model else others).append(model)
                 if name != args.base_model or args.use_peft:
                     continue
                 if args.param_dtype == torch.bfloat16 and os.environ.get("ACCELERATE_USE_FSDP") == "true":
-                    check_one_dtype(models[-1], name)
+                    check_one_dtype(model, name)
                 if not cache.lacking(cache.HubModel(name)):
-                    check_export_form(models[-1], name)
+                    check_export_form(model, name)
     load = load_tokenizer if needed.tokenizers else needed.kind.reader
     for name in needed.tokenizers or needed.models:
         if not problems and not cache.lacking(cache.HubModel(name, weights=not needed.tokenizers)):
@@ -158,19 +159,21 @@ def check_models(
     if needed.new_model and makes_new:
         with noting(problems), torch.device("meta"):
             models.append(needed.new_model())
-    for model in models:
-        problems += model_problems(args, model, os.environ)
+    for model in (*models, *others):
+        problems += model_problems(args, model, os.environ, is_trained=model in models)
     return models, problems
 
 
-def model_problems(args: TrainArgs, model: transformers.PreTrainedModel, env: Mapping[str, str]) -> list[str]:
-    """List why a model on the meta device cannot be trained with `args`, in the launch that `env` describes.
+def model_problems(
+    args: TrainArgs, model: transformers.PreTrainedModel, env: Mapping[str, str], *, is_trained: bool = True
+) -> list[str]:
+    """List why a model on the meta device cannot be used with `args` in the launch that `env` describes.
 
     PEFT is not imported: it may import bitsandbytes, which looks at the GPUs before the process has chosen its own.
     """
     found = wrap_problems(model, env) + attention_problems(args, model, env)
     with noting(found):
-        if args.use_peft:
+        if args.use_peft and is_trained:
             targets(model, args)
         if env.get("ACCELERATE_MIXED_PRECISION") == "fp8":
             fp8_layers(model)
