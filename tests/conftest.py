@@ -85,9 +85,12 @@ def killed_and_resumed(forks, tmp_path_factory):
 
     from accelerate_recipes.checkpoint.files import complete_checkpoints
 
-    def run_both(script: Path, *args: object) -> tuple[Path, Path]:
-        whole, out = (tmp_path_factory.mktemp(name) / "out" for name in ("whole", "killed"))
-        forks.succeed(whole, *args, script=script)
+    def run_both(script: Path, *args: object, whole: Path | None = None) -> tuple[Path, Path]:
+        """Run a recipe; `whole` is the output of the run that is not killed, if it is there already."""
+        out = tmp_path_factory.mktemp("killed") / "out"
+        if whole is None:
+            whole = tmp_path_factory.mktemp("whole") / "out"
+            forks.succeed(whole, *args, script=script)
         args = (*args, "--dataloader_num_workers", 1)
         assert forks.run(out, *args, script=script, **IN_STEP_5) == -9, log_of(out)[-3000:]
         assert [path.name for path in complete_checkpoints(out)] == ["checkpoint-3"]
