@@ -24,9 +24,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # Files that take long come first, so that the processes of `make test` and `make test-slow` end at about the same time.
 LONGEST = (
-    "faults", "kubernetes_runs", "trainers", "adapters", "levers", "chess", "equivalence", "models_table", "readme", "t5", "sft_vlm",
-    "benchmarks", "epochs", "grpo", "plan", "spikes", "mirror", "c4", "dpo", "distill", "attention", "streams", "kto", "kubernetes",
-    "template", "mixtures", "image_models", "losses", "download", "distributed", "causal_models", "checkpoint", "push", "mixed_c4",
+    "plan", "faults", "kubernetes_runs", "simulate", "epochs", "trainers", "equivalence", "conversations", "doctor", "mirror",
+    "adapters", "benchmarks", "levers", "chess", "site", "models_table", "readme", "t5", "sft_vlm", "grpo", "spikes", "c4", "dpo",
+    "distill", "attention", "streams", "kto", "kubernetes", "template", "mixtures", "image_models", "losses", "download",
+    "distributed", "causal_models", "checkpoint", "push", "mixed_c4",
 )  # fmt: skip
 
 
