@@ -61,7 +61,8 @@ test-all: .venv/dev browser
 	$(PYTEST) -m "not long and not hub and not slurm and not image"
 
 # The demos to their end, compared with the README's results; each kind of compilation; a whole ablation; plans of deep models, with
-# the search; and repetitions of slow tests on another node or for another operator. Takes an hour.
+# the search; and repetitions of slow tests on another node, for another operator, with one rank killed, or under all configs. Takes
+# an hour.
 test-long: .venv/dev
 	$(BIN)/python -m pytest -m long
 

@@ -24,9 +24,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # Files that take long come first, so that the processes of `make test` and `make test-slow` end at about the same time.
 LONGEST = (
-    "faults", "kubernetes_runs", "trainers", "adapters", "levers", "chess", "equivalence", "models_table", "readme", "t5", "sft_vlm",
-    "benchmarks", "epochs", "grpo", "plan", "spikes", "mirror", "c4", "dpo", "distill", "attention", "streams", "kto", "kubernetes",
-    "template", "mixtures", "image_models", "losses", "download", "distributed", "causal_models", "checkpoint", "push", "mixed_c4",
+    "plan", "faults", "kubernetes_runs", "simulate", "epochs", "trainers", "equivalence", "conversations", "doctor", "mirror",
+    "adapters", "benchmarks", "levers", "chess", "site", "models_table", "readme", "t5", "sft_vlm", "grpo", "spikes", "c4", "dpo",
+    "distill", "attention", "streams", "kto", "kubernetes", "template", "mixtures", "image_models", "losses", "download",
+    "distributed", "causal_models", "checkpoint", "push", "mixed_c4",
 )  # fmt: skip
 
 
@@ -85,9 +86,12 @@ def killed_and_resumed(forks, tmp_path_factory):
 
     from accelerate_recipes.checkpoint.files import complete_checkpoints
 
-    def run_both(script: Path, *args: object) -> tuple[Path, Path]:
-        whole, out = (tmp_path_factory.mktemp(name) / "out" for name in ("whole", "killed"))
-        forks.succeed(whole, *args, script=script)
+    def run_both(script: Path, *args: object, whole: Path | None = None) -> tuple[Path, Path]:
+        """Run a recipe; `whole` is the output of the run that is not killed, if it is there already."""
+        out = tmp_path_factory.mktemp("killed") / "out"
+        if whole is None:
+            whole = tmp_path_factory.mktemp("whole") / "out"
+            forks.succeed(whole, *args, script=script)
         args = (*args, "--dataloader_num_workers", 1)
         assert forks.run(out, *args, script=script, **IN_STEP_5) == -9, log_of(out)[-3000:]
         assert [path.name for path in complete_checkpoints(out)] == ["checkpoint-3"]

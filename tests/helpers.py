@@ -176,7 +176,8 @@ def log_of(out: Path) -> str:
 # Third-party modules that runs would wait for. Each run imports our own modules anew, so that no run passes only because
 # another one made a missing import.
 IMPORTS = (
-    "accelerate", "bitsandbytes.nn", "chess.pgn", "datasets", "evaluate", "matplotlib.pyplot", "peft", "psutil",
+    "accelerate.commands.launch", "bitsandbytes.nn", "chess.pgn", "datasets", "evaluate", "matplotlib.backends.backend_svg",
+    "matplotlib.pyplot", "peft", "psutil", "PIL.JpegImagePlugin", "torch.nn.attention.varlen",
     "torch.distributed.checkpoint._fsspec_filesystem", "torch.distributed.checkpoint.state_dict",
     "torch.utils.flop_counter", "torch.utils.serialization", "numpy.ctypeslib", "transformers.hf_argparser",
     "transformers.models.auto.image_processing_auto", "transformers.models.bit.image_processing_pil_bit",

@@ -889,23 +889,18 @@ def check_adapters_alone(out: Path, base: Path, tied: bool, alone: Path) -> None
         torch.testing.assert_close(model.eval()(ids).logits, wanted, rtol=1e-4, atol=3e-5)
 
 
-# Forty steps: the model is ready after fewer, and killed after step 19 it goes on from step 10.
-IN_STEP_20 = {
-    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 25, "rank": 0, "everyone": True})
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_new_tokens_of_adapters(forks, tmp_path, tied):
-    """Under FSDP adapters train the rows of new tokens alone; both exports answer with them, and a killed run resumes."""
+    """Under FSDP adapters train the rows of new tokens alone; both exports answer with them, and a resume is exact."""
     folder = save_base(tmp_path / "base", None, tie_word_embeddings=tied, initializer_range=0.3)
     lora = ("--use_peft", "--merge_adapter", "--lora_dropout", 0, "--async_save", "false", "--save_steps", 10)
     arguments = (*new_tokens(folder, tmp_path), *lora, "--logging_steps", 1)
-    out, killed = tmp_path / "whole/out", tmp_path / "killed/out"
-    for place in (out, killed):
+    out, resumed = tmp_path / "whole/out", tmp_path / "resumed/out"
+    for place in (out, resumed):
         place.parent.mkdir()
     assert forks.run(out, *arguments) == 0, log_of(out)[-3000:]
+    shutil.copytree(out / "checkpoint-30", resumed / "checkpoint-30")
     assert "77<yes><no>" in answer_of(out / "export", tied)
 
     before = load_file(folder / "model.safetensors")
@@ -921,11 +916,10 @@ def test_new_tokens_of_adapters(forks, tmp_path, tied):
     assert all(".lora_" in name for name in adapter)
     check_adapters_alone(out, folder, tied, tmp_path / "alone")
 
-    assert forks.run(killed, *arguments, **IN_STEP_20) == -9, log_of(killed)[-3000:]
-    assert forks.run(killed, *arguments) == 0 and "Resumed " in log_of(killed), log_of(killed)[-3000:]
-    for name, tensor in load_file(killed / "export/model.safetensors").items():
+    assert forks.run(resumed, *arguments) == 0 and "(step 30" in log_of(resumed), log_of(resumed)[-3000:]
+    for name, tensor in load_file(resumed / "export/model.safetensors").items():
         assert torch.equal(tensor, after[name]), name
-    assert losses(killed) == losses(out)
+    assert losses(resumed) == losses(out)
 
 
 @pytest.mark.slow

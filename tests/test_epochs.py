@@ -59,13 +59,16 @@ def arguments(folder) -> tuple:
 
 
 def train(forks, out: Path, name: str, *args: object, begin: Path | None = None, **options: object) -> dict[int, float]:
-    """Train as RUNS says, from a copy of the checkpoint `begin` if it is given; returns the losses of all steps."""
+    """Train as RUNS says, from a copy of the checkpoint `begin` if it is given; returns the losses of all steps.
+
+    Only a whole run on two processes saves.
+    """
     config, num_processes, batch = RUNS[name]
     os.utime(args[args.index("--train_files") + 1])  # so that a run finds nothing in a cache that another one computed
     if begin:
         out.mkdir(parents=True)
         shutil.copytree(begin, out / begin.name)
-    args = (*args, "--per_device_train_batch_size", batch, *(("--save_steps", 0) if begin else ()))
+    args = (*args, "--per_device_train_batch_size", batch, *(("--save_steps", 0) if begin or name != "two" else ()))
     assert forks.run(out, *args, config=config, num_processes=num_processes, **options) == 0, log_of(out)[-3000:]
     assert begin is None or f"{begin.name} (step " in log_of(out)
     assert [*losses(out)] == [*range(1, STEPS + 1)]

@@ -163,12 +163,7 @@ BY_DOCUMENTS = {
     "activation checkpointing": pytest.mark.slow,
     "ddp": pytest.mark.slow,
 }
-BY_DOCUMENTS |= {
-    "rows shared by 2": (),
-    "rows shared by 2, 2 shards": pytest.mark.slow,
-    "rows shared by 4, with 2 heads for keys": pytest.mark.slow,
-}
-BY_DOCUMENTS |= {"hybrid 2 x 2, accumulation": pytest.mark.slow, "no wrap": pytest.mark.slow}
+BY_DOCUMENTS |= {"rows shared by 2": (), "rows shared by 4, with 2 heads for keys": pytest.mark.slow}
 
 
 @pytest.mark.parametrize(

@@ -63,10 +63,25 @@ AFTER = {
     "in the export": (0, "open", "export.partial/config.json", 1, 10),
 }
 POINTS = TRAINING | SAVE | AFTER
-# Points that the fast tests try with all ranks killed, and with one. `make test-slow` tries the others; not the end of one
-# rank in a save, which leaves the files that the end of all leaves: `make test-long`.
-ALL_RANKS = ["in a step", "before the marker", "in the middle of the removal"]
-ONE_RANK = ["between renaming and retention"]
+# Points at which runs in one output directory are killed, one after another: each run but the first goes on from what a killed
+# one left. The end of one rank in a save leaves the files that the end of all leaves: most of these are for `make test-long`.
+ALL_RANKS = {
+    "": [["in a step"], ["before the marker"], ["in the middle of the removal"]],
+    "slow": [
+        ["logging", "in the first step", "in a step between two saves"],
+        [point for point in SAVE if point != "before the marker"],
+        ["between renaming and status", "in the export"],
+        ["between renaming and retention"],
+        ["before an old one is removed"],
+    ],
+}
+ONE_RANK = {
+    "": [["between renaming and retention"]],
+    "slow": [["logging", "in the first step", "in a step", "in a step between two saves"], ["in the export"]],
+    "long": [
+        [*SAVE], ["between renaming and status"], ["before an old one is removed"], ["in the middle of the removal"],
+    ],
+}  # fmt: skip
 
 
 def fault(point: str, everyone: bool) -> dict[str, str]:
@@ -84,40 +99,48 @@ def newest_complete(out: Path, point: str) -> int:
     return newest
 
 
-def assert_resumed(out: Path, newest: int, log: str, undisturbed: dict[int, float]) -> None:
-    """Assert that the next run continues from that checkpoint, with the same losses bit for bit."""
+def assert_continued(out: Path, newest: int, log: str, undisturbed: dict[int, float]) -> None:
+    """Assert that a run continued from that checkpoint, with the same losses bit for bit, as far as it came."""
     resumed = re.findall(r"Resumed .*checkpoint-\d+ \(step (\d+)", log)
     assert resumed == ([str(newest)] if newest else [])
+    found = losses(out) if (out / "metrics.jsonl").exists() else {}
+    assert found.items() <= undisturbed.items()
+    assert max(found, default=0) >= newest
+
+
+def assert_resumed(out: Path, newest: int, log: str, undisturbed: dict[int, float]) -> None:
+    """Assert that the next run continues from that checkpoint to the end."""
+    assert_continued(out, newest, log, undisturbed)
     assert losses(out) == undisturbed
     assert json.loads((out / "status.json").read_text())["state"] == "finished"
     assert (out / "export/model.safetensors").exists() and not (out / "lock.json").exists()
 
 
 @pytest.mark.parametrize(
-    "point, everyone",
+    "points, everyone",
     [
-        pytest.param(point, True, id=f"all, {point}", marks=[] if point in ALL_RANKS else pytest.mark.slow)
-        for point in POINTS
-    ]
-    + [
         pytest.param(
-            point,
-            False,
-            id=f"one, {point}",
-            marks=[] if point in ONE_RANK else pytest.mark.long if point in SAVE else pytest.mark.slow,
+            points,
+            cases is ALL_RANKS,
+            marks=getattr(pytest.mark, mark) if mark else (),
+            id=f"{who}, {points[0]}{' ...' * (len(points) > 1)}",
         )
-        for point in POINTS
+        for who, cases in (("all", ALL_RANKS), ("one", ONE_RANK))
+        for mark, chains in cases.items()
+        for points in chains
     ],
 )
-def test_killed(forks, undisturbed, tmp_path, point, everyone):
+def test_killed(forks, undisturbed, tmp_path, points, everyone):
     """A surviving rank ends by itself, and says which other rank is gone."""
-    out, log = tmp_path / "out", tmp_path / "out.log"
-    code = forks.run(out, *DROPOUT, **fault(point, everyone))
-    assert code == (-9 if everyone else 128 + 9), f"the fault did not strike: {log.read_text()[-3000:]}"
-    if not everyone and point != "in the export":  # when training is over, nobody waits for anybody
-        assert re.search(r"error: (rank \d \(on .*\)|the first node \(.*\)): gone during", log.read_text())
-    newest = newest_complete(out, point)
-    log.unlink()
+    out, log, newest = tmp_path / "out", tmp_path / "out.log", 0
+    for point in points:
+        code = forks.run(out, *DROPOUT, **fault(point, everyone))
+        assert code == (-9 if everyone else 128 + 9), f"{point}: the fault did not strike: {log.read_text()[-3000:]}"
+        if not everyone and point != "in the export":  # when training is over, nobody waits for anybody
+            assert re.search(r"error: (rank \d \(on .*\)|the first node \(.*\)): gone during", log.read_text()), point
+        assert_continued(out, newest, log.read_text(), undisturbed)
+        newest = newest_complete(out, point)
+        log.unlink()
     forks.succeed(out, *DROPOUT)
     assert_resumed(out, newest, log.read_text(), undisturbed)
 

@@ -1,5 +1,7 @@
 """Tests of `plan`: deep models from shallow ones, the path of GPUs without a GPU, what fits, and the search."""
 
+import contextlib
+import itertools
 import json
 import re
 import shlex
@@ -160,14 +162,24 @@ def check_path(name: str, config: str, found: Outcome | Exception) -> None:
         assert copies <= GPU_COMMANDS[name][1] * found.micro_batches, (case, copies)
 
 
+WITHOUT_ADAPTERS = [name for name in GPU_COMMANDS if "adapters" not in name]
+# The loop under a config is that of all recipes: one recipe tries all configs, the others have one more in turn.
+IN_TURN = dict(zip(WITHOUT_ADAPTERS, itertools.cycle(("fsdp_hybrid", "fsdp_offload", "fsdp_no_wrap", "fsdp_grad_op"))))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] if "adapters" in name else []) for name in GPU_COMMANDS]
+    "name, configs",
+    [
+        *(pytest.param(name, [*FSDP2[:1], IN_TURN[name]], id=name) for name in WITHOUT_ADAPTERS[1:]),
+        pytest.param("c4", FSDP2, id="c4 under all"),
+        *(pytest.param(n, FSDP2, id=f"{n} under all", marks=pytest.mark.long) for n in GPU_COMMANDS if n != "c4"),
+    ],
 )
-def test_the_path_of_gpus_of_each_recipe(simulator, bases, name):
-    """Each recipe with a trial runs on tensors of GPUs under each FSDP2 config, and in bf16 on one GPU."""
+def test_the_path_of_gpus_of_each_recipe(simulator, bases, name, configs):
+    """Each recipe with a trial runs on tensors of GPUs under FSDP2's configs, and in bf16 on one GPU."""
     command = command_of(bases, GPU_COMMANDS[name][0])
-    configs = [*FSDP2, *(["fsdp_long"] if name in ("c4", "chess") else [])]
+    configs = [*configs, *(["fsdp_long"] if name in ("c4", "chess") else [])]
     jobs = [on_four(config, command) for config in configs]
     jobs += [job("single", command, *BF16, num_processes=1), job("fsdp_full", command, *BF16, num_processes=1)]
     *sharded, single, alone = simulator(jobs)
@@ -228,14 +240,14 @@ def test_faults_that_only_a_gpu_shows(simulator, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, more",
-    [pytest.param(RECOMPUTE, ["--total_batch_size", "24"], marks=pytest.mark.slow),
-     *(pytest.param(*case, marks=pytest.mark.long) for case in (
+    "flags, more, depth",
+    [pytest.param(RECOMPUTE, ["--total_batch_size", "24"], 9, marks=pytest.mark.slow),
+     *(pytest.param(*case, 13, marks=pytest.mark.long) for case in (
          ([], []), (RECOMPUTE, ["--checkpoint_every_n_layers", "2"]), ([], ["--prefetch_layers", "2"])))],
 )  # fmt: skip
-def test_deep_models_follow_from_shallow_ones(simulator, flags, more):
+def test_deep_models_follow_from_shallow_ones(simulator, flags, more, depth):
     """Peak with its kinds, FLOPs and collectives are extrapolated to the byte; the bound of the time nearly."""
-    deep = on_four("fsdp_full", [*CUDA_C4, "--config_overrides", "num_hidden_layers=13", *more], *flags)
+    deep = on_four("fsdp_full", [*CUDA_C4, "--config_overrides", f"num_hidden_layers={depth}", *more], *flags)
     (whole,) = simulator([deep])
     number = simulator.number
     (found,) = predict_outcomes(simulator, [deep])
@@ -406,6 +418,10 @@ def test_what_the_search_could_not_try_is_said():
     )
 
 
+# Kinds of changes that only this config proposes. The others differ from those of fsdp_grad_op in nothing that is simulated.
+OWN_KINDS = {"fsdp_hybrid": ("shard", "config"), "fsdp_long": ("row", "nodes", "recompute", "shard")}
+
+
 @pytest.mark.parametrize(
     "config, command, refused",
     [
@@ -426,9 +442,11 @@ def test_all_that_the_search_proposes_can_be_launched(simulator, bases, config, 
     first = job_of(request, "h100")
     before = planning.simulated(simulator, first)
     search = Search(simulator, before, first, lambda changes: job_of(request, "h100", changes))
-    found = search.simulate(
-        [(change,) for change in [*savings(before.args, first.env), *speedups(before.args, first.env)]]
-    )
+    changes = [*savings(before.args, first.env), *speedups(before.args, first.env)]
+    for change in changes:
+        load_trial(search.make_job([change]))  # which neither the launcher nor the recipe refuses
+    own = OWN_KINDS.get(config)
+    found = search.simulate([(change,) for change in changes if not own or change.kind in own])
     assert list(search.failed) == refused, search.failed
     assert {p.prediction.world_size for p in found} <= {number, 2 * number}
     needs = {str(p.changes[0]): p.prediction.outcome.peak for p in found if p.keeps_trajectory}
@@ -750,18 +768,14 @@ def test_the_page_shows_what_the_command_prints(monkeypatch):
     assert plan(shlex.split(command)).splitlines()[:-1] == shown[:-1]
 
 
-def simulated_need(argv: list[str]) -> int:
-    """Return the bytes that a run needs of a GPU."""
-    with Simulator() as one:
-        return planning.simulated(one, job_of(read_request(argv), "h100")).needed
-
-
 @pytest.mark.slow
-def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
+def test_preflight_refuses_what_does_not_fit(simulator, monkeypatch, tmp_path):
     """With --gpu, preflight says what a GPU needs, and refuses a run that needs more."""
     monkeypatch.chdir(tmp_path)
-    argv = [str(CONFIGS / "fsdp_full.yaml"), "--nodes", "1", "--gpus-per-node", "2", *C4, "--train_files", "t.jsonl"]
-    argv += ["--validation_files", "v.jsonl"]
+    shared = contextlib.nullcontext(simulator)  # it takes seconds to start one
+    monkeypatch.setattr(planning, "Simulator", lambda: shared)
+    argv = [str(CONFIGS / "fsdp_full.yaml"), "--nodes", "1", "--gpus-per-node", "2", *C4]
+    argv += ["--train_files", f"{tmp_path}/t.jsonl", "--validation_files", f"{tmp_path}/v.jsonl"]
     for name in ("t", "v"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"{name} b"}) + "\n")
     said, _ = preflight(["--gpu", "l4", *argv])
@@ -777,7 +791,7 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
         *argv, "--config_overrides", "hidden_size=512", "intermediate_size=4096", "--per_device_train_batch_size",
         "4",
     ]  # fmt: skip
-    needed = simulated_need(large)
+    needed = planning.simulated(simulator, job_of(read_request(large), "h100")).needed
     monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=needed - 1))
     with pytest.raises(ConfigError, match="does not fit; it fits with --fsdp_activation_checkpointing true: "):
         preflight(["--gpu", "l4", *large])

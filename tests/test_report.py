@@ -304,6 +304,17 @@ def test_samples_read_as_people_write():
     assert report.as_read([{"type": "text"}, "x"]) == '[{"type": "text"}, "x"]' and report.as_read(None) is None
 
 
+def test_evaluations_in_quick_succession_have_one_report(write_run, monkeypatch):
+    """Drawing takes longer than the steps of a small run. The first evaluation has a page, and one a minute later."""
+    folder = write_run("run", records := [record(2, 10)])
+    observer, now, written = report.Report(TrainArgs(output_dir=str(folder))), [1000.0], []
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(report, "write_report", lambda *given: written.append((now[0], *given)))
+    for now[0] in (1000.0, 1030.0, 1061.0, 1100.0):
+        observer.evaluated(records)
+    assert written == [(1000.0, folder, records), (1061.0, folder, records)]
+
+
 def test_a_report_never_ends_a_run(write_run, capsys, monkeypatch):
     """What goes wrong is one line; a run that has not begun to train has no report."""
     folder = write_run("run", [record(2, 10)])

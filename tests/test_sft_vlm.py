@@ -13,7 +13,7 @@ import pytest
 import tiny_images
 import torch
 from datasets import Dataset
-from helpers import ROOT, STEPS, launch_ok, log_of, losses
+from helpers import ROOT, STEPS, log_of, losses
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_images import picture
@@ -367,12 +367,11 @@ def test_any_number_of_ranks(forks, both, folder, tmp_path, config, num_processe
 
 
 @pytest.mark.slow
-def test_gemma(folder, tmp_path):
+def test_gemma(forks, folder, tmp_path):
     """A Gemma 3, whose images see themselves whole, trains packed with recomputation as it does alone."""
-    more = ["--logging_steps", 1, "--packing", "--max_steps", 2, "--output_dir"]
-    launch_ok(tmp_path, "single", SCRIPT, *arguments(folder, "gemma3"), *more, tmp_path / "one")
-    flags = ("--num_processes", "2", "--fsdp_activation_checkpointing", "true")
-    launch_ok(tmp_path, "fsdp_full", SCRIPT, *arguments(folder, "gemma3"), *more, tmp_path / "two", flags=flags)
+    args = (*arguments(folder, "gemma3"), "--logging_steps", 1, "--packing", "--max_steps", 2)
+    forks.succeed(tmp_path / "one", *args, config="single", num_processes=1)
+    forks.succeed(tmp_path / "two", *args, flags=("--fsdp_activation_checkpointing", "true"))
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-5)
     page = (tmp_path / "two/rows.html").read_text()
     assert page.count("<img") >= 3 and "x 4" in (tmp_path / "two/rows.txt").read_text()

@@ -104,7 +104,7 @@ CASES = [
     pytest.param(
         "fsdp_full", BF16, 2, [[*DISTILL, "LLAMA"], [*DISTILL[:-1], *LORA, "--lmbda", "0"]], marks=pytest.mark.slow
     ),
-    pytest.param("fsdp_full", [*BF16, *RECOMPUTE], 2, [DEEPVIT], marks=pytest.mark.slow),
+    pytest.param("fsdp_full", [*BF16, *RECOMPUTE], 2, [DEEPVIT], marks=pytest.mark.long),
     pytest.param("fsdp_long", FP32, 2, [[], ["--attn_implementation", "auto"]], marks=pytest.mark.slow),
     pytest.param("fsdp_long", [*FP32, "--parallelism_config_dp_shard_size", "2"], 4, [[]], marks=pytest.mark.long),
     pytest.param("fsdp_full", FP32, 2, [KAHAN, MUON], marks=pytest.mark.slow),

@@ -500,25 +500,43 @@ def test_which_moves_make_a_pair():
     assert [is_worse(position, move, "not_played") for move in moves] == [False, True, True, True, True]
 
 
-# tests/test_dpo.py and tests/test_grpo.py kill and resume on the same trainers.
-KILLED = pytest.mark.parametrize(
-    "is_killed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "killed"]
-)
+def whole_run(forks, tmp_path_factory, script: Path, *args: object) -> tuple[tuple, Path]:
+    """Return arguments and output of a run that two tests use."""
+    out = tmp_path_factory.mktemp(script.stem) / "out"
+    forks.succeed(out, *args, script=script)
+    return args, out
 
 
-@KILLED
-def test_dpo(forks, killed_and_resumed, chess, tmp_path, is_killed):
-    args = (*chess, "--num_train_positions", 60, "--total_batch_size", 8, "--per_device_train_batch_size", 2)
-    if is_killed:
-        whole, out = killed_and_resumed(DPO, *args)
-    else:
-        whole = out = tmp_path / "whole"
-        assert forks.run(out, *args, script=DPO) == 0, log_of(out)[-3000:]
-    assert re.search(r"Rows to train on: \d+ rows; 0 without a target; left out 0; cut 0; ", log_of(out))
-    assert re.search(r"Evaluation\n\n  row 1: \d+ tokens, 0 targets\n", (out / "rows.txt").read_text())
+@pytest.fixture(scope="module")
+def dpo(forks, chess, tmp_path_factory) -> tuple[tuple, Path]:
+    sizes = ("--num_train_positions", 60, "--total_batch_size", 8, "--per_device_train_batch_size", 2)
+    return whole_run(forks, tmp_path_factory, DPO, *chess, *sizes)
+
+
+@pytest.fixture(scope="module")
+def grpo(forks, chess, tmp_path_factory) -> tuple[tuple, Path]:
+    sizes = ("--num_train_positions", 60, "--total_batch_size", 64, "--per_device_train_batch_size", 16)
+    rewards = ("--num_generations", 16, "--stockfish", ENGINE)
+    return whole_run(forks, tmp_path_factory, GRPO, *chess, *sizes, *rewards)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [DPO, GRPO], ids=["dpo", "grpo"])
+def test_killed(killed_and_resumed, request, script):
+    """The export is that of the run that was not killed; tests/test_dpo.py and tests/test_grpo.py kill others."""
+    args, whole = request.getfixturevalue("dpo" if script == DPO else "grpo")
+    _, out = killed_and_resumed(script, *args, whole=whole)
+    exported, wanted = (load_file(folder / "export/model.safetensors") for folder in (out, whole))
+    assert exported.keys() == wanted.keys() and all(torch.equal(exported[name], wanted[name]) for name in wanted)
+
+
+def test_dpo(forks, dpo, chess, tmp_path):
+    args, whole = dpo
+    assert re.search(r"Rows to train on: \d+ rows; 0 without a target; left out 0; cut 0; ", log_of(whole))
+    assert re.search(r"Evaluation\n\n  row 1: \d+ tokens, 0 targets\n", (whole / "rows.txt").read_text())
     # Policy and reference are the same model before the first step, on all ranks.
-    assert losses(out)[1] == pytest.approx(math.log(2), abs=1e-6)
-    assert losses(out)[STEPS] < 0.66
+    assert losses(whole)[1] == pytest.approx(math.log(2), abs=1e-6)
+    assert losses(whole)[STEPS] < 0.66
 
     # If a run is killed while it makes pairs, in the middle of a line, the pairs are the same.
     other = tmp_path / "out"
@@ -571,15 +589,8 @@ def test_dpo_of_adapters(forks, chess, tmp_path):
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(chess[1]), out / "export")
 
 
-@KILLED
-def test_grpo(forks, killed_and_resumed, chess, tmp_path, is_killed):
-    args = ("--num_train_positions", 60, "--total_batch_size", 64, "--per_device_train_batch_size", 16)
-    args = (*chess, *args, "--num_generations", 16, "--stockfish", ENGINE)
-    if is_killed:
-        _, out = killed_and_resumed(GRPO, *args)
-    else:
-        out = tmp_path / "out"
-        assert forks.run(out, *args, script=GRPO) == 0, log_of(out)[-3000:]
+def test_grpo(grpo, chess):
+    _, out = grpo
     records = [record for record in read_metrics(out) if "loss" in record]
     assert re.search(r"Rows to train on: \d+ rows; left out \d+; longest \d+; ", log_of(out))
     assert re.search(r"Evaluation\n\n  row 1: \d+ tokens, 0 targets\n", (out / "rows.txt").read_text())

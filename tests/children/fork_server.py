@@ -22,6 +22,7 @@ import sys
 import torch
 from forked import run_and_exit, use_hub
 from huggingface_hub import constants
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 # A run of one process would compute on all cores, which other runs need: on busy cores its threads wait for each other ten times
 # as long as they compute.
@@ -111,6 +112,7 @@ def group_process(job: dict) -> int:
 for module in sys.argv[1:]:
     with contextlib.suppress(ImportError):  # tests/test_upstream.py names it; a run imports what it needs itself
         importlib.import_module(module)
+get_checkpoint_conversion_mapping("llama")  # a table that transformers builds at the first use
 gc.freeze()  # else each rank collects among what is imported: a tenth of its time
 for line in sys.stdin:
     if not line.strip():  # the end; the pipe itself may stay open in a process that inherited it

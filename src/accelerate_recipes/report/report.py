@@ -27,6 +27,7 @@ from accelerate_recipes.metrics import sources_in
 from accelerate_recipes.ranks import is_first
 
 MOST_SAMPLES = 200
+PAUSE = 60  # seconds at least between two pages of a run: all ranks wait while one draws
 COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 INK = "#010203"  # replaced by the colour of the page's text
 # The first panels, with the values that each shows; other values of an evaluation get panels of their own.
@@ -141,14 +142,15 @@ def value_of(file: Path) -> Any:
 
 
 class Report(Observer):
-    """Page of this run, which rank 0 writes after each evaluation; `recipe` writes it when the run ends."""
+    """Page of this run, which rank 0 writes after an evaluation; `recipe` writes it when the run ends."""
 
     def __init__(self, args: TrainArgs):
-        self.folder = Path(args.output_dir)
+        self.folder, self.due = Path(args.output_dir), 0.0
 
     def evaluated(self, records: list[dict]) -> None:
-        if is_first():
+        if is_first() and time.monotonic() >= self.due:
             write_report(self.folder, records)
+            self.due = time.monotonic() + PAUSE
 
 
 def write_report(folder: Path, records: list[dict] | None = None) -> None:
