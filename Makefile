@@ -81,7 +81,7 @@ test-serving: .venv/dev
 	$(BIN)/python -m pytest tests/test_serving.py
 
 # Jobs under three real Slurms of two nodes each, which the tests start and stop on this machine: a job waits half of the time. Needs
-# root. `make test-long` has a repetition of two nodes with another recipe.
+# root. `make test-long` repeats two nodes with another recipe, and failures at one step.
 test-slurm: .venv/dev
 	@missing=; for program in slurmctld slurmd sbatch munged; do \
 		PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing=1; done; \

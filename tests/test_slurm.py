@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800), pytest.mark.skipif(R
 SUBMIT = ROOT / "slurm/submit.sh"
 FP32 = ["accelerate_configs/fsdp_full.yaml", "--mixed_precision", "no"]
 CHESS = ["recipes/chess.py", "--config", "recipes/configs/chess/laptop.yaml", *SMALL_CHESS]
-TOY = [CHILDREN / "toy.py", "--max_steps", 16]
+TOY = [CHILDREN / "toy.py", "--max_steps", 18]
 FIRST_ATTEMPT = "[ ${SLURM_RESTART_COUNT:-0} = 0 ] && "
 # These send the signal that Slurm itself sends at the time limit and at a preemption to jobs with --signal=B:USR1.
 SIGNAL = "scancel --batch --signal=USR1 $SLURM_JOB_ID; sleep 3"
@@ -131,28 +131,29 @@ def test_time_limit(jobs, toy_losses, tmp_path):
     assert_undisturbed(out, toy_losses)
 
 
+# Training continues while this save waits, until the next save.
+SIGNAL_AND_WAIT = f"{SIGNAL.partition(';')[0]}; for i in $(seq 50); do [ ! -s $OUT/stop ] || break; sleep 0.2; done"
 ENDS = [  # of one job's attempts: an event, what happens there, and how the attempt ends
     ("toy.loss", "step 3.", "scancel --signal=USR1 $SLURM_JOB_ID; sleep 3", "stopped", [4]),  # to the processes
     ("toy.evaluation", "step 5.", SIGNAL, "stopped", [5]),
     ("toy.loss", "step 6.", "scontrol requeue $SLURM_JOB_ID; sleep 3", "stopped", [7]),  # from outside
-    ("toy.loss", "step 11.", "kill -9 $PPID", "crashed", [7, 9]),
-    ("open", "checkpoint-12.partial/complete.json", SIGNAL, "stopped", range(13, 16)),  # training continues meanwhile
+    ("open", "checkpoint-12.partial/complete.json", SIGNAL_AND_WAIT, "stopped", range(12, 18)),
 ]
 
 
 def test_saved_requeued_and_resumed(jobs, toy_losses, tmp_path):
-    """The attempts of one job end in six ways. The first gets its signal when nothing listens yet: a file reports it."""
+    """The attempts of one job end in five ways. The first gets its signal when nothing listens yet: a file reports it."""
     out, faults = tmp_path / "out", []
     for number, (event, path, command, *_) in enumerate(ENDS, start=1):
         in_turn = f"[ ${{SLURM_RESTART_COUNT:-0}} = {number} ] && {{ {command}; }}"
-        faults.append({"event": event, "path": path, "command": in_turn, "rank": int(command.startswith("kill"))})
-    job = jobs.submit(out, [*FP32, *TOY, "--eval_steps", 5], faults=faults)
+        faults.append({"event": event, "path": path, "command": in_turn})
+    job = jobs.submit(out, [*FP32, *TOY, "--eval_steps", 5], faults=faults, OUT=str(out))
     wait_until(lambda: "on each node: " in jobs.log(job), 200, "the launch")
     jobs.cluster.run("scancel", "--batch", "--signal=USR1", job)
     jobs.completed(job, restarts=len(ENDS) + 1)
     log = jobs.log(job)
     assert "checkpoint-7 (step 7" in log, "Slurm requeues it; the processes have saved in time"
-    expected = [("stopped", [0, 1]), *((state, steps) for *_, state, steps in ENDS), ("finished", [16])]
+    expected = [("stopped", [0, 1]), *((state, steps) for *_, state, steps in ENDS), ("finished", [18])]
     for attempt, (state, steps) in zip(attempts(out), expected, strict=True):
         assert attempt["state"] == state and attempt["step"] in steps, log[-9000:]
     assert_undisturbed(out, toy_losses)
@@ -169,14 +170,10 @@ def test_the_jobs_end_without_a_signal(jobs, toy_losses, tmp_path):
     assert_undisturbed(tmp_path / "out", toy_losses)
 
 
-def test_preemption(jobs, tmp_path):
+def test_preemption(jobs, toy_losses, tmp_path):
     """A job of a higher partition takes both nodes of a run with replicas between nodes, and starts at once."""
     out = tmp_path / "out"
-    hybrid = [
-        "accelerate_configs/fsdp_hybrid.yaml", "--mixed_precision", "no", *TOY, "--per_device_train_batch_size", 2,
-    ]  # fmt: skip
-    flags = ("--num_processes", "4")
-    launch_ok(tmp_path, "fsdp_hybrid", *TOY, *hybrid[-2:], "--output_dir", tmp_path / "reference", flags=flags)
+    hybrid = ["accelerate_configs/fsdp_hybrid.yaml", "--mixed_precision", "no", *TOY]
     urgent = f"sbatch --partition=urgent --nodes=2 --gpus-per-node=2 --output={tmp_path}/urgent.out --wrap 'sleep 5'"
     command = FIRST_ATTEMPT + f"{urgent} && sleep 8"
     job = jobs.submit(out, hybrid, "--nodes=2", faults=[{"event": "toy.loss", "path": "step 5.", "command": command}])
@@ -186,19 +183,18 @@ def test_preemption(jobs, tmp_path):
     assert {path.name for path in (out / "logs").iterdir()} == {"node-0", "node-1"}
     first, last = attempts(out)
     assert (first["state"], first["step"], last["state"]) == ("stopped", 6, "finished")
-    assert_undisturbed(out, losses(tmp_path / "reference"))
+    assert_undisturbed(out, toy_losses, rel=1e-5)
 
 
-def test_two_nodes_whose_ranks_share_rows(jobs, tmp_path):
-    """Rows shared by the two processes of a node, a shard on each: the losses of one process, also when one was killed."""
+def test_two_nodes_whose_ranks_share_rows(jobs, toy_losses, tmp_path):
+    """Rows shared by the two processes of a node, a shard on each: the losses of ranks that share none, also when one was killed."""
     config = ["accelerate_configs/fsdp_long.yaml", "--mixed_precision", "no", "--parallelism_config_cp_size", "2"]
     killed = {"rank": 3, "event": "toy.loss", "path": "step 5.", "command": FIRST_ATTEMPT + "kill -9 $PPID"}
     job = jobs.submit(tmp_path / "out", [*config, *TOY, "--async_save", "false"], "--nodes=2", faults=[killed])
-    launch_ok(tmp_path, "single", *TOY, "--output_dir", tmp_path / "alone")
     jobs.completed(job, restarts=1)
     log = jobs.log(job)
     assert ", rows shared by 2" in log and "| 4 x cpu" in log and "warning: 2 ranks share a row" not in log
-    assert_undisturbed(tmp_path / "out", losses(tmp_path / "alone"), rel=1e-5)
+    assert_undisturbed(tmp_path / "out", toy_losses, rel=1e-5)
     first, last = attempts(tmp_path / "out")
     assert (first["state"], first["step"], last["state"]) == ("crashed", 3, "finished")
 
@@ -260,12 +256,13 @@ def test_a_node_is_lost_with_its_disk(jobs, toy, tmp_path):
     jobs.completed(job, restarts=1)
     log = jobs.log(job)
     assert log.count("Mirror: fetching checkpoint-3-") == 2 and f"Resumed {out}/checkpoint-3 " in log
-    assert "Mirror: the copy is complete: checkpoint-16-" in log
+    assert "Mirror: the copy is complete: checkpoint-18-" in log
     assert_undisturbed(disks[0], losses(toy))
     exported = [folder / "export/model.safetensors" for folder in (toy, disks[0])]
     assert exported[0].read_bytes() == exported[1].read_bytes()
 
 
+@pytest.mark.long  # other tests have failures, and those of requeue count them
 def test_three_failures_at_one_step(jobs, tmp_path):
     out = tmp_path / "out"
     fault = {"event": "toy.loss", "path": "step 5.", "command": "kill -9 $PPID"}
@@ -287,10 +284,11 @@ def test_cancelled(jobs, tmp_path):
     assert jobs.show(job)["Restarts"] == "0" and not jobs.cluster.run("squeue", "-h")
 
 
-def test_one_node(jobs, tmp_path):
+def test_one_node(jobs, games_file, tmp_path):
     """A recipe on two processes, submitted directly."""
     out = tmp_path / "out"
-    job = jobs.submit(out, [*FP32, *CHESS, "--max_steps", 20, "--data_cache_dir", tmp_path / "cache"], direct=True)
+    run = [*CHESS, "--train_files", games_file, "--heldout_share", 0.1, "--max_steps", 4, "--logging_steps", 1]
+    job = jobs.submit(out, [*FP32, *run, "--data_cache_dir", tmp_path / "cache"], direct=True)
     jobs.completed(job, restarts=0)
     log = jobs.log(job)
     assert (out / "export/model.safetensors").is_file()
