@@ -170,11 +170,12 @@ on_signal() { # NAME
     say "$1: the processes are told to save and stop"
     stopping=$((stopping + 1))
     # The file is for processes that are still importing, and ignore signals.
-    [[ -z ${OUTPUT_DIR:-} ]] || { mkdir -p "$OUTPUT_DIR" && echo "$1" >"$OUTPUT_DIR/stop"; }
+    [[ -z ${OUTPUT_DIR:-} ]] || { mkdir -p "$OUTPUT_DIR" && echo "$1 $ATTEMPT" >"$OUTPUT_DIR/stop"; }
     scancel --quiet --signal=USR1 "$SLURM_JOB_ID" # to the steps
 }
 
 run() {
+    export ATTEMPT=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
     local restart=${SLURM_RESTART_COUNT:-0} node addr port end per_node pid seen rc state count next signalled=()
     ((restart <= MAX_RESTARTS)) || die "restarted $restart times, MAX_RESTARTS is $MAX_RESTARTS"
     [[ -z ${SLURM_ARRAY_JOB_ID:-} ]] || die "--array: $NO_ARRAY"
@@ -184,7 +185,6 @@ run() {
     if ((SLURM_CPUS_ON_NODE < ${SLURM_GPUS_ON_NODE:-0})); then
         say "warning: $SLURM_CPUS_ON_NODE CPUs for $SLURM_GPUS_ON_NODE GPUs on a node; give --cpus-per-task or --exclusive"
     fi
-    [[ ! -s $OUTPUT_DIR/stop ]] || rm "$OUTPUT_DIR/stop" # left by an earlier attempt; a person's file is empty
 
     # The head node may change at each restart, and its name need not resolve.
     node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -194,10 +194,12 @@ run() {
     # With this the processes save in time, even if no signal reaches them.
     end=$(date -d "$(squeue --noheader --job "$SLURM_JOB_ID" --format %e)" +%s 2>/dev/null) && export JOB_END_TIME=$end
     # The launcher would die of USR1, and would pass on a TERM that the processes have already got, so it ignores both. The
-    # processes inherit this until they install handlers of their own.
+    # processes inherit this until they install handlers of their own. An earlier attempt may have left its file `stop`, on
+    # any node if each has a disk of its own; a person's file is empty.
     # shellcheck disable=SC2016 # expanded on each node, which has its own SLURM_NODEID
     per_node='trap "" USR1 TERM
-        export PET_SIGNALS_TO_HANDLE=SIGINT PET_RDZV_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+        [[ ! -s $0/stop || $(<"$0/stop") == *" $ATTEMPT" ]] || rm -f "$0/stop"
+        export PET_SIGNALS_TO_HANDLE=SIGINT PET_RDZV_ID=$ATTEMPT
         export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[\${rank}] "
         exec accelerate launch --machine_rank "$SLURM_NODEID" --log_dir "$0/logs/node-$SLURM_NODEID" --tee 3 "$@"'
     set -- "${LAUNCH_FLAGS[@]}" --main_process_ip "$addr" --main_process_port "$port" "${COMMAND[@]}"

@@ -1,11 +1,14 @@
 """A real Slurm on this machine: two nodes, each with two GPUs that do not exist. Needs root, but no systemd."""
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
 import time
 from pathlib import Path
+
+import psutil
 
 NODES = ("node0", "node1")
 # Each process of pytest-xdist has a cluster. A job's number decides its port.
@@ -61,15 +64,19 @@ NODE = (
 
 
 class Cluster:
-    """Cluster that `with` starts; Slurm's commands need its `environment`. Stops what it started, by process id."""
+    """Cluster that `with` starts; Slurm's commands need its `environment`. Stops what it started, by process id.
+
+    Each node sees a disk of its own at `local`, if this machine lets root mount (`has_disks`).
+    """
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder, self.local = folder, folder / "local"
+        self.has_disks = subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
         self.daemons: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> "Cluster":
-        for name in ("munge", "state", *(f"spool/{node}" for node in NODES)):
+        for name in ("munge", "state", "local", *(f"spool/{node}" for node in NODES)):
             (self.folder / name).mkdir(parents=True)
         (self.folder / "munge").chmod(0o755)
         key = self.folder / "munge.key"
@@ -97,15 +104,40 @@ class Cluster:
         wait_until(lambda: self.run("sinfo", "-hN", "-p", "gpu", "-o", "%T").split() == ["idle"] * 2, 30, "idle nodes")
         return self
 
-    def start(self, program: str, *args: object, name: str = "") -> None:
+    def start(self, program: str, *args: object, name: str = "", prefix: list[object] | None = None) -> None:
         path = shutil.which(program, path=os.environ["PATH"] + ":/usr/sbin:/sbin")
         log = (self.folder / f"{name or program}.out").open("a")
         self.daemons[name or program] = subprocess.Popen(
-            [path, *map(str, args)], env=os.environ | self.environment, stdout=log, stderr=log, start_new_session=True
+            list(map(str, [*(prefix or []), path, *args])),
+            env=os.environ | self.environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
 
     def start_node(self, node: str) -> None:
-        self.start("slurmd", "-D", "-N", node, "-f", self.folder / "slurm.conf", name=node)
+        mount = 'mount --bind "$0" "$1" && shift && exec "$@"'
+        prefix = ["unshare", "--mount", "sh", "-c", mount, self.disk_of(node), self.local] if self.has_disks else []
+        self.start("slurmd", "-D", "-N", node, "-f", self.folder / "slurm.conf", name=node, prefix=prefix)
+
+    def disk_of(self, node: str) -> Path:
+        """Return the disk that a node has at `local`, as the tests see it."""
+        (disk := self.folder / "disks" / node).mkdir(parents=True, exist_ok=True)
+        return disk
+
+    def replace_node(self, node: str) -> None:
+        """Kill all processes of a node, and start it again with an empty disk."""
+        mounts = os.readlink(f"/proc/{self.daemons[node].pid}/ns/mnt")
+        self.kill_node(node)
+        killed = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):
+                if os.readlink(f"/proc/{process.pid}/ns/mnt") == mounts:
+                    process.kill()
+                    killed.append(process)
+        psutil.wait_procs(killed, timeout=10)
+        shutil.rmtree(self.disk_of(node))
+        self.start_node(node)
 
     def kill_node(self, node: str) -> None:
         """Kill a node's daemon: Slurm thinks the node is lost, but its processes live on, which is worse."""

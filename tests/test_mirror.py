@@ -529,6 +529,37 @@ def test_a_part_that_never_comes(tmp_path):
         first.turn_of_first()
 
 
+def test_a_store_that_is_down_at_the_end(tmp_path, monkeypatch):
+    """An export that waits for it sees its return soon. What is not there in the end is named, and it is no error."""
+    place, out, waits, codes = tmp_path / "place", tmp_path / "out", [], []
+    monkeypatch.setattr(uploader.os, "_exit", codes.append)
+    first = make_uploader(str(place), out)
+    first.begin()
+    make_checkpoint(out, 3)
+    first.turn_of_first()
+    make_checkpoint(out, 6)
+    (out / "export").mkdir()
+    (out / "export/model.safetensors").write_bytes(b"weights")
+    away = place.rename(tmp_path / "away")
+    place.touch()  # each call fails
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        first.wanted, first.wanted_until = ("checkpoint-6" if len(waits) == 4 else ""), float("inf")
+        if len(waits) == 6:
+            first.finish = {"step": 3, "is_finished": True, "until": 0.0}
+
+    first.wake = SimpleNamespace(wait=wait, clear=lambda: None)
+    first.watch()
+    assert waits[1:4] == [30, 60, 120] and waits[4] <= 10 and codes == [0]
+    first.failures, first.shared_at = 0, time.monotonic()
+    first.watch()
+    assert "the export, the report and the metrics are NOT all there" in first.heard[-3]["say"], first.heard
+    assert first.heard[-1]["copy"].startswith("checkpoint-3-") and codes == [0, 0]
+    assert complete_there(away) == [3] and not (away / "export").exists()
+    first.is_lost = True
+
+
 def test_what_all_disks_hold_together(tmp_path, monkeypatch):
     """It becomes a copy at the start, and each machine fetches what it lacks, and no more."""
     machines, held = two_disks(tmp_path, 3, 6), []

@@ -9,23 +9,24 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from helpers import CHILDREN, ROOT, SMALL_CHESS, environment, launch_ok, losses, read_metrics
-from slurm_cluster import Cluster, wait_until
+from slurm_cluster import NODES, Cluster, wait_until
 
 REASON = None
 if os.geteuid() != 0:
     REASON = "NOT TESTED AGAINST SLURM: that needs root, to start a Slurm of its own"
 elif not all(shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin") for name in ("slurmctld", "slurmd", "munged")):
     REASON = "NOT TESTED AGAINST SLURM: `make test-slurm` installs and uses it"
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900), pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800), pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 SUBMIT = ROOT / "slurm/submit.sh"
 FP32 = ["accelerate_configs/fsdp_full.yaml", "--mixed_precision", "no"]
 CHESS = ["recipes/chess.py", "--config", "recipes/configs/chess/laptop.yaml", *SMALL_CHESS]
-TOY = [CHILDREN / "toy.py", "--max_steps", 10]
+TOY = [CHILDREN / "toy.py", "--max_steps", 18]
 FIRST_ATTEMPT = "[ ${SLURM_RESTART_COUNT:-0} = 0 ] && "
 # These send the signal that Slurm itself sends at the time limit and at a preemption to jobs with --signal=B:USR1.
 SIGNAL = "scancel --batch --signal=USR1 $SLURM_JOB_ID; sleep 3"
@@ -51,11 +52,10 @@ class Jobs:
         )  # fmt: skip
 
     def submit(
-        self, out: Path, run: list, *flags: str, direct: bool = False, fault: dict | None = None, **env: str
+        self, out: Path, run: list, *flags: str, direct: bool = False, faults: Sequence[dict] = (), **env: str
     ) -> int:
         """Submit a job and return its id."""
-        if fault is not None:
-            env["TOY_FAULT"] = json.dumps({"rank": 0, "count": 1} | fault)
+        env["TOY_FAULT"] = json.dumps([{"rank": 0, "count": 1} | fault for fault in faults])
         done = self.try_submit(out, run, *flags, direct=direct, **env)
         assert done.returncode == 0, done.stdout + done.stderr
         return int(re.search(r"Submitted batch job (\d+)", done.stdout)[1])
@@ -64,7 +64,7 @@ class Jobs:
         """Return what Slurm knows about a job: JobState, Restarts, ExitCode, ..."""
         return dict(re.findall(r"(\w+)=(\S*)", self.cluster.run("scontrol", "show", "job", job)))
 
-    def end(self, job: int, seconds: float = 400) -> dict[str, str]:
+    def end(self, job: int, seconds: float = 1500) -> dict[str, str]:
         wait_until(
             lambda: self.show(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"),
             seconds,
@@ -90,20 +90,16 @@ def jobs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def toy_losses(tmp_path_factory) -> dict[int, float]:
-    """Losses of the toy on two processes, undisturbed and without Slurm."""
+def toy(tmp_path_factory) -> Path:
+    """Output directory of the toy on two processes, undisturbed and without Slurm."""
     out = tmp_path_factory.mktemp("toy") / "out"
     launch_ok(out.parent, "fsdp_full", *TOY, "--output_dir", out)
-    return losses(out)
+    return out
 
 
 @pytest.fixture(scope="module")
-def chess_run(jobs, tmp_path_factory) -> tuple[Path, int]:
-    """Output directory and job of a run on one node with two processes, submitted directly."""
-    out = tmp_path_factory.mktemp("chess") / "out"
-    job = jobs.submit(out, [*FP32, *CHESS, "--max_steps", 20, "--data_cache_dir", out.parent / "cache"], direct=True)
-    jobs.completed(job, restarts=0)
-    return out, job
+def toy_losses(toy) -> dict[int, float]:
+    return losses(toy)
 
 
 def attempts(out: Path) -> list[dict]:
@@ -118,37 +114,96 @@ def assert_undisturbed(out: Path, expected: dict[int, float], rel: float = 0.0) 
     assert (out / "export/model.safetensors").is_file()
 
 
-@pytest.mark.xdist_group("chess")  # its run is used by two tests
-def test_one_node(jobs, chess_run):
-    out, job = chess_run
-    log = jobs.log(job)
-    assert (out / "export/model.safetensors").is_file()
-    assert jobs.show(job)["JobName"] == "chess" and jobs.show(job)["StdOut"] == f"{out.parent}/chess-{job}.out"
-    assert f"accelerate launch --config_file {shlex.join(FP32[:1])} --num_machines 1 --num_processes 2" in log
-    assert "Loss: " in log and "finished" in log
-    for rank in (0, 1):
-        (part,) = out.glob(f"logs/node-0/{job}-0_*/attempt_0/{rank}/stdout.log")
-        assert ("Loss: " in part.read_text()) == (rank == 0)
+# Those that take longest come first.
 
 
-def test_time_limit(jobs, tmp_path):
-    """A run that needs more than its two minutes is saved, requeued and resumed, with the losses of an undisturbed run."""
-    out, run = tmp_path / "out", [*TOY, "--max_steps", 125, "--save_steps", 0]
-    job = jobs.submit(out, [*FP32, *run], "--time=2", "--signal=B:USR1@30", TOY_PACE="0.4")
-    launch_ok(tmp_path, "fsdp_full", *run, "--output_dir", tmp_path / "reference")
+def test_time_limit(jobs, toy_losses, tmp_path):
+    """A run that is not done when its two minutes end is saved, requeued and resumed, as if undisturbed."""
+    out = tmp_path / "out"
+    until_told = FIRST_ATTEMPT + f"while [ ! -s {out}/stop ]; do sleep 0.5; done"
+    fault = {"event": "toy.loss", "path": "step 5.", "command": until_told}
+    job = jobs.submit(out, [*FP32, *TOY, "--save_steps", 0], "--time=2", "--signal=B:USR1@30", faults=[fault])
     jobs.completed(job)
     *stopped, last = attempts(out)
     assert stopped and {attempt["state"] for attempt in stopped} == {"stopped"} and last["state"] == "finished"
     assert [attempt["restarts"] for attempt in (*stopped, last)] == list(range(len(stopped) + 1))
     assert int(jobs.show(job)["Restarts"]) == len(stopped)
-    assert_undisturbed(out, losses(tmp_path / "reference"))
+    assert_undisturbed(out, toy_losses)
 
 
-@pytest.mark.xdist_group("chess")
-def test_two_nodes(jobs, chess_run, tmp_path):
+# Training continues while this save waits, until the next save.
+SIGNAL_AND_WAIT = f"{SIGNAL.partition(';')[0]}; for i in $(seq 50); do [ ! -s $OUT/stop ] || break; sleep 0.2; done"
+ENDS = [  # of one job's attempts: an event, what happens there, and how the attempt ends
+    ("toy.loss", "step 3.", "scancel --signal=USR1 $SLURM_JOB_ID; sleep 3", "stopped", [4]),  # to the processes
+    ("toy.evaluation", "step 5.", SIGNAL, "stopped", [5]),
+    ("toy.loss", "step 6.", "scontrol requeue $SLURM_JOB_ID; sleep 3", "stopped", [7]),  # from outside
+    ("open", "checkpoint-12.partial/complete.json", SIGNAL_AND_WAIT, "stopped", range(12, 18)),
+]
+
+
+def test_saved_requeued_and_resumed(jobs, toy_losses, tmp_path):
+    """The attempts of one job end in five ways. The first gets its signal when nothing listens yet: a file reports it."""
+    out, faults = tmp_path / "out", []
+    for number, (event, path, command, *_) in enumerate(ENDS, start=1):
+        in_turn = f"[ ${{SLURM_RESTART_COUNT:-0}} = {number} ] && {{ {command}; }}"
+        faults.append({"event": event, "path": path, "command": in_turn})
+    job = jobs.submit(out, [*FP32, *TOY, "--eval_steps", 5], faults=faults, OUT=str(out))
+    wait_until(lambda: "on each node: " in jobs.log(job), 200, "the launch")
+    jobs.cluster.run("scancel", "--batch", "--signal=USR1", job)
+    jobs.completed(job, restarts=len(ENDS) + 1)
+    log = jobs.log(job)
+    assert "checkpoint-7 (step 7" in log, "Slurm requeues it; the processes have saved in time"
+    expected = [("stopped", [0, 1]), *((state, steps) for *_, state, steps in ENDS), ("finished", [18])]
+    for attempt, (state, steps) in zip(attempts(out), expected, strict=True):
+        assert attempt["state"] == state and attempt["step"] in steps, log[-9000:]
+    assert_undisturbed(out, toy_losses)
+
+
+def test_the_jobs_end_without_a_signal(jobs, toy_losses, tmp_path):
+    """Processes that no signal reaches look at the clock; one step takes nearly all of the two minutes."""
+    command = FIRST_ATTEMPT + "sleep $((JOB_END_TIME - $(date +%s) - 25))"
+    fault = {"event": "toy.loss", "path": "step 5.", "command": command}
+    job = jobs.submit(tmp_path / "out", [*FP32, *TOY], "--time=2", "--signal=B:CONT@1", faults=[fault])
+    jobs.completed(job, restarts=1)
+    first, _ = attempts(tmp_path / "out")
+    assert (first["state"], first["reason"], first["step"]) == ("stopped", "the job's end", 6)
+    assert_undisturbed(tmp_path / "out", toy_losses)
+
+
+def test_preemption(jobs, toy_losses, tmp_path):
+    """A job of a higher partition takes both nodes of a run with replicas between nodes, and starts at once."""
+    out = tmp_path / "out"
+    hybrid = ["accelerate_configs/fsdp_hybrid.yaml", "--mixed_precision", "no", *TOY]
+    urgent = f"sbatch --partition=urgent --nodes=2 --gpus-per-node=2 --output={tmp_path}/urgent.out --wrap 'sleep 5'"
+    command = FIRST_ATTEMPT + f"{urgent} && sleep 8"
+    job = jobs.submit(out, hybrid, "--nodes=2", faults=[{"event": "toy.loss", "path": "step 5.", "command": command}])
+    jobs.completed(job, restarts=1)
+    assert "--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 2" in jobs.log(job)
+    assert jobs.log(job).count("Strategy: ") == 2, "one of each attempt"
+    assert {path.name for path in (out / "logs").iterdir()} == {"node-0", "node-1"}
+    first, last = attempts(out)
+    assert (first["state"], first["step"], last["state"]) == ("stopped", 6, "finished")
+    assert_undisturbed(out, toy_losses, rel=1e-5)
+
+
+def test_two_nodes_whose_ranks_share_rows(jobs, toy_losses, tmp_path):
+    """Rows shared by the two processes of a node, a shard on each: the losses of ranks that share none, also when one was killed."""
+    config = ["accelerate_configs/fsdp_long.yaml", "--mixed_precision", "no", "--parallelism_config_cp_size", "2"]
+    killed = {"rank": 3, "event": "toy.loss", "path": "step 5.", "command": FIRST_ATTEMPT + "kill -9 $PPID"}
+    job = jobs.submit(tmp_path / "out", [*config, *TOY, "--async_save", "false"], "--nodes=2", faults=[killed])
+    jobs.completed(job, restarts=1)
+    log = jobs.log(job)
+    assert ", rows shared by 2" in log and "| 4 x cpu" in log and "warning: 2 ranks share a row" not in log
+    assert_undisturbed(tmp_path / "out", toy_losses, rel=1e-5)
+    first, last = attempts(tmp_path / "out")
+    assert (first["state"], first["step"], last["state"]) == ("crashed", 3, "finished")
+
+
+@pytest.mark.long  # others have two nodes too
+def test_two_nodes(jobs, tmp_path):
     """Two processes on each of two nodes have the losses of four on one machine without Slurm."""
     run = [*CHESS, "--max_steps", 12, "--logging_steps", 1, "--per_device_train_batch_size", 4]
-    run += ["--data_cache_dir", chess_run[0].parent / "cache"]
+    run += ["--data_cache_dir", tmp_path / "cache"]
     job = jobs.submit(tmp_path / "out", [*FP32, *run], "--nodes=2", direct=True)
     arguments = [*run[1:], "--output_dir", tmp_path / "reference"]
     launch_ok(tmp_path, "fsdp_full", ROOT / run[0], *arguments, flags=("--num_processes", "4"))
@@ -156,110 +211,6 @@ def test_two_nodes(jobs, chess_run, tmp_path):
     log = jobs.log(job)
     assert log.count("Strategy: ") == log.count("Data: ") == 1 and "4 x cpu" in log
     assert_undisturbed(tmp_path / "out", losses(tmp_path / "reference"), rel=1e-5)
-    assert {path.name for path in (tmp_path / "out/logs").iterdir()} == {"node-0", "node-1"}
-
-
-def test_two_nodes_whose_ranks_share_rows(jobs, tmp_path):
-    """Rows shared by the two processes of a node, a shard on each: the losses of one process, also when one was killed."""
-    config = ["accelerate_configs/fsdp_long.yaml", "--mixed_precision", "no", "--parallelism_config_cp_size", "2"]
-    killed = {"rank": 3, "event": "toy.loss", "path": "step 5.", "command": FIRST_ATTEMPT + "kill -9 $PPID"}
-    job = jobs.submit(tmp_path / "out", [*config, *TOY, "--async_save", "false"], "--nodes=2", fault=killed)
-    launch_ok(tmp_path, "single", *TOY, "--output_dir", tmp_path / "alone")
-    jobs.completed(job, restarts=1)
-    log = jobs.log(job)
-    assert ", rows shared by 2" in log and "| 4 x cpu" in log and "warning: 2 ranks share a row" not in log
-    assert_undisturbed(tmp_path / "out", losses(tmp_path / "alone"), rel=1e-5)
-    first, last = attempts(tmp_path / "out")
-    assert (first["state"], first["step"], last["state"]) == ("crashed", 3, "finished")
-
-
-def test_the_jobs_end_without_a_signal(jobs, toy_losses, tmp_path):
-    """Processes that no signal reaches look at the clock; one step takes nearly all of the two minutes."""
-    command = FIRST_ATTEMPT + "sleep $((JOB_END_TIME - $(date +%s) - 25))"
-    fault = {"event": "toy.loss", "path": "step 5.", "command": command}
-    job = jobs.submit(tmp_path / "out", [*FP32, *TOY], "--time=2", "--signal=B:CONT@1", fault=fault)
-    jobs.completed(job, restarts=1)
-    first, _ = attempts(tmp_path / "out")
-    assert (first["state"], first["reason"], first["step"]) == ("stopped", "the job's end", 6)
-    assert_undisturbed(tmp_path / "out", toy_losses)
-
-
-FAULTS = {
-    "signal during a save": {"event": "open", "path": "checkpoint-3.partial/complete.json", "command": FIRST_ATTEMPT + SIGNAL},
-    "signal during an evaluation": {"event": "toy.evaluation", "path": "step 0.", "command": FIRST_ATTEMPT + SIGNAL},
-    "signal to the processes": {
-        "event": "toy.loss",
-        "path": "step 5.",
-        "command": FIRST_ATTEMPT + "scancel --signal=USR1 $SLURM_JOB_ID; sleep 3",
-    },
-    "requeued from outside": {
-        "event": "toy.loss",
-        "path": "step 5.",
-        "command": FIRST_ATTEMPT + "scontrol requeue $SLURM_JOB_ID; sleep 3",
-    },
-    "one process killed": {"rank": 1, "event": "toy.loss", "path": "step 5.", "command": FIRST_ATTEMPT + "kill -9 $PPID"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_saved_requeued_and_resumed(jobs, toy_losses, tmp_path, name):
-    out = tmp_path / "out"
-    job = jobs.submit(out, [*FP32, *TOY], fault=FAULTS[name])
-    jobs.completed(job, restarts=1)
-    assert_undisturbed(out, toy_losses)
-    first, last = attempts(out)
-    assert last["state"] == "finished"
-    if name == "requeued from outside":
-        assert "checkpoint-6 (step 6" in jobs.log(job), "Slurm does it; the processes have saved in time"
-    state, steps = {
-        "requeued from outside": ("stopped", [6]),
-        "signal during a save": ("stopped", range(4, 10)),  # training continues meanwhile
-        "signal during an evaluation": ("stopped", [0]),
-        "signal to the processes": ("stopped", [6]),
-        "one process killed": ("crashed", [3]),
-    }[name]
-    assert first["state"] == state and first["step"] in steps, jobs.log(job)[-6000:]
-
-
-def test_signal_during_import(jobs, toy_losses, tmp_path):
-    """The signal comes when nothing listens yet; the file reports it."""
-    out = tmp_path / "out"
-    job = jobs.submit(out, [*FP32, *TOY])
-    wait_until(lambda: "on each node: " in jobs.log(job), 60, "the launch")
-    jobs.cluster.run("scancel", "--batch", "--signal=USR1", job)
-    jobs.completed(job, restarts=1)
-    first, last = attempts(out)
-    assert (first["state"], last["state"]) == ("stopped", "finished") and first["step"] <= 1
-    assert_undisturbed(out, toy_losses)
-
-
-def test_preemption(jobs, tmp_path):
-    """A job of a higher partition takes both nodes of a run with replicas between nodes, and starts at once."""
-    out = tmp_path / "out"
-    hybrid = [
-        "accelerate_configs/fsdp_hybrid.yaml", "--mixed_precision", "no", *TOY, "--per_device_train_batch_size", 2,
-    ]  # fmt: skip
-    flags = ("--num_processes", "4")
-    launch_ok(tmp_path, "fsdp_hybrid", *TOY, *hybrid[-2:], "--output_dir", tmp_path / "reference", flags=flags)
-    urgent = f"sbatch --partition=urgent --nodes=2 --gpus-per-node=2 --output={tmp_path}/urgent.out --wrap 'sleep 5'"
-    command = FIRST_ATTEMPT + f"{urgent} && sleep 8"
-    job = jobs.submit(out, hybrid, "--nodes=2", fault={"event": "toy.loss", "path": "step 5.", "command": command})
-    jobs.completed(job, restarts=1)
-    assert "--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 2" in jobs.log(job)
-    first, last = attempts(out)
-    assert (first["state"], first["step"], last["state"]) == ("stopped", 6, "finished")
-    assert_undisturbed(out, losses(tmp_path / "reference"))
-
-
-def test_cancelled(jobs, tmp_path):
-    """A cancelled job saves, since Slurm leaves it KillWait, and is not requeued."""
-    out = tmp_path / "out"
-    fault = {"event": "toy.loss", "path": "step 5.", "command": "scancel $SLURM_JOB_ID; sleep 3"}
-    job = jobs.submit(out, [*FP32, *TOY], fault=fault)
-    assert jobs.end(job)["JobState"] == "CANCELLED"
-    wait_until((out / "checkpoint-6/complete.json").exists, 20, "the last checkpoint")
-    time.sleep(8)  # longer than a requeued job waits
-    assert jobs.show(job)["Restarts"] == "0" and not jobs.cluster.run("squeue", "-h")
 
 
 def test_a_node_is_lost(jobs, toy_losses, tmp_path):
@@ -270,8 +221,8 @@ def test_a_node_is_lost(jobs, toy_losses, tmp_path):
         "path": "step 5.",
         "command": FIRST_ATTEMPT + f"{{ echo $$ >> {tmp_path}/orphans; exec sleep 1000; }}",
     }
-    job = jobs.submit(out, [*FP32, *TOY], fault=fault)
-    wait_until(lambda: (out / "checkpoint-3").is_dir(), 90, "training")
+    job = jobs.submit(out, [*FP32, *TOY], faults=[fault])
+    wait_until(lambda: (out / "checkpoint-3").is_dir(), 300, "training")
     node = jobs.show(job)["BatchHost"]
     jobs.cluster.kill_node(node)
     try:
@@ -287,14 +238,66 @@ def test_a_node_is_lost(jobs, toy_losses, tmp_path):
         jobs.cluster.run("scontrol", "update", f"nodename={node}", "state=resume")
 
 
+def test_a_node_is_lost_with_its_disk(jobs, toy, tmp_path):
+    """Each node has a disk of its own, and rank 0's is lost: the job goes on from the copy, on an empty disk there."""
+    cluster, place = jobs.cluster, tmp_path / "place"
+    if not cluster.has_disks:
+        pytest.skip("NOT TESTED WITH DISKS OF NODES: that needs the right to mount")
+    out, disks = cluster.local / "out", [cluster.disk_of(node) / "out" for node in NODES]
+    disks[1].mkdir()
+    (disks[1] / "stop").write_text("TERM 0-0\n")  # left there by a job that was killed
+    fault = {"event": "toy.loss", "path": "step 5.", "command": FIRST_ATTEMPT + "exec sleep 1000"}
+    flags = ("--nodes=2", "--gpus-per-node=1", f"--output={tmp_path}/log")
+    job = jobs.submit(out, [*FP32, *TOY, "--mirror", place], *flags, faults=[fault])
+    wait_until(lambda: list(place.glob("checkpoint-3-*/complete.json")), 300, "a copy")
+    for number, disk in enumerate(disks):
+        assert [path.name for path in disk.glob("checkpoint-3/rng-*.pt")] == [f"rng-{number}.pt"]
+    cluster.replace_node(NODES[0])
+    jobs.completed(job, restarts=1)
+    log = jobs.log(job)
+    assert log.count("Mirror: fetching checkpoint-3-") == 2 and f"Resumed {out}/checkpoint-3 " in log
+    assert "Mirror: the copy is complete: checkpoint-18-" in log
+    assert_undisturbed(disks[0], losses(toy))
+    exported = [folder / "export/model.safetensors" for folder in (toy, disks[0])]
+    assert exported[0].read_bytes() == exported[1].read_bytes()
+
+
+@pytest.mark.long  # other tests have failures, and those of requeue count them
 def test_three_failures_at_one_step(jobs, tmp_path):
     out = tmp_path / "out"
     fault = {"event": "toy.loss", "path": "step 5.", "command": "kill -9 $PPID"}
     # The checkpoint of step 3 is whole before step 5, on a busy machine too.
-    job = jobs.submit(out, [*FP32, *TOY, "--async_save", "false"], fault=fault)
+    job = jobs.submit(out, [*FP32, *TOY, "--async_save", "false"], "--gpus-per-node=1", faults=[fault])
     found = jobs.end(job)
     assert (found["JobState"], found["Restarts"]) == ("FAILED", "2")
     assert "3 attempts without a newer checkpoint" in jobs.log(job)
+
+
+def test_cancelled(jobs, tmp_path):
+    """A cancelled job saves, since Slurm leaves it KillWait, and is not requeued."""
+    out = tmp_path / "out"
+    fault = {"event": "toy.loss", "path": "step 5.", "command": "scancel $SLURM_JOB_ID; sleep 3"}
+    job = jobs.submit(out, [*FP32, *TOY], faults=[fault])
+    assert jobs.end(job)["JobState"] == "CANCELLED"
+    wait_until((out / "checkpoint-6/complete.json").exists, 60, "the last checkpoint")
+    time.sleep(8)  # longer than a requeued job waits
+    assert jobs.show(job)["Restarts"] == "0" and not jobs.cluster.run("squeue", "-h")
+
+
+def test_one_node(jobs, games_file, tmp_path):
+    """A recipe on two processes, submitted directly."""
+    out = tmp_path / "out"
+    run = [*CHESS, "--train_files", games_file, "--heldout_share", 0.1, "--max_steps", 4, "--logging_steps", 1]
+    job = jobs.submit(out, [*FP32, *run, "--data_cache_dir", tmp_path / "cache"], direct=True)
+    jobs.completed(job, restarts=0)
+    log = jobs.log(job)
+    assert (out / "export/model.safetensors").is_file()
+    assert jobs.show(job)["JobName"] == "chess" and jobs.show(job)["StdOut"] == f"{out.parent}/chess-{job}.out"
+    assert f"accelerate launch --config_file {shlex.join(FP32[:1])} --num_machines 1 --num_processes 2" in log
+    assert "Loss: " in log and "finished" in log
+    for rank in (0, 1):
+        (part,) = out.glob(f"logs/node-0/{job}-0_*/attempt_0/{rank}/stdout.log")
+        assert ("Loss: " in part.read_text()) == (rank == 0)
 
 
 def test_what_must_be_put_right_is_not_repeated(jobs, tmp_path):
@@ -308,7 +311,7 @@ def test_what_must_be_put_right_is_not_repeated(jobs, tmp_path):
 def test_a_person_stops_it(jobs, tmp_path):
     out = tmp_path / "out"
     command = f"touch {out}/stop"
-    job = jobs.submit(out, [*FP32, *TOY], fault={"event": "toy.loss", "path": "step 5.", "command": command})
+    job = jobs.submit(out, [*FP32, *TOY], faults=[{"event": "toy.loss", "path": "step 5.", "command": command}])
     jobs.completed(job, restarts=0)
     assert "the same command goes on" in jobs.log(job)
     assert not (out / "export").exists()

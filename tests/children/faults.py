@@ -1,6 +1,6 @@
 """Faults that strike inside real code: at an audit event, which Python raises before a system call.
 
-TOY_FAULT in the environment is JSON with "event", "path", "count", "rank", and "everyone" or "command". At the count-th event
+TOY_FAULT in the environment is JSON with "event", "path", "count", "rank", and "everyone" or "command", or a list of such. At the count-th event
 of that name whose first argument contains `path`, the process of that rank kills itself, or the whole run, or runs a
 shell command. Events are `open`, `os.rename`, `os.remove`, ...
 """
@@ -16,9 +16,10 @@ import psutil
 
 
 def arm() -> None:
-    """Install the fault, if the environment asks for one in this rank."""
-    if fault := os.environ.get("TOY_FAULT"):
-        die_at(**json.loads(fault))
+    """Install the faults, if the environment asks for some in this rank."""
+    found = json.loads(os.environ.get("TOY_FAULT", "[]"))
+    for fault in found if isinstance(found, list) else [found]:
+        die_at(**fault)
 
 
 def die_at(event: str, path: str, count: int, rank: int, everyone: bool = False, command: str = "") -> None:

@@ -210,7 +210,8 @@ class Uploader:
             if self.finish:
                 time.sleep(look / 5)
             else:
-                self.wake.wait(min(LONGEST_PAUSE, 15.0 * 2**self.failures) if self.failures else look)
+                longest = 10.0 if self.wanted else LONGEST_PAUSE  # the run waits
+                self.wake.wait(min(longest, 15.0 * 2**self.failures) if self.failures else look)
                 self.wake.clear()
             try:
                 self.turn_of_first() if self.rank == 0 else self.turn_of_other()
@@ -237,7 +238,9 @@ class Uploader:
                     self.store.send(path, str(path.relative_to(self.output_dir)), self.pace)
                 self.share()
         except Exception as error:
-            self.note_trouble(error)
+            self.note_trouble(
+                error, "the export, the report and the metrics are NOT all there", "the same command sends them"
+            )
         self.leave()
 
     def turn_of_first(self) -> None:
@@ -345,13 +348,15 @@ class Uploader:
                     self.shared[name] = state
         self.shared_at = time.monotonic()
 
-    def note_trouble(self, error: Exception) -> None:
-        """Say since when there is no copy: at the first failure, and then less and less often."""
+    def note_trouble(
+        self, error: Exception, what: str = "", then: str = "the run goes on, and this is tried again"
+    ) -> None:
+        """Say since when there is no copy, or `what` is missing: at the first failure, and then less and less often."""
         self.failures += 1
         self.problem = str(error) if isinstance(error, StoreError) else told(error)
         if not self.is_lost and self.failures.bit_count() == 1:
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-            self.tell(say=f"no new copy since {since}: {self.problem}; the run goes on, and this is tried again")
+            self.tell(say=f"{what or f'no new copy since {since}'}: {self.problem}; {then}")
         self.tell_status()
 
     def tell_status(self) -> None:
