@@ -128,7 +128,9 @@ def main(args: Args) -> None:
         model,
         tokenizer,
         total_steps=train_loader.num_steps(),
-        flops_fn=lambda model: flops_per_token(model, validation.rows.attended_length, args.max_length),
+        flops_fn=lambda model: flops_per_token(model, validation.rows.attended_length, args.max_length)._replace(
+            last_step=args.steps_alike
+        ),
     )
     multiply_in_phases(run.scheduler, args.read.lr_factors(run.total_steps))
     if args.document_mask:

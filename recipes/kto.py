@@ -62,7 +62,6 @@ class Args(JudgedArgs, AnswerArgs, TrainerArgs, trl.SFTConfig):
     disable_dropout: bool = arg(True, "Train without dropout.", fixed=False, group="rare")
     tokenizes_first = True
     new_tokens = ()
-    has_empty_rows = False
 
     fixed = frozenset({"chat_template_path", "eos_token", "max_length"})
     owned_elsewhere = TrainerArgs.owned_elsewhere | dict.fromkeys(

@@ -106,6 +106,41 @@ def killed_and_resumed(forks, tmp_path_factory):
     return run_both
 
 
+@pytest.fixture
+def excluded_and_skipped(forks, tmp_path):
+    """Compare a run that skips step 2 with one that excludes its rows; and, without `half` of them, one process with two."""
+    from helpers import CHILDREN, TIMES, losses, read_metrics
+    from safetensors.torch import load_file
+
+    def run_all(script: Path, *args: object, half: bool = True) -> None:
+        def run(name: str, *more: object, **options: object) -> tuple[dict, dict, Path]:
+            out, poison = tmp_path / name / "out", {"POISONED_RECIPE": str(script), "POISON": "2"}
+            out.parent.mkdir()
+            given = (*args, "--max_steps", 3, "--save_steps", 0, *more)
+            forks.succeed(out, *given, script=CHILDREN / "poisoned.py", **poison | options)
+            return losses(out), load_file(out / "export/model.safetensors"), out
+
+        numbers, weights, out = run("skip", "--on_spike", "skip")
+        (record,) = map(json.loads, (out / "skipped.jsonl").read_text().splitlines())
+        assert record["step"] == 2 and [*numbers] == [1, 3] and read_metrics(out)[-2]["skipped_steps"] == 1
+        others, same, _ = run("whole", "--exclude_rows", out / "skipped.jsonl")
+        assert numbers == others and all(weights[name].equal(value) for name, value in same.items())
+        rows = [row for rank in record["micro_batches_of_ranks"] for batch in rank for row in batch["rows"]]
+        if not half:
+            return
+        (file := tmp_path / "half.json").write_text(json.dumps({"rows": rows[: len(rows) // 2 + 1]}))
+        found = [
+            run(config, "--exclude_rows", file, config=config, num_processes=number, POISON="0")
+            for config, number in (("single", 1), ("fsdp_full", 2))
+        ]
+        assert found[1][0][1] == numbers[1] and found[1][0][3] != numbers[3]
+        for one, two in zip(*(read_metrics(out) for *_, out in found), strict=True):
+            of_one, of_two = ({n: v for n, v in record.items() if n not in TIMES} for record in (one, two))
+            assert of_one == pytest.approx(of_two, rel=2e-5, abs=1e-5)
+
+    return run_all
+
+
 @pytest.fixture(scope="session")
 def games_file(tmp_path_factory) -> Path:
     """File with the first 300 real games."""

@@ -208,6 +208,10 @@ def test_prompts_alone(forks, arguments, chats, tmp_path):
         assert said in log_of(out), log_of(out)[-2000:]
 
 
+def test_excluded_rows(excluded_and_skipped, arguments):
+    excluded_and_skipped(SCRIPT, *arguments, "--lmbda", 0.5, "--per_device_train_batch_size", 3, half=False)
+
+
 def test_other_vocabularies_are_refused(forks, arguments, chats, tmp_path):
     """By ids, before a model is loaded."""
     texts = [json.loads(line)["messages"][1]["content"] for line in (chats / "chats.jsonl").read_text().splitlines()]
@@ -273,6 +277,10 @@ def test_own_answers_continue_their_prompts(chats):
     whole = drawn(0)[:-1]
     assert sum(one != other for one, other in zip(whole, drawn(1), strict=False)) > 9, "numbers of a step are its own"
     assert len({tuple(ids[3:]) for ids, _ in whole}) > 9, "and so are those of an answer"
+    numbers[0, 1:3] = -1  # rows that are excluded
+    left = drawn(0)[:-1]
+    assert left[:1] + left[3:] == whole[:1] + whole[3:] and left[1:3] == [([0], [-100])] * 2
+    numbers[0, 1:3] = torch.tensor([1, 2])
     args.temperature = 1e-4
     for ids, _ in drawn(2)[:-1]:  # the most likely answers
         with torch.no_grad():

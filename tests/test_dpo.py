@@ -18,6 +18,7 @@ from simulations import BF16, FP32, job
 from tiny import save_base, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes import recipe
@@ -28,6 +29,7 @@ from accelerate_recipes.life import stop
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.preferences import evaluate_pairs, to_pairs
 from accelerate_recipes.posttraining.references import keep_values, kept_values, what_decides
+from accelerate_recipes.posttraining.trained_rows import without_targets
 
 SCRIPT, REFERENCE = ROOT / "recipes/dpo.py", CHILDREN / "reference.py"
 
@@ -136,6 +138,46 @@ def test_the_chosen_answers_alone(base):
     wanted = model(**chosen, labels=labels).loss * trial.count_fn(trial.batch)[1]
     assert pairs == none == 0 and tokens.item() == pytest.approx(wanted.item(), rel=1e-5)
     (pairs + tokens).backward()
+
+
+def test_excluded_pairs(excluded_and_skipped, arguments):
+    excluded_and_skipped(SCRIPT, *arguments)
+
+
+LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop",
+    "sft", "sigmoid_norm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{}, {"ld_alpha": 0.5}, {"use_weighting": True}, {"f_divergence_type": "forward_kl"}])
+def test_a_place_without_a_pair(base, more):
+    """By each loss, sums, counts and gradients are those of the other pairs alone; of no pair, all are 0."""
+    module, model = shipped.load(SCRIPT), tiny_model(vocab_size=15, initializer_range=0.3)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs"))
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    pairs = [
+        dict(zip(names, ids, strict=True)) | {"ref_chosen_logps": -3.0, "ref_rejected_logps": -5.0}
+        for ids in ([[3, 4], [5, 6, 7], [8]], [[9], [2], [3, 4, 5]], [[4, 4], [1, 2], [7, 9, 3]])
+    ]
+    for name in ("sigmoid", "ipo") if more else LOSSES:
+        args = module.Args(model_name_or_path=str(base), loss_type=[name], max_length=9, label_smoothing=0.1, **more)
+        loss_fn = module.trial(args).loss_fn
+        trainer = loss_fn.__self__
+        trainer.loss_of_none = trainer.loss_of_filling()
+        assert not trainer._metrics["train"]
+        collate, found = DataCollatorForPreference(pad_token_id=0), []
+        for numbers in ((0, 1), (0, -1, 1, -1), (-1, -1)):
+            batch = collate([without_targets(pairs[number], number) for number in numbers])
+            model.zero_grad()
+            sums = loss_fn(model, batch)
+            sums.sum().backward()
+            gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+            found.append((sums.detach(), trainer.count_parts(batch), gradient))
+        (alone, count, gradient), (among, same_count, same_gradient), (none, no_count, no_gradient) = found
+        assert torch.allclose(alone, among, rtol=1e-5, atol=1e-6) and torch.equal(count, same_count), name
+        assert (gradient - same_gradient).norm() < 1e-5 * gradient.norm(), name
+        assert none.abs().max() < 1e-6 and not no_count.any() and not no_gradient.any(), name
 
 
 def log_probs(folder: Path, pairs: Iterable[dict]) -> dict[str, torch.Tensor]:
@@ -337,6 +379,8 @@ def test_losses_of_a_micro_batch_are_refused(arguments):
     with pytest.raises(ConfigError, match=r"--loss_type aot .* has 4: make"):
         parse(args, [*argv, "aot"], world_size=1)
     parse(args, [*argv, "aot", "--per_device_train_batch_size", "8"], world_size=1)
+    with pytest.raises(ConfigError, match="--exclude_rows: --loss_type aot_unpaired compares the pairs of a step"):
+        parse(args, [*argv, "aot_unpaired", "--exclude_rows", "rows.json"], world_size=1)
     with pytest.raises(ConfigError, match="--use_weighting weighs the pairs"):
         parse(args, [*argv, "sft", "--use_weighting", "true", "--per_device_train_batch_size", "8"], world_size=1)
 

@@ -538,7 +538,8 @@ def test_problems_of_the_arguments(rewards_file):
             module.Args,
             ["--rewards", f"{rewards_file}:ones", "--reward_weights", "1", "2", "--total_batch_size", "36",
              "--chat_template_kwargs", "{no", "--generation_kwargs",
-             '{"max_new_tokens": 9, "num_beams": 2, "min_new_tokens": 1, "heat": 1, "top_p": 0.5}', "--steps_per_generation", "2", "--eval_files", "no.jsonl"],
+             '{"max_new_tokens": 9, "num_beams": 2, "min_new_tokens": 1, "heat": 1, "top_p": 0.5}', "--steps_per_generation", "2", "--eval_files", "no.jsonl",
+             "--exclude_rows", "no.jsonl"],
             world_size=1,
         )  # fmt: skip
     said = str(caught.value)
@@ -549,6 +550,7 @@ def test_problems_of_the_arguments(rewards_file):
         "--generation_kwargs has max_new_tokens, which is --max_completion_length", "has num_beams, which does not draw",
         "--generation_kwargs has heat, which is no setting of `generate`", "has top_p, which is --top_p",
         "give one of --dataset_name and --train_files", "--model_name_or_path is missing",
+        "--exclude_rows: GRPO draws and scores the answers of a step together",
     ):  # fmt: skip
         assert problem in said, said
     assert "min_new_tokens" not in said

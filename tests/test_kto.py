@@ -8,9 +8,10 @@ import pytest
 import torch
 from helpers import ROOT, log_of, losses, read_metrics
 from simulations import job
-from tiny import save_base
+from tiny import save_base, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.trainer.utils import disable_dropout_in_model
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
@@ -20,7 +21,14 @@ from accelerate_recipes.data.rows import rows_of_step
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.settings import switch_off_dropout
-from accelerate_recipes.posttraining.unpaired import WithNeighbours, advice_on_weights
+from accelerate_recipes.posttraining.unpaired import (
+    Collator,
+    NeighbourRows,
+    UnpairedLoss,
+    WithNeighbours,
+    advice_on_weights,
+    with_answer_of,
+)
 
 SCRIPT = ROOT / "recipes/kto.py"
 
@@ -91,6 +99,49 @@ def log_prob(model, tokenizer, prompt: str, answer: str) -> torch.Tensor:
     with torch.no_grad():
         found = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     return found[range(begin - 1, len(ids) - 1), ids[begin:]].sum()
+
+
+def test_excluded_answers(excluded_and_skipped, arguments):
+    excluded_and_skipped(SCRIPT, *arguments)
+
+
+def test_a_place_without_an_answer(base, arguments, tmp_path):
+    """Rows that are excluded are no neighbours; loss, divergence and gradient are those of the other rows alone."""
+    module = shipped.load(SCRIPT)
+    (file := tmp_path / "rows.json").write_text('{"rows": [0, 3, 4, 7]}')
+    args = parse(
+        module.Args, [*map(str, arguments), "--exclude_rows", str(file), "--total_batch_size", "4"], world_size=1
+    )
+    order = WithNeighbours(8, args, 0, 1)
+    steps = [[-1 if n < 0 else divmod(n, 8) for n in order.rows(step)] for step in range(99)]
+    for step in steps:
+        left = [own for _, own in step if own not in (0, 3, 4, 7)]
+        assert [(before, own) for before, own in step if own in left] == [
+            *zip(left[-1:] + left[:-1], left, strict=True)
+        ]
+    assert any(len([own for _, own in step if own in (0, 3, 4, 7)]) == 4 for step in steps), "a whole step"
+
+    ids = ([1, 2, 3, 4], [5, 6, 7], [8, 9, 1, 2, 3], [4, 5])
+    rows = [{"input_ids": i, "labels": [-100, *i[1:]], "label": n % 2 > 0} for n, i in enumerate(ids)]
+    model, reference = (tiny_model(vocab_size=15, initializer_range=0.3, seed=seed) for seed in (1, 0))
+    for one in (model, reference):
+        add_fused_lm_head(one, outputs=("log_probs", "entropy"))
+    loss = UnpairedLoss(args, model.config)
+    loss.reference = reference
+    collate = Collator(DataCollatorForLanguageModeling(pad_token_id=0), None)
+    given, found = NeighbourRows(rows, with_answer_of), []
+    for numbers in ((4 + 0, 1), (4 + 0, -1, 1, -1), (-1, -1)):
+        model.zero_grad()
+        (batch,) = loss.add_references(model, [collate([given[number] for number in numbers])])
+        sums = loss.sum_parts(model, batch)
+        sums.sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        found.append((sums[0].item(), batch["kl"].item(), gradient, loss.values(1), loss.count_parts(batch).tolist()))
+    (alone, kl, gradient, values, counts), among, none = found
+    assert kl > 0 and among[3] == pytest.approx(values, rel=1e-5)
+    assert among[:2] == pytest.approx((alone, kl), rel=1e-5)
+    assert (gradient - among[2]).norm() < 1e-5 * gradient.norm() and among[4] == counts and none[4] == [0, 0]
+    assert none[:2] == (0, 0) and not none[2].any()
 
 
 def test_the_reference_of_adapters(forks, arguments, tmp_path):

@@ -81,7 +81,7 @@ def test_peak_memory_of_a_cpu(monkeypatch):
 def test_log_line_and_record(tmp_path, capsys, monkeypatch):
     """Job controllers look for the line's beginning; the file has the same values."""
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e9)
-    log = metrics.MetricsLog(Accelerator(cpu=True), tmp_path, total_steps=1000, flops=metrics.Flops(1e4, 2e4))
+    log = metrics.MetricsLog(Accelerator(cpu=True), tmp_path, total_steps=1000, flops=metrics.Flops(1e4, 2e4, 120))
     log.restore(None)
     window = metrics.Window()
     window.add(torch.tensor([600.0]), torch.tensor([300]), samples=8, seconds=0.25, data_seconds=0.01)
@@ -94,7 +94,9 @@ def test_log_line_and_record(tmp_path, capsys, monkeypatch):
         "done: 12.0%"
     )
     log.log_step(121, window, grad_norm=0.81, lr=1.234e-7, gib=23.4, counts={})
-    assert ", lr: 1.23e-07, grad norm" in capsys.readouterr().out, "a rate of GRPO"
+    later = capsys.readouterr().out
+    assert ", lr: 1.23e-07, grad norm" in later, "a rate of GRPO"
+    assert "MFU" not in later, "behind the last step for which FLOPs are counted"
     assert re.match(r".*Loss:.*", line)  # HyperPod's hang detection
     record, _ = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert record.pop("time") > 0

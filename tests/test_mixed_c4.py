@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -164,6 +165,17 @@ def test_longer_rows_from_a_step_on(forks, arguments, write, tmp_path):
     forks.succeed(tmp_path / "out", *args)
     tokens = [record["tokens_seen"] for record in read_metrics(tmp_path / "out") if "loss" in record]
     assert tokens == [24 * 32 * step for step in range(1, 5)] + [24 * (4 * 32 + 64 * step) for step in (1, 2)]
+
+
+def test_steps_for_which_flops_are_counted(write):
+    sources = {"few": {"max_epochs": None}}
+    for name, phases, number in (
+        ("same", [{"from": 2, "lr_factor": 0.5}], math.inf),
+        ("back", [{"from": 2, "max_length": 32}, {"from": 0.5, "max_length": 64}, {"from": 7, "max_length": 32}], 4),
+    ):
+        argv = ["--mixture", str(write(name, sources=sources, phases=phases)), "--max_steps", "8", "--max_length", "32"]
+        args, _ = resolve(shipped.load(C4).Args, argv)
+        assert args.steps_alike == number
 
 
 def test_what_one_source_holds_out_none_trains_on(write, folder):

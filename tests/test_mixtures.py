@@ -163,6 +163,12 @@ def test_names_decide_and_sizes_weigh():
     for temperature, share in ((1, 0.8), (2, 2 / 3)):
         table = MixedTable(ARGS, Mixture("", sources, temperature=temperature), [400, 100], ["", ""])
         assert table.seen(625)["a_asked"] == pytest.approx(share)
+    for temperature, said in (
+        (0.05, r"1e\+09 times apart; raise temperature 0.05"),
+        (0.001, "the weights are too large"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            MixedTable(ARGS, Mixture("", sources, temperature=temperature), [400, 100], ["", ""]).seen(1)
 
 
 def test_sources_end_and_so_does_the_run():
@@ -313,6 +319,8 @@ phases:
         "weights: 3": "must hold `sources:`, a list of sections",
         "sources: [3]": "source 1 is '3'; it must be a section",
         "sources: [{{name: a, weight: 0, train_files: [{folder}/chats.jsonl]}}]": "no source has a weight above 0",
+        MIXTURE.replace("weight: 4", "weight: 1e-20"): "yaml: the weights 1e-20 and 5 are more than 1e+09 times apart",
+        MIXTURE.replace("few: 1", "few: 1e99"): "phase 1: the weights 1 and 1e+99 are more than 1e+09 times apart",
         "sources: [{{name: a, train_files: [{folder}/chats.jsonl]}}]": "source a: its weight is missing",
         "{{": "is not YAML",
         MIXTURE.replace("from: 4", "from: 9"): "phase from 9: it begins after the last step, --max_steps 9",

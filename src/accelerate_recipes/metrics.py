@@ -33,6 +33,7 @@ class Flops(NamedTuple):
 
     attended: float  # a token attends to its document
     full_rows: float | None = None  # a token attends to the whole row, as published; None if rows are not packed
+    last_step: float = math.inf  # for which they hold: later rows may have another length
 
 
 def flops_per_token(model: PreTrainedModel, document_length: float, row_length: int) -> Flops:
@@ -230,7 +231,7 @@ class MetricsLog:
             f"Speed: {record['samples_per_second']:.2f} samples/sec, {record['tokens_per_second']:.0f} tokens/sec, "
             f"lr: {lr:#.3g}, grad norm: {grad_norm:.2f}"
         )
-        if self.peak_flops is not None:
+        if self.peak_flops is not None and step <= self.flops.last_step:
             tokens_per_peak = record["tokens_per_second"] / self.accelerator.num_processes / self.peak_flops
             record["mfu"] = self.flops.attended * tokens_per_peak
             line += f", MFU: {record['mfu']:.3f}"

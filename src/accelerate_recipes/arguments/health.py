@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from accelerate_recipes.arguments.declaring import arg
 
@@ -32,17 +31,12 @@ class HealthArgs:
         0, "Steps between comparisons of weights and optimizer states over the replicas; 0: never.", min=0
     )
 
-    # Whether a place in a batch can stay empty.
-    has_empty_rows: ClassVar[bool] = True
-
     def health_problems(self) -> Iterator[str]:
         """List problems of these arguments, one sentence each."""
         if self.on_spike == "stop" and self.max_skips != HealthArgs.max_skips:
             yield f"--max_skips {self.max_skips} has no effect with --on_spike stop; add --on_spike skip, or remove it"
         if not self.exclude_rows:
             return
-        if not self.has_empty_rows:
-            yield "--exclude_rows: the loss of this recipe needs whole steps; leave the rows out of the files instead"
         yield from self.file_problems("exclude_rows", (".json", ".jsonl"))
         file = Path(self.exclude_rows)
         if file.name in OWN_FILES and file.resolve().parent == Path(self.output_dir).resolve():

@@ -50,6 +50,12 @@ class MixedTextArgs(MixtureArgs, TextArgs):
         """Tokens of the longest rows of the run, whichever phase has them."""
         return max(self.max_length, *(phase.max_length for phase in self.read.phases), 0)
 
+    @property
+    def steps_alike(self) -> float:
+        """First steps of the run, whose rows have --max_length tokens; infinity if no phase has others."""
+        lengths = self.read.lengths(self.max_steps)
+        return min((step for step, length in lengths if length != self.max_length), default=math.inf)
+
     def mixture_problems(self) -> Iterator[str]:
         yield from super().mixture_problems()
         where = self.read.file

@@ -4,7 +4,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from accelerate_recipes.errors import ConfigError, noting, suggestion
 # Flags that would name data beside those of a mixture.
 WHICH_DATA = ("dataset_name", "train_files", "eval_files", "validation_files")
 SIZE = "size"
+FURTHEST = 1e9  # times the smallest weight: the largest, beyond which places of a run would not be exact numbers
 INSIDE = "--mixture"  # what messages call a mixture that the preset holds
 NAME = re.compile(
     r"(?!eval_|aux$)\w[\w.-]*", re.ASCII
@@ -71,11 +72,21 @@ class Mixture:
         return any(source.weight is None for source in self.sources)
 
     def weights(self, sizes: Mapping[str, int], total_steps: int) -> Weights:
-        """List the weights of a run from its first step on. `sizes` are the numbers of rows by source, where they count."""
-        first = {
-            source.name: sizes[source.name] ** (1 / self.temperature) if source.weight is None else source.weight
-            for source in self.sources
-        }
+        """List the weights of a run from its first step on. `sizes` are the numbers of rows by source, where they count.
+
+        Raises:
+            ConfigError: for weights of sizes that are too far apart.
+        """
+        try:
+            first = {
+                source.name: sizes[source.name] ** (1 / self.temperature) if source.weight is None else source.weight
+                for source in self.sources
+            }
+            wrong = far_apart(first.values(), self.file)
+        except OverflowError:
+            first, wrong = {}, [f"{self.file}: the weights are too large"]
+        if wrong:
+            raise ConfigError(f"{wrong[0]}; raise temperature {self.temperature:g}")
         later = [(phase.first_step(total_steps), phase.weights) for phase in self.phases if phase.weights]
         return without_repeats([(0, first), *later])
 
@@ -273,6 +284,7 @@ def read_mixture(given: str, args_class: type[MixtureArgs]) -> Mixture:
         found.append(f"{file}: temperature is for weight: {SIZE}; remove it")
     elif sources and not sizes and not any(source.weight for source in sources):
         found.append(f"{file}: no source has a weight above 0")
+    found += far_apart((source.weight or 0 for source in sources), file)
     mixture.problems = found
     return mixture
 
@@ -282,6 +294,14 @@ def unknown_keys(section: Mapping[str, Any], known: Collection[str], where: str)
     there = f"; there are {', '.join(known)}"
     unknown = [key for key in section if key not in known]
     return [f"{where}: unknown key {key!r}{suggestion(key, known, cutoff=0.6) or there}" for key in unknown]
+
+
+def far_apart(weights: Iterable[float], where: str) -> list[str]:
+    """Say that weights are too far apart, if they are; 0 is no weight."""
+    given = sorted(weight for weight in weights if weight)
+    if not given or given[-1] / given[0] <= FURTHEST:
+        return []
+    return [f"{where}: the weights {given[0]:g} and {given[-1]:g} are more than {FURTHEST:g} times apart"]
 
 
 def number_in(
@@ -351,7 +371,7 @@ def read_phase(section: Any, where: str, names: Sequence[str], known: Sequence[s
     weights = {name: number_in(given, name, 0.0, f"{where}, weights", found) for name in given}
     if lost := [name for name in names if given and name not in given]:
         found.append(f"{where}: weights lacks {', '.join(lost)}; a weight of 0 leaves a source out")
-    found += unknown_keys(given, names, f"{where}, weights")
+    found += unknown_keys(given, names, f"{where}, weights") + far_apart(weights.values(), where)
     if given and not any(weights.values()):
         found.append(f"{where}: no weight is above 0")
     if not {*section}.intersection(known):

@@ -26,6 +26,7 @@ class Sampling(NamedTuple):
 
     temperature: float
     seed: int
+    places: Sequence[int] | None = None  # of the prompts, if others are missing between them
 
 
 class Generated(NamedTuple):
@@ -101,7 +102,8 @@ def generate_texts(
             ).to(accelerator.device)
             drawing = contextlib.nullcontext()
             if sampling:  # by the place of a prompt, on any number of ranks
-                numbers = numbers_of(seed_of("texts", sampling.seed), 0, indices, max_new_tokens)
+                places = [*map(sampling.places.__getitem__, indices)] if sampling.places else indices
+                numbers = numbers_of(seed_of("texts", sampling.seed), 0, places, max_new_tokens)
                 drawing = drawn_by(generator, numbers.to(accelerator.device))
             with drawing:
                 tokens = generator.generate(

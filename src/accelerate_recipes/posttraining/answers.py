@@ -67,8 +67,6 @@ OVER_TOKENS = {"bnpo", "cispo", "dapo", "vespo"}
 class GRPOArgs(PromptArgs):
     """Arguments of every recipe on trl's GRPOTrainer, in addition to the fields of GRPOConfig. Put it before that class."""
 
-    has_empty_rows = False
-
     per_device_train_batch_size: int = arg(8, "Answers per forward pass on one process.", min=1)
     total_batch_size: int = arg(128, "Answers per optimizer step, over all processes and accumulation.", min=1)
     num_generations: int = arg(8, "Answers to each prompt, which are compared with each other.", min=2)
@@ -126,6 +124,12 @@ class GRPOArgs(PromptArgs):
         if self.top_entropy_quantile < 1 and self.entropy_coef:
             found.append(
                 "--entropy_coef is for all tokens, --top_entropy_quantile leaves some out; remove one of the two"
+            )
+        if self.exclude_rows:
+            found.append(
+                "--exclude_rows: GRPO draws and scores the answers of a step together, in whole groups, so no place of it "
+                "can stay empty. Leave out steps that go wrong by --on_spike skip; or remove the prompts from the files, "
+                "and begin a new run at the export of a checkpoint"
             )
         if as_object(self.generation_kwargs) is None:
             found.append(
@@ -214,10 +218,10 @@ class AnswerTrainer(Objective, GRPOTrainer):
         one = torch.ones((), dtype=torch.int64, device=mask.device)
         return torch.stack([len(mask) * one, *[one] * self.aux_loss_enabled, mask.sum()])
 
-    def weights(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+    def weights(self, counts: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         by_token = self.importance_sampling_level == "token"  # else each answer has one value
         names = ("kl", "entropy", *(("clip_ratio/*_mean", "cispo_clip_ratio") if by_token else ()))
-        return dict.fromkeys(names, counts[-1])
+        return dict.fromkeys(names, (counts[-1], counts[-1]))
 
     def weigh(self) -> None:
         super().weigh()

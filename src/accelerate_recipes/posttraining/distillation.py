@@ -97,7 +97,6 @@ class DistillArgs(PromptArgs):
         "remove it: rows are padded, and the divergence from the teacher is the whole loss",
     )  # fmt: skip
     groups = PromptArgs.groups | {"completion_only_loss": "task"}
-    has_empty_rows = False
     reward_weights = None  # each has the weight 1
     ranges = dict.fromkeys(("dataset_num_proc",), Range(min=1)) | {"max_length": Range(min=2)}
 

@@ -167,10 +167,11 @@ class Objective:
         self.counted.append(self.count_parts(batch))
         return sums
 
-    def weights(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return for each value that is a mean of a micro-batch of how many it is; `counts` are those of `count_parts`.
+    def weights(self, counts: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return for each value that is a mean of a micro-batch of how many it is, and how many of these count.
 
-        A name may stand for several, as in `clip_ratio/*`. Other values have the same weight in each micro-batch.
+        `counts` are those of `count_parts` of all ranks, (parts, micro-batches). What does not count must be 0. A name may
+        stand for several, as in `clip_ratio/*`. Other values have the same weight in each micro-batch.
         """
         return {}
 
@@ -178,10 +179,10 @@ class Objective:
         """Take means over all micro-batches of what trl has gathered of each; trl takes means of the means."""
         gathered = self._metrics["train"]
         counts, self.counted = sum_over_ranks(torch.stack(self.counted)).T.double().cpu(), []
-        for pattern, weights in self.weights(counts).items():
+        for pattern, (numbers, real) in self.weights(counts).items():
             for name in fnmatch.filter(gathered, pattern):
                 values = torch.tensor(gathered[name], dtype=torch.float64)
-                gathered[name] = [((values * weights).sum() / weights.sum().clamp(min=1)).item()]
+                gathered[name] = [((values * numbers).sum() / real.sum().clamp(min=1)).item()]
 
     def mark(self) -> Callable[[], None]:
         """Return a function that forgets the micro-batches from here on, and what trl has gathered of them."""

@@ -158,6 +158,7 @@ class OwnAnswers:
         run, args, train = self.run, self.run.args, self.rows.train
         order = np.random.default_rng([seed_of("own answers", args.seed), step])
         is_own = order.random(args.total_batch_size) < args.lmbda
+        numbers = is_own.cumsum() - 1
         size = args.per_device_train_batch_size
         first = run.data_rank * size * len(batches)
         mine = dict(enumerate((row for batch in batches for row in batch["row"].tolist()), first))
@@ -173,7 +174,10 @@ class OwnAnswers:
             prompts,
             args.max_completion_length,
             args.per_device_eval_batch_size,
-            sampling=Sampling(args.temperature, seed_of(f"answers of step {step}", args.seed)),
+            # A row that is excluded has no answer, but the others keep theirs.
+            sampling=Sampling(
+                args.temperature, seed_of(f"answers of step {step}", args.seed), numbers[[*of_all]].tolist()
+            ),
             may_stop=False,
         )
         answers = {place: answered(*both) for place, *both in zip(of_all, prompts, drawn.ids, strict=True)}

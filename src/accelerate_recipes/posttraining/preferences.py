@@ -1,10 +1,13 @@
 """Preferences: pairs of a better and a worse answer, made from rows of several forms; their evaluation; DPO's arguments."""
 
+import copy
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -42,8 +45,6 @@ from accelerate_recipes.trial import Trial, config_of, refuse
 class DPOArgs(TrainerArgs):
     """Arguments of every recipe on trl's DPOTrainer, in addition to the fields of DPOConfig. Put it before DPOConfig."""
 
-    has_empty_rows = False
-
     per_device_train_batch_size: int = arg(4, "Pairs per forward pass on one process.", min=1)
     total_batch_size: int = arg(32, "Pairs per optimizer step, over all processes and accumulation.", min=1)
     learning_rate: float = 1e-6
@@ -75,6 +76,12 @@ class DPOArgs(TrainerArgs):
         if self.use_weighting and "sft" in self.loss_type:
             found.append(
                 "--loss_type sft has a mean over tokens, --use_weighting weighs the pairs of a micro-batch; remove one"
+            )
+        if sorts and self.exclude_rows:
+            found.append(
+                f"--exclude_rows: --loss_type {sorts[0]} compares the pairs of a step with each other, so no place of it "
+                "can stay empty; choose another loss, or remove the pairs from the files and begin a new run at the export "
+                "of a checkpoint"
             )
         if num_micro_batches > 1:
             found += [
@@ -198,6 +205,8 @@ class PairTrainer(Objective, DPOTrainer):
     computes them before its first step, without its adapters. This needs no more memory than the step.
     """
 
+    loss_of_none = 0.0  # trl's loss of a place without a pair, a constant
+
     def __init__(self, run: Run[DPOArgs], config: DPOConfig, model: PreTrainedModel, **settings: Any):
         model.state_dict = dict  # trl would hash all weights on each rank; see `add_reference`
         # Otherwise trl would load a second model, whole on each rank; see `add_reference`.
@@ -214,28 +223,44 @@ class PairTrainer(Objective, DPOTrainer):
     def sum_parts(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Sum the parts of trl's loss over a micro-batch, each for one of `count_parts`, in nats.
 
-        trl's mean over the pairs becomes a sum. There are two more parts: the mean over the tokens of chosen answers
-        (--loss_type sft), and the balance of experts, a single number.
+        trl's mean over the pairs becomes a sum, without the places that no pair fills. There are two more parts: the mean
+        over the tokens of chosen answers (--loss_type sft), and the balance of experts, a single number.
         """
         outputs = Outputs(model)
         loss = self.compute_loss(outputs, {name: value for name, value in batch.items() if name != "row"})
         log_probs, number = outputs.last.log_probs, len(batch["input_ids"]) // 2
         if not self.loss_types:  # `sft` alone: trl's sum of no losses is a plain 0
             loss = torch.zeros_like(log_probs[0, 0])
-        parts = [loss * number, -self.weight_of_sft * log_probs[:number].sum(), *self.balances(outputs)]
+        loss = loss * number - self.loss_of_none * (number - self.count_parts(batch)[0])
+        parts = [loss, -self.weight_of_sft * log_probs[:number].sum(), *self.balances(outputs)]
         return torch.stack([*parts, torch.zeros_like(parts[1])])
 
     def count_parts(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Count the pairs, the tokens of chosen answers, the micro-batch itself if there are experts, and all tokens."""
         mask = batch["completion_mask"]
         one = torch.ones((), dtype=torch.int64, device=mask.device)
-        number = len(mask) // 2
-        return torch.stack([number * one, mask[:number].sum(), *[one] * self.aux_loss_enabled, mask.sum()])
+        chosen, rejected = mask.chunk(2)
+        are_pairs = (chosen | rejected).any(1)  # the answers of a pair differ, so one has a token
+        return torch.stack([are_pairs.sum(), chosen.sum(), *[one] * self.aux_loss_enabled, mask.sum()])
 
-    def weights(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:
-        chosen, tokens = counts[1], counts[-1]
-        of_chosen = dict.fromkeys(("logits/chosen", "mean_token_accuracy"), chosen)
-        return of_chosen | {"logits/rejected": tokens - chosen, "entropy": tokens}
+    def weights(self, counts: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        pairs, chosen, *_, tokens = counts
+        # trl takes means over all places; in one without a pair, rewards and log-probabilities are 0.
+        places = torch.full_like(pairs, self.run.args.per_device_train_batch_size * self.run.data_world_size)
+        of_tokens = dict.fromkeys(("logits/chosen", "mean_token_accuracy"), chosen)
+        of_tokens |= {"logits/rejected": tokens - chosen, "entropy": tokens}
+        of_pairs = dict.fromkeys(("rewards/*", "logps/*"), (places, pairs))
+        return of_pairs | {name: (number, number) for name, number in of_tokens.items()}
+
+    def loss_of_filling(self) -> float:
+        """Let trl compute the loss of a pair without tokens. It has no gradient."""
+        trl, device = copy.copy(self), self.accelerator.device
+        vars(trl).update(precompute_ref_logps=True, _metrics=defaultdict(lambda: defaultdict(list)))
+        zeros, none = torch.zeros(2, 1, device=device), torch.zeros(2, 2, dtype=torch.int64, device=device)
+        names = ("log_probs", "entropy", "mean_logits", "log_sum_sq_probs")
+        outputs = SimpleNamespace(**dict.fromkeys(names, zeros), is_top1=zeros.bool())
+        batch = dict.fromkeys(("input_ids", "completion_mask", "attention_mask"), none)
+        return float(trl.compute_loss(lambda **_: outputs, batch | dict.fromkeys(REFERENCE, zeros[0])))
 
     def _precompute_ref_logps(self, rows: datasets.Dataset, *_: Any) -> datasets.Dataset:
         """Return the rows unchanged: trl calls this when the trainer is made; see `add_reference`."""
@@ -249,6 +274,8 @@ class PairTrainer(Objective, DPOTrainer):
         Raises:
             Stopped: between two batches.
         """
+        if self.run.args.exclude_rows:
+            self.loss_of_none = self.loss_of_filling()
         if not self.precompute_ref_logps:
             self.keep_reference()
             return

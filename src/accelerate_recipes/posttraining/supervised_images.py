@@ -268,8 +268,8 @@ def flops_with_images(args: Any, rows: PackedDocuments, num_targets: int) -> Cal
 
     def flops_fn(model: PreTrainedModel) -> Flops:
         of_images = flops_of_images(model, rows.patches, ends - begins) / max(1, num_targets)
-        attended, full_rows = of_texts(model)
-        return Flops(attended + of_images, full_rows and full_rows + of_images)
+        texts = of_texts(model)
+        return Flops(texts.attended + of_images, texts.full_rows and texts.full_rows + of_images)
 
     return flops_fn
 

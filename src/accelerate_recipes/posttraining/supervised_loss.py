@@ -104,8 +104,8 @@ def flops_of_rows(args: Any, rows: Any, num_targets: float, visits: Any = 1) -> 
 
     def flops_fn(model: PreTrainedModel) -> Flops:
         a_token = flops_per_token(model, squares / tokens, row_length)
-        attended, full_rows = (number * tokens / max(1, num_targets) for number in a_token)
-        return Flops(attended, full_rows if row_length else None)
+        a_target, full_rows = tokens / max(1, num_targets), a_token.full_rows if row_length else None
+        return Flops(a_token.attended * a_target, full_rows and full_rows * a_target)
 
     return flops_fn
 

@@ -45,6 +45,7 @@ EVERYTHING = slice(None)
 # infinite, its gradients are not finite.
 EMPTY = {
     "input_ids": [0], "labels": [IGNORE_INDEX], "seq_lengths": [1],
+    "prompt_ids": [0, 0], "chosen_ids": [], "rejected_ids": [], "ref_chosen_logps": 0.0, "ref_rejected_logps": 0.0,
     "images": [[]], "checksums": [[]], "image_begins": [[]], "places": [""],
 }  # fmt: skip
 TEMPLATES = (".jinja", ".j2")  # trl reads files with these endings as chat templates, other names as models

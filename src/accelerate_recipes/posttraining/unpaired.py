@@ -18,6 +18,7 @@ from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.posttraining.settings import weight_of_balance
 from accelerate_recipes.posttraining.supervised import SupervisedRows
 from accelerate_recipes.posttraining.supervised_loss import inputs_of, supervised_trial
+from accelerate_recipes.posttraining.trained_rows import without_targets
 from accelerate_recipes.posttraining.whole_steps import WholeSteps
 from accelerate_recipes.ranks import data_world_size, sum_over_ranks
 from accelerate_recipes.run import Run
@@ -48,18 +49,26 @@ def advice_on_weights(args: Any, good: int, number: int) -> str:
 class WithNeighbours(WholeSteps):
     """WholeSteps in which a number also names the row before, in the same step: n + N * before, of N rows.
 
-    The first row of a step comes behind the last one.
+    The first row of a step comes behind the last one. Rows that are excluded are passed over.
     """
 
     def rows(self, step: int) -> list[int]:
         rows = super().rows(step)
-        return [row + self.num_rows * rows[place - 1] for place, row in enumerate(rows)]
+        before = next((row for row in reversed(rows) if row not in self.excluded), 0)
+        found = []
+        for row in rows:
+            found.append(row + self.num_rows * before)
+            before = before if row in self.excluded else row
+        return found
 
 
 class NeighbourRows(Rows):
     """Rows, each with its prompt before the answer of another row: numbers are those of WithNeighbours."""
 
     def __getitem__(self, number: int) -> dict:
+        if number < 0:
+            empty = without_targets(self.items[0], number)
+            return empty | {FOREIGN + name: empty[name] for name in ("input_ids", "labels")} | {"row": number}
         before, own = divmod(number, len(self.items))
         return with_answer_of(self.items[own], self.items[before]) | {"row": own}
 
@@ -132,8 +141,9 @@ class UnpairedLoss:
         kl = torch.zeros((), device=batches[0][LABEL].device)
         if self.has_kl:
             ratios = torch.cat([self.log_ratios(model, batch, FOREIGN) for batch in batches]).double()
-            total, number = sum_over_ranks(torch.stack([ratios.sum(), torch.ones_like(ratios).sum()]))
-            kl = (total / number).clamp(min=0).float()
+            number = torch.stack([(batch["row"] >= 0).sum() for batch in batches]).sum()
+            total, number = sum_over_ranks(torch.stack([ratios.sum(), number]))
+            kl = (total / number.clamp(min=1)).clamp(min=0).float()
         return [batch | {"reference": answers_of(self.reference(**inputs_in(batch))), "kl": kl} for batch in batches]
 
     def losses(self, ratios: torch.Tensor, labels: torch.Tensor, kl: torch.Tensor) -> torch.Tensor:
@@ -145,11 +155,13 @@ class UnpairedLoss:
         """Sum the parts of the loss over a micro-batch, each for one of `count_parts`."""
         found: Any = model(**inputs_in(batch), **self.router)
         ratios, labels = answers_of(found) - batch["reference"], batch[LABEL]
-        losses = self.losses(ratios, labels, batch["kl"])
+        are_rows = batch["row"] >= 0  # else nothing, in the place of a row that is excluded
+        good, bad = labels & are_rows, ~labels & are_rows
+        losses = self.losses(ratios, labels, batch["kl"]) * are_rows
         balance = [self.balance * found.aux_loss] if self.balance else []
         rewards = self.beta * ratios.detach().double()
-        sums = [labels.sum(), (~labels).sum(), (rewards * labels).sum(), (rewards * ~labels).sum()]
-        sums += [batch["kl"] * len(labels), found.entropy.sum(), found.label_mask.sum()]
+        sums = [good.sum(), bad.sum(), (rewards * good).sum(), (rewards * bad).sum()]
+        sums += [batch["kl"] * are_rows.sum(), found.entropy.sum(), found.label_mask.sum()]
         self.gathered.add(torch.stack([value.detach().double() for value in sums]))
         return torch.stack([*balance, losses.sum(), torch.zeros_like(losses[0])])
 
@@ -157,14 +169,14 @@ class UnpairedLoss:
         """Count the micro-batch itself if there are experts, the answers, and their tokens."""
         one = torch.ones((), dtype=torch.int64, device=batch[LABEL].device)
         tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
-        return torch.stack([*[one] * bool(self.balance), len(batch[LABEL]) * one, tokens])
+        return torch.stack([*[one] * bool(self.balance), (batch["row"] >= 0).sum(), tokens])
 
     def values(self, step: int) -> dict[str, float]:
         """Return the means since the last log line: rewards, KL divergence from the reference, and entropy."""
         if not (sums := self.gathered.take()):
             return {}
         good, bad, *rewards, kl, entropy, tokens = sums
-        values = {"kl": kl / (good + bad), "entropy": entropy / max(tokens, 1)}
+        values = {"kl": kl / max(good + bad, 1), "entropy": entropy / max(tokens, 1)}
         return values | named_rewards(good, bad, *rewards)
 
     def evaluate(self, run: Run[Any], batches: Iterable[dict[str, Any]]) -> dict[str, float]:
@@ -233,6 +245,7 @@ def unpaired_trial(args: Any) -> Trial:
     )
     foreign = {FOREIGN + name: value for name, value in trial.batch.items()}
     judged = {LABEL: torch.ones(rows, dtype=torch.bool), "reference": torch.zeros(rows), "kl": torch.zeros(())}
+    judged["row"] = torch.zeros(rows, dtype=torch.int64)
 
     def read_references(model: nn.Module, batch: dict[str, Any], begin: Callable[[str, int], None]) -> None:
         if loss.has_kl:
