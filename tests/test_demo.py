@@ -5,17 +5,22 @@ import io
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from helpers import ROOT, environment, read_metrics
 from PIL import Image
 from transformers import AutoProcessor
 
+from accelerate_recipes.chess import rules
+from accelerate_recipes.chess.games import begin_token
+from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.models.processors import load_processor
-from accelerate_recipes.models.tokenizers import load_tokenizer
+from accelerate_recipes.models.tokenizers import load_tokenizer, new_word_tokenizer
 
 
 def run_target(target: str, tmp_path: Path, *args: object) -> str:
@@ -95,6 +100,19 @@ def test_demo_reaches_what_it_says(tmp_path):
     assert after["eval_next_move_accuracy"] > 0.24
     baseline = float(re.search(r"moves as played: .*baseline ([\d.]+)%", printed)[1]) / 100
     assert after["eval_next_move_accuracy"] > baseline > 0
+
+
+def test_games_as_texts(tmp_path):
+    """They lie on the sides of the chess demo, and a tokenizer reads them as `prepare_games` makes them."""
+    subprocess.run([sys.executable, ROOT / "data/chess/texts.py", tmp_path], check=True, env=environment(tmp_path))
+    preset = yaml.safe_load((ROOT / "recipes/configs/chess/laptop.yaml").read_text())
+    tokenizer = new_word_tokenizer(rules.all_uci_moves())
+    for side, number in (("train", 18_998), ("heldout", 200)):
+        texts = [row["text"] for row in read_json_lines(tmp_path / f"{side}.jsonl")]
+        games = [text.removeprefix("<s> ") for text in texts]
+        assert len({*texts}) == len(texts) == number
+        assert {falls_under(game, preset["heldout_share"]) for game in games} == {side == "heldout"}
+        assert tokenizer(texts[0])["input_ids"] == [begin_token(tokenizer), *tokenizer(games[0])["input_ids"]]
 
 
 @pytest.mark.long

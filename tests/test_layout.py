@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 from conftest import LONGEST
-from helpers import LIBRARY, PACKAGE, ROOT
+from helpers import LIBRARY, PACKAGE, ROOT, touch_rows_of_demos
 
 from accelerate_recipes import recipe
 from accelerate_recipes.arguments import shipped
@@ -324,9 +324,7 @@ def test_presets_are_valid(monkeypatch):
 
     monkeypatch.chdir(ROOT)
     (ROOT / "my_rows.jsonl").touch()
-    for side in ("train", "test"):  # the demo makes them
-        (ROOT / f"outputs/demo-vlm/rows/{side}.jsonl").parent.mkdir(parents=True, exist_ok=True)
-        (ROOT / f"outputs/demo-vlm/rows/{side}.jsonl").touch()
+    touch_rows_of_demos()
     found = {}
     for folder in sorted({path.parent for path in (ROOT / "recipes/configs").glob("*/*.yaml")}):
         args_class = shipped.load(ROOT / f"recipes/{folder.name}.py").Args

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from helpers import CONFIGS, ROOT, blocks, environment, read_metrics
+from helpers import CONFIGS, ROOT, blocks, environment, read_metrics, touch_rows_of_demos
 from kubernetes_schemas import problems
 from tiny import tiny_model
 from trl import DPOTrainer, GRPOTrainer
@@ -160,6 +160,7 @@ def test_command_elsewhere_is_valid(command, monkeypatch, capsys):
         )  # takes minutes
         assert problems(list(yaml.safe_load_all(render_manifest(words[4], words[5:-5])[0]))) == []
         return
+    touch_rows_of_demos()
     for word in words:
         if word.startswith("my_"):  # a file of the reader; a function in it is the one that the page shows
             name, _, function = word.partition(":")
