@@ -118,13 +118,13 @@ def test_games_as_texts(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_demo_c4_reaches_what_it_says(tmp_path):
-    """Bits per byte of the validation pages fall from about 3.9 to under 2.2, and below gzip's."""
+    """Bits per byte of the validation pages fall from about 3.9 to under 1.9, far below gzip's."""
     printed = run_target("demo-c4", tmp_path, "--output_dir", tmp_path / "out")
     before, *_, after = (
         record["eval_bits_per_byte"] for record in read_metrics(tmp_path / "out") if "eval_loss" in record
     )
     gzip = float(re.search(r"Bits per byte .*gzip ([\d.]+)", printed)[1])
-    assert before > 3.8 and after < 2.2 < gzip
+    assert before > 3.8 and after < 1.9 < gzip
 
 
 @pytest.mark.long
