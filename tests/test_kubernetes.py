@@ -29,8 +29,9 @@ FULL = "accelerate_configs/fsdp_full.yaml"
 LAPTOP = ["recipes/chess.py", "--config", "recipes/configs/chess/laptop.yaml", "--per_device_train_batch_size", "4"]
 C4 = ["recipes/c4.py", "--max_steps", "5"]
 TOY = [str((CHILDREN / "toy.py").relative_to(ROOT)), "--per_device_train_batch_size", "2"]
-# The demo of images with text makes its rows in outputs/, where no pod finds them.
-PRESETS = sorted({*(ROOT / "recipes/configs").glob("*/*.yaml")} - {ROOT / "recipes/configs/sft_vlm/laptop.yaml"})
+# Rows of these are made in outputs/, where no pod finds them.
+OF_MADE_ROWS = {ROOT / "recipes/configs" / name for name in ("sft_vlm/laptop.yaml", "distill/chess.yaml")}
+PRESETS = sorted({*(ROOT / "recipes/configs").glob("*/*.yaml")} - OF_MADE_ROWS)
 # Further arguments that a preset needs on 32 processes.
 MODELS_OF_SFT = {path.stem for path in PRESETS if path.parent.name in ("sft", "sft_vlm")} - {
     "arithmetic", "arithmetic_mixture",

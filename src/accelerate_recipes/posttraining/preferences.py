@@ -205,7 +205,7 @@ class PairTrainer(Objective, DPOTrainer):
     computes them before its first step, without its adapters. This needs no more memory than the step.
     """
 
-    loss_of_none = 0.0  # trl's loss of a place without a pair, a constant
+    loss_of_none: float | None = None  # trl's loss of a place without a pair, a constant, where rows are excluded
 
     def __init__(self, run: Run[DPOArgs], config: DPOConfig, model: PreTrainedModel, **settings: Any):
         model.state_dict = dict  # trl would hash all weights on each rank; see `add_reference`
@@ -231,7 +231,9 @@ class PairTrainer(Objective, DPOTrainer):
         log_probs, number = outputs.last.log_probs, len(batch["input_ids"]) // 2
         if not self.loss_types:  # `sft` alone: trl's sum of no losses is a plain 0
             loss = torch.zeros_like(log_probs[0, 0])
-        loss = loss * number - self.loss_of_none * (number - self.count_parts(batch)[0])
+        loss = loss * number
+        if self.loss_of_none is not None:
+            loss = loss - self.loss_of_none * (number - self.count_parts(batch)[0])
         parts = [loss, -self.weight_of_sft * log_probs[:number].sum(), *self.balances(outputs)]
         return torch.stack([*parts, torch.zeros_like(parts[1])])
 
@@ -245,12 +247,13 @@ class PairTrainer(Objective, DPOTrainer):
 
     def weights(self, counts: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         pairs, chosen, *_, tokens = counts
-        # trl takes means over all places; in one without a pair, rewards and log-probabilities are 0.
-        places = torch.full_like(pairs, self.run.args.per_device_train_batch_size * self.run.data_world_size)
-        of_tokens = dict.fromkeys(("logits/chosen", "mean_token_accuracy"), chosen)
-        of_tokens |= {"logits/rejected": tokens - chosen, "entropy": tokens}
-        of_pairs = dict.fromkeys(("rewards/*", "logps/*"), (places, pairs))
-        return of_pairs | {name: (number, number) for name, number in of_tokens.items()}
+        weights = dict.fromkeys(("logits/chosen", "mean_token_accuracy"), (chosen, chosen))
+        weights |= {"logits/rejected": (tokens - chosen, tokens - chosen), "entropy": (tokens, tokens)}
+        if self.loss_of_none is not None:
+            # trl takes means over all places; in one without a pair, rewards and log-probabilities are 0.
+            places = torch.full_like(pairs, self.run.args.per_device_train_batch_size * self.run.data_world_size)
+            weights |= dict.fromkeys(("rewards/*", "logps/*"), (places, pairs))
+        return weights
 
     def loss_of_filling(self) -> float:
         """Let trl compute the loss of a pair without tokens. It has no gradient."""
