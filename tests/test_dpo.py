@@ -141,9 +141,8 @@ def test_the_chosen_answers_alone(base):
 
 
 def test_excluded_pairs(excluded_and_skipped, arguments):
-    excluded_and_skipped(
-        SCRIPT, *arguments, "--max_length", 30
-    )  # so that other tests do not find the reference's values
+    # Another length, so that other tests do not find the reference's values.
+    excluded_and_skipped(SCRIPT, *arguments, "--max_length", 30)
 
 
 LOSSES = (
