@@ -319,7 +319,9 @@ phases:
         "weights: 3": "must hold `sources:`, a list of sections",
         "sources: [3]": "source 1 is '3'; it must be a section",
         "sources: [{{name: a, weight: 0, train_files: [{folder}/chats.jsonl]}}]": "no source has a weight above 0",
-        MIXTURE.replace("weight: 4", "weight: 1e-20"): "yaml: the weights 1e-20 and 5 are more than 1e+09 times apart",
+        MIXTURE.replace(
+            "weight: 4", "weight: 1e-20"
+        ): "yaml: the weights 1e-20 and 5 are more than 1e+09 times apart; a weight of 0",
         MIXTURE.replace("few: 1", "few: 1e99"): "phase 1: the weights 1 and 1e+99 are more than 1e+09 times apart",
         "sources: [{{name: a, train_files: [{folder}/chats.jsonl]}}]": "source a: its weight is missing",
         "{{": "is not YAML",

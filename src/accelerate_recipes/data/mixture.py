@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import FileOrSection, Texts, flag_problem, read_yaml, words_of
 from accelerate_recipes.arguments.help import recipe_parser
-from accelerate_recipes.errors import ConfigError, noting, suggestion
+from accelerate_recipes.errors import ConfigError, noting, raise_problems, suggestion
 
 # Flags that would name data beside those of a mixture.
 WHICH_DATA = ("dataset_name", "train_files", "eval_files", "validation_files")
@@ -77,16 +77,15 @@ class Mixture:
         Raises:
             ConfigError: for weights of sizes that are too far apart.
         """
+        remedy = f"raise temperature {self.temperature:g}"
         try:
             first = {
                 source.name: sizes[source.name] ** (1 / self.temperature) if source.weight is None else source.weight
                 for source in self.sources
             }
-            wrong = far_apart(first.values(), self.file)
         except OverflowError:
-            first, wrong = {}, [f"{self.file}: the weights are too large"]
-        if wrong:
-            raise ConfigError(f"{wrong[0]}; raise temperature {self.temperature:g}")
+            raise ConfigError(f"{self.file}: the weights are too large; {remedy}") from None
+        raise_problems("This mixture cannot be used", far_apart(first.values(), self.file, remedy))
         later = [(phase.first_step(total_steps), phase.weights) for phase in self.phases if phase.weights]
         return without_repeats([(0, first), *later])
 
@@ -296,12 +295,12 @@ def unknown_keys(section: Mapping[str, Any], known: Collection[str], where: str)
     return [f"{where}: unknown key {key!r}{suggestion(key, known, cutoff=0.6) or there}" for key in unknown]
 
 
-def far_apart(weights: Iterable[float], where: str) -> list[str]:
+def far_apart(weights: Iterable[float], where: str, remedy: str = "a weight of 0 leaves a source out") -> list[str]:
     """Say that weights are too far apart, if they are; 0 is no weight."""
     given = sorted(weight for weight in weights if weight)
     if not given or given[-1] / given[0] <= FURTHEST:
         return []
-    return [f"{where}: the weights {given[0]:g} and {given[-1]:g} are more than {FURTHEST:g} times apart"]
+    return [f"{where}: the weights {given[0]:g} and {given[-1]:g} are more than {FURTHEST:g} times apart; {remedy}"]
 
 
 def number_in(
