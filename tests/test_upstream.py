@@ -135,6 +135,7 @@ TOUCHED = [
     (chunked_divergence, "_stats_kernel", "pretence", "the same", None),
     (chunked_divergence, "_jsd_kernel", "pretence", "the same", None),
     (chunked_divergence, "_backward_kernel", "pretence", "the same", None),
+    (chunked_divergence, "TOKEN_CHUNK_SIZE", "distillation", "smaller tiles", None),
     (chunked_logprob, "_TRITON_AVAILABLE", "pretence", "trl's loss takes its path of GPUs", None),
     # accelerate
     (PartialState, "_shared_state", "pretence", "the device", None),
