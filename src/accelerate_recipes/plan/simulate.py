@@ -332,18 +332,13 @@ def serve() -> None:
     os.dup2(2, 1)  # recipes print
     with contextlib.suppress(EOFError):
         while jobs := pickle.load(sys.stdin.buffer):
-            import_for(jobs[0])
+            with contextlib.suppress(Exception, SystemExit):  # imports, once for all forks, which meet an error again
+                args, _ = load_trial(jobs[0])
+                if args.use_peft:
+                    importlib.import_module("peft")
             for outcome in in_forks(jobs, len(os.sched_getaffinity(0))):
                 pickle.dump(outcome, out)
                 out.flush()
-
-
-def import_for(job: Job) -> None:
-    """Import most of the modules that a job needs, once for all forks. Errors of the job are left to the forks."""
-    with contextlib.suppress(Exception, SystemExit):
-        args, _ = load_trial(job)
-        if args.use_peft:
-            importlib.import_module("peft")
 
 
 def in_forks(jobs: Sequence[Job], at_once: int) -> Iterator[Outcome | Refusal]:
