@@ -47,11 +47,9 @@ def peak_of(phases: Sequence[Sequence], steps: int) -> tuple[int, dict[str, int]
                 unsure = max(unsure, third + round((third - first) / 2 * (steps - 2)))
             for total, place in known:
                 if total > best[0]:
-                    kinds = {kind: [of.get(kind, 0) for _, of in place] for kind in place[2][1]}
-                    best = (
-                        total,
-                        {kind: round(values[0] + (values[1] - values[0]) * steps) for kind, values in kinds.items()},
-                    )
+                    one, two, three = (kinds for _, kinds in place)
+                    at = {kind: (one.get(kind, 0), two.get(kind, 0)) for kind in three}
+                    best = total, {kind: round(a + (b - a) * steps) for kind, (a, b) in at.items()}
     return None if unsure > best[0] else best
 
 

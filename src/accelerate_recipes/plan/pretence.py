@@ -134,21 +134,18 @@ def fake_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
     """Replace torch's function: flash attention, or with a mask the memory-efficient kernel, which keeps it as a bias."""
     if torch.is_autocast_enabled("cuda"):
         query, key, value = (t.to(torch.get_autocast_dtype("cuda")) for t in (query, key, value))
-    if attn_mask is None:
-        if query.dtype == torch.float32 and enable_gqa:  # no other kernel supports this
-            return aten._scaled_dot_product_attention_math(
-                query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=True
-            )[0]
-        if query.dtype == torch.float32:  # flash attention does not support fp32
-            return aten._scaled_dot_product_efficient_attention(
-                query, key, value, None, True, dropout_p, is_causal, scale=scale
-            )[0]
+    if attn_mask is None and query.dtype != torch.float32:  # which flash attention does not support
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    if attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
-    bias = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
+    if attn_mask is None and enable_gqa:  # no other kernel supports this
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=True
+        )[0]
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+        attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
     return aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, True, dropout_p, is_causal, scale=scale
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
     )[0]
 
 
@@ -307,21 +304,22 @@ def pretend(world_size: int, device: str, use_fsdp: bool, is_packed: bool) -> It
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         if device == "cuda":  # with gloo, Accelerate gathers in another way, into lists
             PartialState._shared_state["backend"] = "nccl"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(distributed, "initialize", initialize))
-        stack.enter_context(
-            mock.patch.object(masking_utils, "find_packed_sequence_indices", packed_sequence_indices(is_packed))
-        )
-        stack.enter_context(mock.patch.object(mixers, "documents_of", documents_of_trial(is_packed)))
+    patches = [
+        mock.patch.object(distributed, "initialize", initialize),
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", packed_sequence_indices(is_packed)),
+        mock.patch.object(mixers, "documents_of", documents_of_trial(is_packed)),
         # FSDP2 makes its mesh for this device.
-        stack.enter_context(mock.patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(device)))
-        if not use_fsdp:  # Accelerate would move the model; its weights are on the device, and fakes cannot be moved
-            stack.enter_context(mock.patch.object(nn.Module, "to", lambda self, *args, **kwargs: self))
+        mock.patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(device)),
+    ]
+    if not use_fsdp:  # Accelerate would move the model; its weights are on the device, and fakes cannot be moved
+        patches.append(mock.patch.object(nn.Module, "to", lambda self, *args, **kwargs: self))
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         if device == "cuda":
-            if use_fsdp:
-                with mock.patch.object(torch.cuda, "is_initialized", lambda: True):
-                    mesh = dist.init_device_mesh("cuda", (world_size,))  # outside the mode: it reads values
-                stack.enter_context(mock.patch.object(fully_shard, "_init_default_mesh", lambda *_: mesh))
-            for patch in of_gpu():
+            for patch in of_gpu():  # which wraps a function that is replaced above
                 stack.enter_context(patch)
+            if use_fsdp:
+                mesh = dist.init_device_mesh("cuda", (world_size,))  # outside the mode: it reads values
+                stack.enter_context(mock.patch.object(fully_shard, "_init_default_mesh", lambda *_: mesh))
         yield mode
