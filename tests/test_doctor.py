@@ -110,9 +110,10 @@ FAULTS = {
 def forked(fork_server, **env):
     """Make a Launch that forks the ranks; the real one starts new processes, which takes ten times as long."""
 
-    def start(config, processes, flags, argv, log, seconds):
+    def start(flags, argv, log, seconds):
         script = Path(env.get("PYTHONPATH", ROOT / "src"), "accelerate_recipes/doctor/workload.py")
-        named = {"config": config, "num_processes": processes, "flags": flags, "script": script}
+        config, processes = Path(flags[1]).stem, int(flags[5])
+        named = {"config": config, "num_processes": processes, "flags": flags[6:], "script": script}
         assert argv[0] == "--output_dir" and log == Path(argv[1]).with_suffix(".log")
         return fork_server.run(log.with_suffix(""), *argv[2:], **named, **env)
 
@@ -161,7 +162,7 @@ def test_the_command_launches(tmp_path):
 def test_a_run_that_fails_is_a_figure(tmp_path, capsys):
     """A run that fails, one that is not killed, and one for which no time is left fail their proofs; the card says why."""
 
-    def start(config, processes, flags, argv, log, seconds):
+    def start(flags, argv, log, seconds):
         log.write_text("ValueError: a | b\nlast line\n")
         return 0 if "--kill_at_step" in argv or "--dropout" in argv else 1
 
