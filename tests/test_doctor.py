@@ -216,7 +216,7 @@ def test_gpus_that_fail_or_are_slow(monkeypatch):
     expected = ("holds 3.0 GiB", "divided by MIG", "does not know its memory", "its peak is not known", "GPUs differ")
     assert all(text in said for text, said in zip(expected, warnings, strict=True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "torch does not see NVIDIA H100" in machine.gpu_findings([good]).problems[0]
+    assert "torch does not see NVIDIA H100" in machine.gpu_findings([good])[0][0]
 
 
 def test_disks_that_fail_or_are_slow(monkeypatch, tmp_path):
@@ -225,7 +225,7 @@ def test_disks_that_fail_or_are_slow(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "filesystem", lambda path: "nfs4")
     monkeypatch.setattr(machine.constants, "HF_HOME", "/frozen")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**26))
-    described, (problems, warnings) = machine.disks(tmp_path)
+    described, problems, warnings = machine.disks(tmp_path)
     assert described["output"] == f"{tmp_path}: nfs4, 0.1 GiB free, writes 10 MB/s"
     assert problems == [
         "caches: /frozen cannot be written to: Read-only file system; give another (--output_dir, HF_HOME, TMPDIR)"
@@ -238,11 +238,11 @@ def test_settings_that_are_slow(monkeypatch):
     for name in (*filter(machine.LEFT_OVER.fullmatch, os.environ), *machine.ALLOCATOR_SETTINGS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(machine, "limit", lambda name: [])
-    assert machine.setting_findings() == ([], [])
+    assert machine.setting_warnings() == []
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
     monkeypatch.setattr(machine, "limit", lambda name: ["50000", "100000"])
-    warnings = machine.setting_findings().warnings
+    warnings = machine.setting_warnings()
     expected = ("NCCL_P2P_DISABLE=1 is set", "add expandable_segments:True", "the time of 0.5")
     assert all(text in said for text, said in zip(expected, warnings, strict=True))
 

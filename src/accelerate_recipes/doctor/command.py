@@ -11,7 +11,6 @@ from accelerate_recipes.doctor.card import write_card
 from accelerate_recipes.doctor.proofs import PROOFS, Runs, prove
 from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.launch import machine
-from accelerate_recipes.launch.machine import Found
 
 
 def doctor(output_dir: Path, only: Sequence[str], *, proves: bool) -> bool:
@@ -26,12 +25,12 @@ def doctor(output_dir: Path, only: Sequence[str], *, proves: bool) -> bool:
     """
     if unknown := [name for name in only if name not in PROOFS]:
         raise ConfigError(f"--only {' '.join(unknown)}: no such proof; there are {', '.join(PROOFS)}")
-    of_disks, disk_findings = machine.disks(output_dir)
+    of_disks, *of_folders = machine.disks(output_dir)
     described = machine.describe_machine()
     for name, value in [*described.items(), *((f"disk, {name}", value) for name, value in of_disks.items())]:
         print(f"{name}: {value}")
     of_gpus = machine.gpu_findings(machine.installed_gpus())
-    parts = [Found(*machine.versions()), of_gpus, disk_findings, machine.setting_findings()]
+    parts = [machine.versions(), of_gpus, of_folders, ([], machine.setting_warnings())]
     problems, warnings = ([*itertools.chain(*said)] for said in zip(*parts, strict=True))
     print(error_list("Would fail", problems or ["nothing"]))
     print(error_list("Would be slow, or is not as tested", warnings or ["nothing"]), flush=True)
