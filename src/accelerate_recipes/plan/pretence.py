@@ -149,12 +149,6 @@ def fake_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
     )[0]
 
 
-KERNELS_OF_TRL = {
-    "chunked_logprob": ("_forward_kernel", "_backward_kernel"),
-    "chunked_divergence": ("_stats_kernel", "_jsd_kernel", "_backward_kernel"),
-}
-
-
 class Kernel:
     """Stand-in for a Triton kernel: it does nothing, since such a kernel allocates nothing."""
 
@@ -165,12 +159,11 @@ class Kernel:
 def of_trl() -> list[Any]:
     """List patches that make trl's losses take their GPU path, if they are loaded."""
     triton, found = SimpleNamespace(cdiv=lambda a, b: -(-a // b)), []
-    for name, kernels in KERNELS_OF_TRL.items():
-        if module := sys.modules.get(f"trl.kernels.{name}"):
-            found += [mock.patch.object(module, kernel, Kernel()) for kernel in kernels]
-            found.append(mock.patch.object(module, "triton", triton, create=True))
-            if hasattr(module, "_TRITON_AVAILABLE"):
-                found.append(mock.patch.object(module, "_TRITON_AVAILABLE", True))
+    for module in [module for name, module in sys.modules.items() if name.startswith("trl.kernels.chunked_")]:
+        found += [mock.patch.object(module, name, Kernel()) for name in vars(module) if name.endswith("_kernel")]
+        found.append(mock.patch.object(module, "triton", triton, create=True))
+        if hasattr(module, "_TRITON_AVAILABLE"):
+            found.append(mock.patch.object(module, "_TRITON_AVAILABLE", True))
     return found
 
 
@@ -228,6 +221,7 @@ def of_gpu() -> list[Any]:
         for name in COMPOSED:
             _kernels.impl(name, lambda *_: None, "CUDA")
     stream = Stream()
+    of_units = ("__init__", "lazy_init", "unshard", "wait_for_unshard", "pre_backward", "post_backward")
     replaced = {
         "Stream": Stream,
         "Event": torch.cpu.Event,
@@ -243,34 +237,10 @@ def of_gpu() -> list[Any]:
         mock.patch.object(torch.accelerator, "current_stream", lambda *_: stream),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         mock.patch.object(nn.functional, "scaled_dot_product_attention", fake_sdpa),
-        *(
-            truthful(FSDPParamGroup, name)
-            for name in ("__init__", "lazy_init", "unshard", "wait_for_unshard", "pre_backward", "post_backward")
-        ),
+        *(truthful(FSDPParamGroup, name) for name in of_units),
         truthful(distributed, "initialize"),
         *of_trl(),
     ]
-
-
-@contextlib.contextmanager
-def in_one_place(model: nn.Module) -> Iterator[None]:
-    """Keep a module that has several places, such as an encoder-decoder's embedding, only in the first, in this context.
-
-    torch 2.13 would convert such a module several times. A fake weight does not always allow that ("Couldn't swap").
-    """
-    seen, places = set(), []
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if child in seen:
-                places.append((parent, name, child))
-            seen.add(child)
-    for parent, name, _ in places:
-        setattr(parent, name, None)
-    try:
-        yield
-    finally:
-        for parent, name, child in places:
-            setattr(parent, name, child)
 
 
 @contextlib.contextmanager
@@ -288,8 +258,11 @@ def pretend(world_size: int, device: str, use_fsdp: bool, is_packed: bool) -> It
     def initialize(model, seed, device, storage=None):
         """Give weights memory without values, in place of `weights.initialize`."""
         with mode:
-            with in_one_place(model):
-                model.to_empty(device=storage or device)
+            # `to_empty` of the whole model would convert a module in several places, such as an encoder-decoder's embedding,
+            # several times (torch 2.13), which a fake weight does not always allow ("Couldn't swap"). FSDP2 needs the inner
+            # modules first.
+            for module in reversed([*model.modules()]):
+                module.to_empty(device=storage or device, recurse=False)
             model.tie_weights()
             for module in model.modules():
                 for name, buffer in module.named_buffers(recurse=False):
