@@ -114,8 +114,8 @@ class Runs:
         sizes = launch_flags(path, 1, processes, replicas=2 if config == "fsdp_hybrid" else None)
         return ["--config_file", str(path), *sizes, "--mixed_precision", "no"]
 
-    def environment(self, config: str) -> dict[str, str]:
-        return launch_environment([*self.flags(config), workload.__file__])
+    def environment(self, config: str, flags: Sequence[str] = ()) -> dict[str, str]:
+        return launch_environment([*self.flags(config), *flags, workload.__file__])
 
     def fitting(self) -> list[str]:
         """List the strategies that fit this machine."""
@@ -214,7 +214,7 @@ def compare_export(runs: Runs) -> list[Figure]:
     model = AutoModelForCausalLM.from_pretrained(out / "export", dtype=torch.float32).eval()
     loss_sum, targets = 0.0, 0
     args = workload.Args()
-    for item in workload.held_out(args):
+    for item in workload.HELD_OUT:
         tokens, lengths = workload.row_of(args, item)
         for document in torch.from_numpy(tokens).split(lengths):
             logits = model(input_ids=document[None]).logits[0, :-1]
@@ -245,9 +245,8 @@ def compare_plan(runs: Runs) -> list[Figure]:
     else:
         measured = float((runs("fsdp_full", *argv, "--counts_memory", "true") / "peak").read_text(encoding="utf-8"))
     device, gpu = ("cuda", known_as(torch.cuda.get_device_name(0))) if torch.cuda.is_available() else ("cpu", "")
-    precision = {"ACCELERATE_MIXED_PRECISION": "bf16" if flags else "no"}
+    environment = runs.environment("fsdp_full", flags)
     with Simulator() as simulator:
-        environment = runs.environment("fsdp_full") | precision
         job = Job(environment, [workload.__file__, *argv], gpu or "h100", device, micro_batches=ALL)
         (outcome,) = simulator([job])
     if not isinstance(outcome, Outcome):
