@@ -68,8 +68,8 @@ def command_parser() -> argparse.ArgumentParser:
     fetch.add_argument("--max_shards", type=int, help="download only the first MAX_SHARDS files of a pattern")
     fetch.add_argument("--update", action="store_true", help="move to the newest commits; default: keep pinned ones")
     fetch.add_argument("recipe", metavar="RECIPE [ARGS...]")
-    add("list", list_downloads, "list what was downloaded, and for which recipes; offline")
-    add("verify", verify_downloads, "read what was downloaded, and compare it with its checksums; offline")
+    add("list", show_downloads, "list what was downloaded, and for which recipes; offline")
+    add("verify", show_downloads, "read what was downloaded, and compare it with its checksums; offline")
     ready = add("prepare", prepare_rows, "prepare the data that a run will read, and show its first rows")
     ready.add_argument("recipe", metavar="RECIPE")
     ready.add_argument("argv", nargs=argparse.REMAINDER, metavar="[ARGS...]")
@@ -171,16 +171,10 @@ def download_needs(args: argparse.Namespace) -> None:
     print("All is here. A run reads it with HF_HUB_OFFLINE=1, without any network")
 
 
-def list_downloads(args: argparse.Namespace) -> None:
-    from accelerate_recipes.hub.download import listing
+def show_downloads(args: argparse.Namespace) -> None:
+    from accelerate_recipes.hub.download import listing, verify
 
-    print(listing())
-
-
-def verify_downloads(args: argparse.Namespace) -> None:
-    from accelerate_recipes.hub.download import verify
-
-    print(verify())
+    print(listing() if args.command == "list" else verify())
 
 
 def prepare_rows(args: argparse.Namespace) -> None:
