@@ -19,15 +19,7 @@ import yaml
 from accelerate_recipes.args import resolve
 from accelerate_recipes.arguments.declaring import read_yaml
 from accelerate_recipes.errors import noting, raise_problems, that_apply
-from accelerate_recipes.launch.job_args import (
-    CACHE,
-    CHECKPOINTS,
-    INSTANCES,
-    LABEL,
-    JobArgs,
-    as_toleration,
-    label_problems,
-)
+from accelerate_recipes.launch.job_args import CACHE, CHECKPOINTS, INSTANCES, LABEL, JobArgs, label_problems
 from accelerate_recipes.launch.preflight import Launch, check
 
 FILES = "/etc/accelerate-recipes"
@@ -192,3 +184,11 @@ def command(launch: Launch, address: str, port: str) -> list[str]:
 
 def pairs(texts: list[str]) -> dict[str, str]:
     return dict(text.split("=", 1) for text in texts)
+
+
+def as_toleration(text: str) -> dict[str, str]:
+    """Read KEY[=VALUE][:EFFECT]."""
+    taint, _, effect = text.partition(":")
+    key, equals, value = taint.partition("=")
+    found = {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}
+    return found | ({"effect": effect} if effect else {})
