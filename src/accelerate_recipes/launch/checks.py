@@ -87,11 +87,8 @@ def fp8_layers(model: PreTrainedModel) -> set[str]:
             f"mixed_precision: fp8 is for linear layers, but {type(model).__name__} keeps the experts of a layer in one "
             f"weight ({experts[0]}, ...); set `mixed_precision: bf16`"
         )
-    return {
-        name
-        for name, layer in layers.items()
-        if ".lora_" not in name and layer.in_features % 16 == layer.out_features % 16 == 0
-    }
+    fitting = [name for name, layer in layers.items() if layer.in_features % 16 == layer.out_features % 16 == 0]
+    return {name for name in fitting if ".lora_" not in name}
 
 
 def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
@@ -105,11 +102,8 @@ def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
     title = type(model).__name__
     if not wanted:
         return [f"{title} names no layer class to wrap; set fsdp_transformer_layer_cls_to_wrap in the YAML"]
-    return [
-        f"fsdp_transformer_layer_cls_to_wrap: {name} is not in {title}{suggestion(name, present)}"
-        for name in wanted
-        if name not in present
-    ]
+    lacking = [name for name in wanted if name not in present]
+    return [f"fsdp_transformer_layer_cls_to_wrap: {n} is not in {title}{suggestion(n, present)}" for n in lacking]
 
 
 def parallelism_problems(env: Mapping[str, str]) -> list[str]:
