@@ -83,10 +83,8 @@ def fp8_layers(model: PreTrainedModel) -> set[str]:
     """
     layers, experts = linear_layers_and_experts(model)
     if experts:
-        raise ConfigError(
-            f"mixed_precision: fp8 is for linear layers, but {type(model).__name__} keeps the experts of a layer in one "
-            f"weight ({experts[0]}, ...); set `mixed_precision: bf16`"
-        )
+        said = f"{type(model).__name__} keeps the experts of a layer in one weight ({experts[0]}, ...)"
+        raise ConfigError(f"mixed_precision: fp8 is for linear layers, but {said}; set `mixed_precision: bf16`")
     fitting = [name for name, layer in layers.items() if layer.in_features % 16 == layer.out_features % 16 == 0]
     return {name for name in fitting if ".lora_" not in name}
 

@@ -141,10 +141,8 @@ def disks(output_dir: Path) -> tuple[dict[str, str], list[str], list[str]]:
     free = shutil.disk_usage(SHARED_MEMORY).free if os.path.exists(SHARED_MEMORY) else 0
     described["shared memory"] = f"{SHARED_MEMORY}: {free / GIB:,.1f} GiB free"
     if free < GIB:  # a container has 64 MiB unless it is told otherwise
-        warnings.append(
-            f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free, which NCCL and data workers fill; give a container "
-            "--shm-size=16g, a pod an emptyDir with medium: Memory"
-        )
+        remedy = "give a container --shm-size=16g, a pod an emptyDir with medium: Memory"
+        warnings.append(f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free, which NCCL and data workers fill; {remedy}")
     return described, problems, warnings
 
 
@@ -203,10 +201,8 @@ def setting_warnings() -> list[str]:
     cores = len(os.sched_getaffinity(0))
     quota = limit("cpu.max")
     if len(quota) == 2 and (share := int(quota[0]) / int(quota[1])) < cores:
-        warnings.append(
-            f"this container sees {cores} cores, but may use the time of {share:.1f}: threads wait for each other; raise "
-            f"the limit, or set OMP_NUM_THREADS={max(1, int(share))}"
-        )
+        said = f"this container sees {cores} cores, but may use the time of {share:.1f}: threads wait for each other"
+        warnings.append(f"{said}; raise the limit, or set OMP_NUM_THREADS={max(1, int(share))}")
     return warnings
 
 

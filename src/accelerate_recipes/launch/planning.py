@@ -148,11 +148,9 @@ def memory_problems(request: Request, env: dict[str, str], *, is_here: bool) -> 
             search = Search(simulator, prediction, job, partial(job_of, request, request.gpu))
             fitting = search.first_fitting()
             nothing = "none of the single changes that keep the loss trajectory, and could be simulated, is enough"
-            problem = (
-                f"{line}; {f'it fits with {fitting}' if fitting else nothing}. `python -m accelerate_recipes plan` in place "
-                "of preflight finds more, and --no_plan leaves this check out"
-            )
-            return line, [problem], []
+            said = f"{line}; {f'it fits with {fitting}' if fitting else nothing}"
+            more = "`python -m accelerate_recipes plan` in place of preflight finds more"
+            return line, [f"{said}. {more}, and --no_plan leaves this check out"], []
     if isinstance(outcome, ConfigError) and is_here:
         return "", [str(outcome)], []
     return "", [], [f"memory was not checked: {reason_of(outcome)}"]

@@ -29,6 +29,8 @@ def is_below(path: str, folders: Sequence[str]) -> bool:
 def read_in_pod(args: TrainArgs, needed: Requirements, volumes: Sequence[str]) -> tuple[list[str], list[str]]:
     """List paths that a run reads but that only this machine has; and, as warnings, paths that the image must hold."""
     names, problems, warnings = {need.name for need in needed.needs}, [], []
+    remedy = f"put it on a volume and give its path there, below {' or '.join(volumes)}"
+    remedy += f", or into a folder of the image ({', '.join(IMAGE)})"
     sources = [source for source in args.alone if source is not args]  # of a mixture
     for name, value in [item for one in (args, *sources) for item in one.values().items()]:
         for text in value if isinstance(value, list) else [value]:
@@ -38,10 +40,7 @@ def read_in_pod(args: TrainArgs, needed: Requirements, volumes: Sequence[str]) -
             here = next((path for path in (text, text.rpartition(":")[0]) if path and os.path.exists(path)), "")
             if os.path.isfile(here) or (here and (text in names or len(Path(here).parts) > 1)):
                 if not is_in_image(here):
-                    problems.append(
-                        f"--{name} {text} lies on this machine, where no pod finds it; put it on a volume and give its path "
-                        f"there, below {' or '.join(volumes)}, or into a folder of the image ({', '.join(IMAGE)})"
-                    )
+                    problems.append(f"--{name} {text} lies on this machine, where no pod finds it; {remedy}")
             elif text in names and os.path.isabs(text):
                 warnings.append(f"--{name} {text} must be in the image, which was not checked")
     return [*dict.fromkeys(problems)], [*dict.fromkeys(warnings)]

@@ -407,10 +407,9 @@ class Simulator:
             try:
                 found = pickle.load(self.child.stdout)
             except (EOFError, pickle.UnpicklingError):
-                raise ConfigError(
-                    f"the simulation ended with exit code {self.child.wait()}, perhaps for want of memory: plan where there "
-                    "is more, or leave it out (preflight --no_plan)"
-                ) from None
+                said = f"the simulation ended with exit code {self.child.wait()}, perhaps for want of memory"
+                remedy = "plan where there is more, or leave it out (preflight --no_plan)"
+                raise ConfigError(f"{said}: {remedy}") from None
             left = len(jobs) - done
             seconds = (time.perf_counter() - began) / done * left
             self.tell(f"Simulated {done} of {len(jobs)}{f'; about {seconds:.0f} s left' if left else ''}")
