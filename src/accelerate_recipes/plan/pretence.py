@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -167,29 +168,19 @@ def of_trl() -> list[Any]:
     return found
 
 
-def packed_sequence_indices(is_packed: bool) -> Any:
-    """Make a stand-in for transformers' function, which would take all fake rows for packed: positions have no values."""
-
-    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
-        before = position_ids[:, :1] - 1
-        sequences = (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
-        bool((sequences[:, -1] == 0).all())
-        return sequences if is_packed else None
-
-    return find
+def packed_sequence_indices(is_packed: bool, position_ids: torch.Tensor) -> torch.Tensor | None:
+    """Replace transformers' function, which would take all fake rows for packed: positions have no values."""
+    before = position_ids[:, :1] - 1
+    sequences = (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
+    bool((sequences[:, -1] == 0).all())
+    return sequences if is_packed else None
 
 
-def documents_of_trial(is_packed: bool) -> Any:
-    """Make a stand-in for `mixers.documents_of`: each row of a trial has one long document and one of a single token."""
-
-    def find(position_ids: torch.Tensor) -> mixers.Unpacking | None:
-        rows, length = position_ids.shape
-        groups = [position_ids.new_empty(rows, n) for n in (length - 1, 1)]
-        return (
-            mixers.Unpacking(position_ids.shape, groups, position_ids.new_empty(rows * length)) if is_packed else None
-        )
-
-    return find
+def documents_of_trial(is_packed: bool, position_ids: torch.Tensor) -> mixers.Unpacking | None:
+    """Replace `mixers.documents_of`: each row of a trial has one long document and one of a single token."""
+    rows, length = position_ids.shape
+    groups = [position_ids.new_empty(rows, n) for n in (length - 1, 1)]
+    return mixers.Unpacking(position_ids.shape, groups, position_ids.new_empty(rows * length)) if is_packed else None
 
 
 def truthful(owner: Any, name: str) -> Any:
@@ -279,8 +270,8 @@ def pretend(world_size: int, device: str, use_fsdp: bool, is_packed: bool) -> It
             PartialState._shared_state["backend"] = "nccl"
     patches = [
         mock.patch.object(distributed, "initialize", initialize),
-        mock.patch.object(masking_utils, "find_packed_sequence_indices", packed_sequence_indices(is_packed)),
-        mock.patch.object(mixers, "documents_of", documents_of_trial(is_packed)),
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", partial(packed_sequence_indices, is_packed)),
+        mock.patch.object(mixers, "documents_of", partial(documents_of_trial, is_packed)),
         # FSDP2 makes its mesh for this device.
         mock.patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(device)),
     ]
