@@ -97,11 +97,10 @@ def command_parser() -> argparse.ArgumentParser:
     )
     healthy.add_argument("--output_dir", type=Path, default=Path("outputs/doctor"), help="folder of the card")
     saved = commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(dest="action", required=True)
-    of_copies = {"metavar": "DIRECTORY_OR_URL"}
-    add("verify", verify_checkpoint, "check every file of a checkpoint", to=saved).add_argument(
-        "directory", **of_copies
-    )
-    add("list", list_checkpoints, "list the checkpoints of a run", to=saved).add_argument("directory", **of_copies)
+    one = add("verify", verify_checkpoint, "check every file of a checkpoint", to=saved)
+    several = add("list", list_checkpoints, "list the checkpoints of a run", to=saved)
+    for command in (one, several):
+        command.add_argument("directory", metavar="DIRECTORY_OR_URL")
     seen = add("report", report_runs, "write the report of a run, or compare several runs on one page")
     seen.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output directory")
     seen.add_argument("--out", type=Path, default="comparison.html", help="page that compares several runs")
@@ -145,9 +144,8 @@ def add_export_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     out.add_argument(
         "--text_only_export", action="store_true", help="export the trained language model without the rest of its base"
     )
-    seen = add(
-        "check-export", check_export_alone, "load an export with transformers alone, and print what it is and answers"
-    )
+    said = "load an export with transformers alone, and print what it is and answers"
+    seen = add("check-export", check_export_alone, said)
     seen.add_argument("export", type=Path)
     more = {"nargs": "+", "action": "extend"}  # given twice, it holds all
     seen.add_argument("--prompt", **more, help="prompts to answer; default: the beginning of the first row")

@@ -62,9 +62,7 @@ class JobArgs:
     token_secret: str = arg("", "Secret that holds the Hub's token, under the key `token`.")
     mirror_secret: str = arg("", "Secret whose keys become variables of the environment: credentials of --mirror.")
     grace_seconds: int | None = arg(
-        None,
-        "Seconds from SIGTERM to SIGKILL; default: time for two saves as long as the longest so far, else 300.",
-        min=30,
+        None, "Seconds from SIGTERM to SIGKILL; default: time for two saves like the longest so far, else 300.", min=30
     )
     max_restarts: int = arg(20, "Number of restarts of the whole run after which the job fails.", min=0)
     node_selector: list[str] = arg([], "Labels of the nodes to run on, as KEY=VALUE.")
