@@ -99,12 +99,16 @@ def manifest(kind: str, job: JobArgs, config: str, launch: Launch) -> str:
     grace = launch.signal_seconds if job.grace_seconds is None else job.grace_seconds
     nodes, processes = job.nodes or 1, job.gpus_per_node or job.cpus_per_node
     container, address, port = KINDS[kind]
+    # No shell: it would have to pass on signals, and needs quoting. The recipe has the same path in the image as here.
+    command = ["accelerate", "launch", "--config_file", f"{FILES}/accelerate.yaml", *launch.launch[2:]]
+    command += ["--machine_rank", "$(PET_NODE_RANK)", "--main_process_ip", address, "--main_process_port", port]
+    command += [launch.command[0], "--config", f"{FILES}/recipe.yaml"]
     by_type = {"node.kubernetes.io/instance-type": job.instance_type} if job.instance_type else {}
     holes = vars(job) | {
         "annotations": pairs(job.annotation),
         "cache_path": CACHE,
         "checkpoints_path": CHECKPOINTS,
-        "command": command(launch, address, port),
+        "command": command,
         "config": config,
         "container": container,
         "cpus": str(job.cpus_per_node or ""),
@@ -170,16 +174,6 @@ Plain.add_representer(
     str,
     lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
 )
-
-
-def command(launch: Launch, address: str, port: str) -> list[str]:
-    """Build the pod's command. It has no shell: a shell would have to pass on signals, and needs quoting.
-
-    The recipe has the same path in the image as here.
-    """
-    words = ["accelerate", "launch", "--config_file", f"{FILES}/accelerate.yaml", *launch.launch[2:]]
-    words += ["--machine_rank", "$(PET_NODE_RANK)", "--main_process_ip", address, "--main_process_port", port]
-    return [*words, launch.command[0], "--config", f"{FILES}/recipe.yaml"]
 
 
 def pairs(texts: list[str]) -> dict[str, str]:
