@@ -233,12 +233,9 @@ class Search:
 
     def first_fitting(self) -> Proposal | None:
         """Find a change that makes the run fit and keeps the loss trajectory; try one change after the other."""
-        for change in savings(self.before.args, self.job.env):
-            if change.keeps_trajectory:
-                for proposal in self.simulate([(change,)]):
-                    if proposal.prediction.fits:
-                        return proposal
-        return None
+        kept = (change for change in savings(self.before.args, self.job.env) if change.keeps_trajectory)
+        tried = (proposal for change in kept for proposal in self.simulate([(change,)]))
+        return next((proposal for proposal in tried if proposal.prediction.fits), None)
 
     def faster(self) -> list[Proposal]:
         """Find changes that make a run that fits faster, while it still fits; the best first."""
