@@ -15,7 +15,7 @@ import torch
 from helpers import HIDE, ROOT, environment
 
 from accelerate_recipes.doctor import command, proofs
-from accelerate_recipes.doctor.card import write_card
+from accelerate_recipes.doctor.command import write_card
 from accelerate_recipes.doctor.proofs import Figure, Runs, prove
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch import machine
