@@ -71,17 +71,8 @@ def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
             launch, found = check([run[0], *map(str, size), *run[1:]], volumes)
             problems += found
     if launch is not None:
-        problems += image_problems(run[0], launch)
+        problems += pod_problems(run[0], job, launch)
         job.name = job.name or Path(launch.command[0]).stem.replace("_", "-")
-        pushes = f"--push_to_hub {launch.args.push_to_hub}" if launch.args.push_to_hub else ""
-        if pushes and job.cache_pvc:
-            problems.append(f"{pushes}: pods with --cache-pvc use no network; remove one of the two")
-        elif pushes and not job.token_secret:
-            problems.append(f"{pushes} needs a token that may write; give --token-secret")
-        if (mirror := launch.args.mirror) and "://" not in mirror:
-            problems.append(f"--mirror {mirror}: the pods have no such folder; give a URL")
-        if job.mirror_secret and not mirror:
-            problems.append("--mirror-secret has no effect without --mirror; add that to the run, or remove it")
     if job.name:
         # The operator appends to the name; the result must be a valid label.
         last = (job.nodes or 1) - 1
@@ -151,14 +142,20 @@ def fill_holes(part: Any, holes: Mapping[str, Any]) -> Any:
     return {key: value for key, value in filled.items() if value is not None} or None
 
 
-def image_problems(config: str, launch: Launch) -> list[str]:
-    """List reasons why a run that starts here would not start in a pod."""
-    script = Path(launch.command[0])
+def pod_problems(config: str, job: JobArgs, launch: Launch) -> list[str]:
+    """List reasons why a run that starts here would not start in a pod, or could not write from there what it should."""
+    script, push, mirror = Path(launch.command[0]), launch.args.push_to_hub, launch.args.mirror
     is_outside, kind = script.is_absolute() or ".." in script.parts, read_yaml(Path(config)).get("distributed_type")
     problems = {
         f"{script}: the image holds this repository; give the recipe's path in it, such as recipes/chess.py": is_outside,
         f"{config}: with `distributed_type: NO` the launcher does not pass on the signal that deletes a pod, and nothing is "
         "saved; take accelerate_configs/ddp.yaml, which does the same on one process": kind == "NO",
+        f"--push_to_hub {push}: pods with --cache-pvc use no network; remove one of the two": push and job.cache_pvc,
+        f"--push_to_hub {push} needs a token that may write; give --token-secret": push
+        and not (job.cache_pvc or job.token_secret),
+        f"--mirror {mirror}: the pods have no such folder; give a URL": mirror and "://" not in mirror,
+        "--mirror-secret has no effect without --mirror; add that to the run, or remove it": job.mirror_secret
+        and not mirror,
     }
     return that_apply(problems)
 
