@@ -319,6 +319,8 @@ class Ledger(TorchDispatchMode):
             self.communicate(name, dist.distributed_c10d._resolve_process_group(args[2]), [args[0]], args[0])
         elif func is fsdp.split_with_sizes_copy.default:
             self.tag(kwargs["out"], GATHERED)
+            arrived = self.clock.gathers.pop(args[0].untyped_storage()._cdata, 0.0)
+            self.clock.now = max(self.clock.now, arrived)
         elif name.startswith("chunk_cat"):  # torch 2.15: chunk_cat_mixed_dtype
             self.tag(args[0], WHOLE_GRADIENTS)
         elif name in ("_varlen_attn_backward", "_scaled_dot_product_flash_attention_backward"):
@@ -332,9 +334,6 @@ class Ledger(TorchDispatchMode):
         moved = bytes_moved(func, args, kwargs, out)
         self.moved[name] += moved
         if tensors:
-            if func is fsdp.split_with_sizes_copy.default:
-                arrived = self.clock.gathers.pop(args[0].untyped_storage()._cdata, 0.0)
-                self.clock.now = max(self.clock.now, arrived)
             self.clock.work(flops * attended_share(func, args, kwargs) if flops else 0, moved, tensors[first].dtype)
             if func is fsdp.split_with_sizes_copy.default:
                 self.clock.copied = self.clock.now

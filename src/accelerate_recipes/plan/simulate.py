@@ -254,9 +254,8 @@ def simulate_here(job: Job) -> Outcome:
             trial.keep_reference(reference)
         parameters = sum(p.numel() for p in run.model.parameters())
         trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-        by_muon = sum(
-            p.numel() for group in run.optimizer.param_groups if group.get("is_muon") for p in group["params"]
-        )
+        of_muon = [group["params"] for group in run.optimizer.param_groups if group.get("is_muon")]
+        by_muon = sum(p.numel() for params in of_muon for p in params)
         clock = Clock(GPUS[job.gpu], gpus_per_node)
         cast = list(run.model.parameters()) if not use_fsdp and computes_in_bf16() else []
         with (
