@@ -411,8 +411,8 @@ def packed_attention_flops(query, key, value, cu_seq_q, cu_seq_k, max_q, *args, 
     return 2 * query.numel() * max_q * 2
 
 
-def packed_attention_backward_flops(grad, query, key, value, out, lse, *args, out_val=None) -> int:
-    return packed_attention_flops(query, key, value, *args) * 5 // 2  # five products of matrices in place of two
+def packed_attention_backward_flops(grad, query, key, value, out, lse, *args, **kwargs) -> int:
+    return packed_attention_flops(query, key, value, *args, **kwargs) * 5 // 2  # five products of matrices in place of two
 
 
 def attended_share(func, args, kwargs) -> float:
