@@ -206,7 +206,7 @@ def plan_run(args: argparse.Namespace) -> None:
     print("Planning: steps of the run are simulated, which may take minutes", flush=True)
     from accelerate_recipes.launch.planning import plan
 
-    plan(args.argv, tell=partial(print, flush=True))
+    plan(args.argv, partial(print, flush=True))
 
 
 def examine_machine(args: argparse.Namespace) -> None:

@@ -32,11 +32,10 @@ from accelerate_recipes.trial import NotSimulatedError
 SHOWN = 6  # proposals of each sort
 
 
-def plan(argv: Sequence[str], tell: Callable[[str], None] = lambda text: None) -> str:
-    """Plan CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...; write the file of --json, and return
-    the text.
+def plan(argv: Sequence[str], tell: Callable[[str], None]) -> None:
+    """Plan CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS..., and write the file of --json.
 
-    `tell` gets each part of the text when it is there, and a line for each trial of the search.
+    `tell` gets each part of the text when it is there, and a line for each simulation and each trial of the search.
 
     Raises:
         ConfigError: for a wrong command line, and for a run that cannot start or cannot be simulated.
@@ -51,27 +50,21 @@ def plan(argv: Sequence[str], tell: Callable[[str], None] = lambda text: None) -
         raise ConfigError(f"--json {asked.json}: {why}")
     job = job_of(request, request.gpu or "h100")
     raise_problems("This run cannot start", environment_problems(job.env, int(job.env["LOCAL_WORLD_SIZE"])))
-    began, lines = time.perf_counter(), []
-
-    def say(text: str) -> None:
-        lines.append(text)
-        tell(text)
-
+    began = time.perf_counter()
     with Simulator() as simulator:
         simulator.tell = tell
         found = simulated(simulator, job)
         simulator.tell = lambda text: None  # the search tells each trial
-        say(found.report())
+        tell(found.report())
         facts = found.facts()
         if not asked.no_search:
             more, proposals = searched(simulator, found, job, request, tell)
-            say("\n".join(more))
+            tell("\n".join(more))
             facts |= proposals
-        say(f"{simulator.number} simulation{'s' * (simulator.number != 1)} in {time.perf_counter() - began:.0f} s")
+        tell(f"{simulator.number} simulation{'s' * (simulator.number != 1)} in {time.perf_counter() - began:.0f} s")
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)  # for the report, it lies in the output directory
         asked.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    return "\n".join(lines)
 
 
 def changed_words(request: Request, changes: Sequence[Change] = ()) -> tuple[list[str], list[str]]:
