@@ -412,7 +412,7 @@ def packed_attention_flops(query, key, value, cu_seq_q, cu_seq_k, max_q, *args, 
 
 
 def packed_attention_backward_flops(grad, query, key, value, out, lse, *args, **kwargs) -> int:
-    return packed_attention_flops(query, key, value, *args, **kwargs) * 5 // 2  # five products of matrices in place of two
+    return packed_attention_flops(query, key, value, *args, **kwargs) * 5 // 2  # five products, not two
 
 
 def attended_share(func, args, kwargs) -> float:
