@@ -116,9 +116,8 @@ def parallelism_problems(env: Mapping[str, str]) -> list[str]:
         "parallelism_config is in use but all its sizes are 1; Accelerate ignores keys without the "
         "prefix: write parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size. If all sizes should be 1, "
         "take accelerate_configs/fsdp_full.yaml": max(sizes) == 1,
-        f"parallelism_config_tp_size is {tensor}: Accelerate 1.15's tensor parallelism needs a name that transformers "
-        "5.23 no longer has; set it to 1: FSDP divides the weights, and parallelism_config_cp_size the "
-        "activations": tensor > 1,
+        f"parallelism_config_tp_size is {tensor}: Accelerate 1.15's tensor parallelism needs a name that transformers 5.23 "
+        "lacks; set it to 1: FSDP divides the weights, and parallelism_config_cp_size the activations": tensor > 1,
         f"parallelism_config_sp_size is {sequence}: Accelerate 1.15 passes it to DeepSpeed, and ignores it with FSDP2; "
         f"set it to 1, and parallelism_config_cp_size to {sequence}": sequence > 1,
         f"parallelism_config asks for {replicate} replicas x {shard} shards{by_row} = {replicate * shard * row} "
@@ -224,8 +223,7 @@ def sharing_problems(args: TrainArgs, size: int) -> list[str]:
     problems = {
         f"parallelism_config_cp_size is {size}, but in this recipe a row is whole on each process; set it to 1. If "
         "activations do not fit, set fsdp_activation_checkpointing to true, then fsdp_activation_checkpointing_offload too. "
-        "recipes/chess.py and recipes/c4.py share rows, and recipes/sft.py with --packing or "
-        "--padding_free": size > 1 and not args.shares_rows,
+        "chess.py and c4.py share rows, and sft.py with --packing or --padding_free": size > 1 and not args.shares_rows,
         f"--max_length {length} is not a multiple of parallelism_config_cp_size {size}, the ranks that share a row; lengths "
         f"that work: {near}": args.shares_rows and length % size and not args.pads_rows,
     }
