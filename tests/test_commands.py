@@ -156,7 +156,7 @@ def test_an_interrupted_command_leaves_no_stack(monkeypatch, capfd):
     def interrupt(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(__main__, "list_downloads", interrupt)
+    monkeypatch.setattr(__main__, "show_downloads", interrupt)
     assert call(monkeypatch, capfd, "list") == (130, "")
 
 

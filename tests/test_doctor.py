@@ -15,7 +15,7 @@ import torch
 from helpers import HIDE, ROOT, environment
 
 from accelerate_recipes.doctor import command, proofs
-from accelerate_recipes.doctor.card import write_card
+from accelerate_recipes.doctor.command import write_card
 from accelerate_recipes.doctor.proofs import Figure, Runs, prove
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch import machine
@@ -110,9 +110,10 @@ FAULTS = {
 def forked(fork_server, **env):
     """Make a Launch that forks the ranks; the real one starts new processes, which takes ten times as long."""
 
-    def start(config, processes, flags, argv, log, seconds):
+    def start(flags, argv, log, seconds):
         script = Path(env.get("PYTHONPATH", ROOT / "src"), "accelerate_recipes/doctor/workload.py")
-        named = {"config": config, "num_processes": processes, "flags": flags, "script": script}
+        config, processes = Path(flags[1]).stem, int(flags[5])
+        named = {"config": config, "num_processes": processes, "flags": flags[6:], "script": script}
         assert argv[0] == "--output_dir" and log == Path(argv[1]).with_suffix(".log")
         return fork_server.run(log.with_suffix(""), *argv[2:], **named, **env)
 
@@ -161,7 +162,7 @@ def test_the_command_launches(tmp_path):
 def test_a_run_that_fails_is_a_figure(tmp_path, capsys):
     """A run that fails, one that is not killed, and one for which no time is left fail their proofs; the card says why."""
 
-    def start(config, processes, flags, argv, log, seconds):
+    def start(flags, argv, log, seconds):
         log.write_text("ValueError: a | b\nlast line\n")
         return 0 if "--kill_at_step" in argv or "--dropout" in argv else 1
 
@@ -215,7 +216,7 @@ def test_gpus_that_fail_or_are_slow(monkeypatch):
     expected = ("holds 3.0 GiB", "divided by MIG", "does not know its memory", "its peak is not known", "GPUs differ")
     assert all(text in said for text, said in zip(expected, warnings, strict=True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "torch does not see NVIDIA H100" in machine.gpu_findings([good]).problems[0]
+    assert "torch does not see NVIDIA H100" in machine.gpu_findings([good])[0][0]
 
 
 def test_disks_that_fail_or_are_slow(monkeypatch, tmp_path):
@@ -224,7 +225,7 @@ def test_disks_that_fail_or_are_slow(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "filesystem", lambda path: "nfs4")
     monkeypatch.setattr(machine.constants, "HF_HOME", "/frozen")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**26))
-    described, (problems, warnings) = machine.disks(tmp_path)
+    described, problems, warnings = machine.disks(tmp_path)
     assert described["output"] == f"{tmp_path}: nfs4, 0.1 GiB free, writes 10 MB/s"
     assert problems == [
         "caches: /frozen cannot be written to: Read-only file system; give another (--output_dir, HF_HOME, TMPDIR)"
@@ -237,11 +238,11 @@ def test_settings_that_are_slow(monkeypatch):
     for name in (*filter(machine.LEFT_OVER.fullmatch, os.environ), *machine.ALLOCATOR_SETTINGS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(machine, "limit", lambda name: [])
-    assert machine.setting_findings() == ([], [])
+    assert machine.setting_warnings() == []
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
     monkeypatch.setattr(machine, "limit", lambda name: ["50000", "100000"])
-    warnings = machine.setting_findings().warnings
+    warnings = machine.setting_warnings()
     expected = ("NCCL_P2P_DISABLE=1 is set", "add expandable_segments:True", "the time of 0.5")
     assert all(text in said for text, said in zip(expected, warnings, strict=True))
 

@@ -68,8 +68,8 @@ def command_parser() -> argparse.ArgumentParser:
     fetch.add_argument("--max_shards", type=int, help="download only the first MAX_SHARDS files of a pattern")
     fetch.add_argument("--update", action="store_true", help="move to the newest commits; default: keep pinned ones")
     fetch.add_argument("recipe", metavar="RECIPE [ARGS...]")
-    add("list", list_downloads, "list what was downloaded, and for which recipes; offline")
-    add("verify", verify_downloads, "read what was downloaded, and compare it with its checksums; offline")
+    add("list", show_downloads, "list what was downloaded, and for which recipes; offline")
+    add("verify", show_downloads, "read what was downloaded, and compare it with its checksums; offline")
     ready = add("prepare", prepare_rows, "prepare the data that a run will read, and show its first rows")
     ready.add_argument("recipe", metavar="RECIPE")
     ready.add_argument("argv", nargs=argparse.REMAINDER, metavar="[ARGS...]")
@@ -97,11 +97,10 @@ def command_parser() -> argparse.ArgumentParser:
     )
     healthy.add_argument("--output_dir", type=Path, default=Path("outputs/doctor"), help="folder of the card")
     saved = commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(dest="action", required=True)
-    of_copies = {"metavar": "DIRECTORY_OR_URL"}
-    add("verify", verify_checkpoint, "check every file of a checkpoint", to=saved).add_argument(
-        "directory", **of_copies
-    )
-    add("list", list_checkpoints, "list the checkpoints of a run", to=saved).add_argument("directory", **of_copies)
+    one = add("verify", verify_checkpoint, "check every file of a checkpoint", to=saved)
+    several = add("list", list_checkpoints, "list the checkpoints of a run", to=saved)
+    for command in (one, several):
+        command.add_argument("directory", metavar="DIRECTORY_OR_URL")
     seen = add("report", report_runs, "write the report of a run, or compare several runs on one page")
     seen.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output directory")
     seen.add_argument("--out", type=Path, default="comparison.html", help="page that compares several runs")
@@ -145,9 +144,8 @@ def add_export_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     out.add_argument(
         "--text_only_export", action="store_true", help="export the trained language model without the rest of its base"
     )
-    seen = add(
-        "check-export", check_export_alone, "load an export with transformers alone, and print what it is and answers"
-    )
+    said = "load an export with transformers alone, and print what it is and answers"
+    seen = add("check-export", check_export_alone, said)
     seen.add_argument("export", type=Path)
     more = {"nargs": "+", "action": "extend"}  # given twice, it holds all
     seen.add_argument("--prompt", **more, help="prompts to answer; default: the beginning of the first row")
@@ -171,16 +169,10 @@ def download_needs(args: argparse.Namespace) -> None:
     print("All is here. A run reads it with HF_HUB_OFFLINE=1, without any network")
 
 
-def list_downloads(args: argparse.Namespace) -> None:
-    from accelerate_recipes.hub.download import listing
+def show_downloads(args: argparse.Namespace) -> None:
+    from accelerate_recipes.hub.download import listing, verify
 
-    print(listing())
-
-
-def verify_downloads(args: argparse.Namespace) -> None:
-    from accelerate_recipes.hub.download import verify
-
-    print(verify())
+    print(listing() if args.command == "list" else verify())
 
 
 def prepare_rows(args: argparse.Namespace) -> None:
@@ -214,7 +206,7 @@ def plan_run(args: argparse.Namespace) -> None:
     print("Planning: steps of the run are simulated, which may take minutes", flush=True)
     from accelerate_recipes.launch.planning import plan
 
-    plan(args.argv, tell=partial(print, flush=True))
+    plan(args.argv, partial(print, flush=True))
 
 
 def examine_machine(args: argparse.Namespace) -> None:

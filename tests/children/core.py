@@ -65,6 +65,6 @@ if __name__ == "__main__":
     words = ["--model_name_or_path", model, "--output_dir", out, "--max_steps", "4", "--dataloader_num_workers", "1"]
     run = [str(ROOT / "accelerate_configs/single.yaml"), "--mixed_precision", "no", __file__, *words]
     print(preflight(["--no-plan", *run])[0])
-    print(plan(["--no_search", "--gpu", "h100", *run]))
+    plan(["--no_search", "--gpu", "h100", *run], print)
     sys.argv[1:] = words
     recipe.run_recipe(main, Args, requirements)

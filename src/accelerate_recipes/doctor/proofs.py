@@ -66,16 +66,14 @@ class RunFailed(Exception):
     """A run of the workload did not end as it must; the text says how."""
 
 
-# Config, number of processes, flags of the launcher, arguments of the workload, log, seconds; returns the exit code.
-Start = Callable[[str, int, Sequence[str], Sequence[str], Path, float], int]
+# Flags of the launcher, arguments of the workload, log, seconds; returns the exit code.
+Start = Callable[[Sequence[str], Sequence[str], Path, float], int]
 
 
-def launch_workload(
-    config: str, processes: int, flags: Sequence[str], argv: Sequence[str], log: Path, seconds: float
-) -> int:
+def launch_workload(flags: Sequence[str], argv: Sequence[str], log: Path, seconds: float) -> int:
     """Launch the workload as a user launches a recipe, and wait for its end."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
-    command += ["--num_processes", str(processes), "--main_process_port", "0", *flags, workload.__file__, *argv]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *flags, "--main_process_port", "0"]
+    command += [workload.__file__, *argv]
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     try:
@@ -111,15 +109,13 @@ class Runs:
         return ["--total_batch_size", str(2 * rows * self.processes), "--per_device_train_batch_size", str(rows)]
 
     def flags(self, config: str) -> list[str]:
-        """Return the launcher's flags that give a config all processes; replicas of a hybrid one are halves."""
-        replicas = 2 if config == "fsdp_hybrid" else None
-        flags = launch_flags(CONFIGS / f"{config}.yaml", 1, self.processes, replicas=replicas)
-        return [*flags[4:], "--mixed_precision", "no"]
+        """Return the launcher's flags: all processes, but one under `single`; replicas of a hybrid config are halves."""
+        path, processes = CONFIGS / f"{config}.yaml", 1 if config == "single" else self.processes
+        sizes = launch_flags(path, 1, processes, replicas=2 if config == "fsdp_hybrid" else None)
+        return ["--config_file", str(path), *sizes, "--mixed_precision", "no"]
 
-    def environment(self, config: str) -> dict[str, str]:
-        number = ["--num_processes", str(self.processes), "--num_machines", "1"]
-        launch = ["--config_file", str(CONFIGS / f"{config}.yaml"), *number, *self.flags(config)]
-        return launch_environment([*launch, workload.__file__])
+    def environment(self, config: str, flags: Sequence[str] = ()) -> dict[str, str]:
+        return launch_environment([*self.flags(config), *flags, workload.__file__])
 
     def fitting(self) -> list[str]:
         """List the strategies that fit this machine."""
@@ -149,10 +145,7 @@ class Runs:
         log, left = out.with_suffix(".log"), self.deadline - time.monotonic()
         if left < 1:
             raise RunFailed(f"no time left of {SECONDS} s")
-        processes, every = self.processes, self.flags(config)
-        if config == "single":
-            processes, every = 1, ["--mixed_precision", "no"]
-        code = self.start(config, processes, [*every, *flags], ["--output_dir", str(out), *argv], log, left)
+        code = self.start([*self.flags(config), *flags], ["--output_dir", str(out), *argv], log, left)
         if killed and not code:
             raise RunFailed("it was not killed")
         if code and not killed:
@@ -221,7 +214,7 @@ def compare_export(runs: Runs) -> list[Figure]:
     model = AutoModelForCausalLM.from_pretrained(out / "export", dtype=torch.float32).eval()
     loss_sum, targets = 0.0, 0
     args = workload.Args()
-    for item in workload.held_out(args):
+    for item in workload.HELD_OUT:
         tokens, lengths = workload.row_of(args, item)
         for document in torch.from_numpy(tokens).split(lengths):
             logits = model(input_ids=document[None]).logits[0, :-1]
@@ -252,9 +245,8 @@ def compare_plan(runs: Runs) -> list[Figure]:
     else:
         measured = float((runs("fsdp_full", *argv, "--counts_memory", "true") / "peak").read_text(encoding="utf-8"))
     device, gpu = ("cuda", known_as(torch.cuda.get_device_name(0))) if torch.cuda.is_available() else ("cpu", "")
-    precision = {"ACCELERATE_MIXED_PRECISION": "bf16" if flags else "no"}
+    environment = runs.environment("fsdp_full", flags)
     with Simulator() as simulator:
-        environment = runs.environment("fsdp_full") | precision
         job = Job(environment, [workload.__file__, *argv], gpu or "h100", device, micro_batches=ALL)
         (outcome,) = simulator([job])
     if not isinstance(outcome, Outcome):

@@ -31,7 +31,8 @@ MODELS = {
     "cpu": (2000, 192, 512, 4, 6),  # steps of a second or less on two cores
     "gpu": (32000, 768, 2048, 12, 12),  # 127 million parameters, for the speed of a GPU
 }
-NUM_ROWS, NUM_HELD_OUT = 61, 10  # no multiples of the batch, so that an epoch ends inside a batch
+NUM_ROWS = 61  # no multiple of the batch, so that an epoch ends inside a batch
+HELD_OUT = range(NUM_ROWS, NUM_ROWS + 10)
 
 
 @dataclass
@@ -87,10 +88,6 @@ def trial(args: Args) -> Trial:
     return packed_trial(args, make_config(args), next_token_loss_fn(args.whole_logits))
 
 
-def held_out(args: Args) -> list[int]:
-    return [*range(NUM_ROWS, NUM_ROWS + NUM_HELD_OUT)]
-
-
 def count_memory(run: Run[Args]) -> None:
     """Take steps of real tensors under the ledger of `plan`; rank 0 writes the peak. A CPU's allocator counts nothing."""
     from accelerate_recipes.plan.ledger import Ledger
@@ -124,7 +121,7 @@ def main(args: Args) -> None:
     place = (args, run.data_rank, run.data_world_size)
     make = partial(make_row, args)
     loader = make_train_loader(Rows(range(NUM_ROWS), make), *place, collate_fn=collate)
-    heldout = make_eval_loader(Rows(held_out(args), make), *place, collate_fn=collate)
+    heldout = make_eval_loader(Rows(HELD_OUT, make), *place, collate_fn=collate)
     tokenizer = new_word_tokenizer([f"w{i}" for i in range(MODELS[args.model][0] - 4)])
     lengths = np.array([length for item in range(NUM_ROWS) for length in row_of(args, item)[1]])
     attended = (lengths**2).sum() / lengths.sum()  # of a token, on average

@@ -83,15 +83,10 @@ def fp8_layers(model: PreTrainedModel) -> set[str]:
     """
     layers, experts = linear_layers_and_experts(model)
     if experts:
-        raise ConfigError(
-            f"mixed_precision: fp8 is for linear layers, but {type(model).__name__} keeps the experts of a layer in one "
-            f"weight ({experts[0]}, ...); set `mixed_precision: bf16`"
-        )
-    return {
-        name
-        for name, layer in layers.items()
-        if ".lora_" not in name and layer.in_features % 16 == layer.out_features % 16 == 0
-    }
+        said = f"{type(model).__name__} keeps the experts of a layer in one weight ({experts[0]}, ...)"
+        raise ConfigError(f"mixed_precision: fp8 is for linear layers, but {said}; set `mixed_precision: bf16`")
+    fitting = [name for name, layer in layers.items() if layer.in_features % 16 == layer.out_features % 16 == 0]
+    return {name for name in fitting if ".lora_" not in name}
 
 
 def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
@@ -105,11 +100,8 @@ def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
     title = type(model).__name__
     if not wanted:
         return [f"{title} names no layer class to wrap; set fsdp_transformer_layer_cls_to_wrap in the YAML"]
-    return [
-        f"fsdp_transformer_layer_cls_to_wrap: {name} is not in {title}{suggestion(name, present)}"
-        for name in wanted
-        if name not in present
-    ]
+    lacking = [name for name in wanted if name not in present]
+    return [f"fsdp_transformer_layer_cls_to_wrap: {n} is not in {title}{suggestion(n, present)}" for n in lacking]
 
 
 def parallelism_problems(env: Mapping[str, str]) -> list[str]:
@@ -124,9 +116,8 @@ def parallelism_problems(env: Mapping[str, str]) -> list[str]:
         "parallelism_config is in use but all its sizes are 1; Accelerate ignores keys without the "
         "prefix: write parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size. If all sizes should be 1, "
         "take accelerate_configs/fsdp_full.yaml": max(sizes) == 1,
-        f"parallelism_config_tp_size is {tensor}: Accelerate 1.15's tensor parallelism needs a name that transformers "
-        "5.23 no longer has; set it to 1: FSDP divides the weights, and parallelism_config_cp_size the "
-        "activations": tensor > 1,
+        f"parallelism_config_tp_size is {tensor}: Accelerate 1.15's tensor parallelism needs a name that transformers 5.23 "
+        "lacks; set it to 1: FSDP divides the weights, and parallelism_config_cp_size the activations": tensor > 1,
         f"parallelism_config_sp_size is {sequence}: Accelerate 1.15 passes it to DeepSpeed, and ignores it with FSDP2; "
         f"set it to 1, and parallelism_config_cp_size to {sequence}": sequence > 1,
         f"parallelism_config asks for {replicate} replicas x {shard} shards{by_row} = {replicate * shard * row} "
@@ -232,8 +223,7 @@ def sharing_problems(args: TrainArgs, size: int) -> list[str]:
     problems = {
         f"parallelism_config_cp_size is {size}, but in this recipe a row is whole on each process; set it to 1. If "
         "activations do not fit, set fsdp_activation_checkpointing to true, then fsdp_activation_checkpointing_offload too. "
-        "recipes/chess.py and recipes/c4.py share rows, and recipes/sft.py with --packing or "
-        "--padding_free": size > 1 and not args.shares_rows,
+        "chess.py and c4.py share rows, and sft.py with --packing or --padding_free": size > 1 and not args.shares_rows,
         f"--max_length {length} is not a multiple of parallelism_config_cp_size {size}, the ranks that share a row; lengths "
         f"that work: {near}": args.shares_rows and length % size and not args.pads_rows,
     }

@@ -62,9 +62,7 @@ class JobArgs:
     token_secret: str = arg("", "Secret that holds the Hub's token, under the key `token`.")
     mirror_secret: str = arg("", "Secret whose keys become variables of the environment: credentials of --mirror.")
     grace_seconds: int | None = arg(
-        None,
-        "Seconds from SIGTERM to SIGKILL; default: time for two saves as long as the longest so far, else 300.",
-        min=30,
+        None, "Seconds from SIGTERM to SIGKILL; default: time for two saves like the longest so far, else 300.", min=30
     )
     max_restarts: int = arg(20, "Number of restarts of the whole run after which the job fails.", min=0)
     node_selector: list[str] = arg([], "Labels of the nodes to run on, as KEY=VALUE.")
@@ -99,11 +97,10 @@ class JobArgs:
         for name, (pattern, form) in FORMS.items():
             wrong = [text for text in getattr(self, name) if not pattern.fullmatch(text)]
             found += [f"--{flag(name)} {text!r}: write it as {form}" for text in wrong]
-        sizes = {name: getattr(self, name) for name in ("memory", "shm_size", "checkpoints_size")}
-        given = {name: size for name, size in sizes.items() if size or name == "shm_size"}
-        found += [
-            f"--{flag(n)} {size!r} is not a size such as 64Gi" for n, size in given.items() if not num_bytes(size)
-        ]
+        for name in ("memory", "shm_size", "checkpoints_size"):
+            size = getattr(self, name)
+            if (size or name == "shm_size") and not num_bytes(size):
+                found.append(f"--{flag(name)} {size!r} is not a size such as 64Gi")
         on_cpus, image, has = self.gpus_per_node == 0, IMAGE.fullmatch(self.image), INSTANCES.get(self.instance)
         is_floating = image and not image["digest"] and image["tag"] in (None, "latest")
         problems = {
@@ -124,11 +121,9 @@ class JobArgs:
             "them": self.token_secret and self.cache_pvc,
         }
         if has:
-            gpus = self.gpus_per_node or 0
+            gpus, efa = self.gpus_per_node or 0, self.efa
             problems[f"--gpus-per-node is {gpus}, but {self.instance} has {has['gpus']}"] = gpus > has["gpus"]
-            problems[f"--efa-per-node is {self.efa}, but {self.instance} has {has['efa']} interfaces"] = (
-                self.efa > has["efa"]
-            )
+            problems[f"--efa-per-node is {efa}, but {self.instance} has {has['efa']} interfaces"] = efa > has["efa"]
         return found + that_apply(problems)
 
 
@@ -153,11 +148,3 @@ def label_problems(title: str, value: str, pattern: re.Pattern, limit: int) -> l
     if len(value) > limit:
         found.append(f"--{title} {value!r} has {len(value)} characters; there is room for {limit}")
     return found
-
-
-def as_toleration(text: str) -> dict[str, str]:
-    """Read KEY[=VALUE][:EFFECT]."""
-    taint, _, effect = text.partition(":")
-    key, equals, value = taint.partition("=")
-    found = {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}
-    return found | ({"effect": effect} if effect else {})

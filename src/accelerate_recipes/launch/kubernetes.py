@@ -19,15 +19,7 @@ import yaml
 from accelerate_recipes.args import resolve
 from accelerate_recipes.arguments.declaring import read_yaml
 from accelerate_recipes.errors import noting, raise_problems, that_apply
-from accelerate_recipes.launch.job_args import (
-    CACHE,
-    CHECKPOINTS,
-    INSTANCES,
-    LABEL,
-    JobArgs,
-    as_toleration,
-    label_problems,
-)
+from accelerate_recipes.launch.job_args import CACHE, CHECKPOINTS, INSTANCES, LABEL, JobArgs, label_problems
 from accelerate_recipes.launch.preflight import Launch, check
 
 FILES = "/etc/accelerate-recipes"
@@ -79,17 +71,8 @@ def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
             launch, found = check([run[0], *map(str, size), *run[1:]], volumes)
             problems += found
     if launch is not None:
-        problems += image_problems(run[0], launch)
+        problems += pod_problems(run[0], job, launch)
         job.name = job.name or Path(launch.command[0]).stem.replace("_", "-")
-        pushes = f"--push_to_hub {launch.args.push_to_hub}" if launch.args.push_to_hub else ""
-        if pushes and job.cache_pvc:
-            problems.append(f"{pushes}: pods with --cache-pvc use no network; remove one of the two")
-        elif pushes and not job.token_secret:
-            problems.append(f"{pushes} needs a token that may write; give --token-secret")
-        if (mirror := launch.args.mirror) and "://" not in mirror:
-            problems.append(f"--mirror {mirror}: the pods have no such folder; give a URL")
-        if job.mirror_secret and not mirror:
-            problems.append("--mirror-secret has no effect without --mirror; add that to the run, or remove it")
     if job.name:
         # The operator appends to the name; the result must be a valid label.
         last = (job.nodes or 1) - 1
@@ -107,12 +90,16 @@ def manifest(kind: str, job: JobArgs, config: str, launch: Launch) -> str:
     grace = launch.signal_seconds if job.grace_seconds is None else job.grace_seconds
     nodes, processes = job.nodes or 1, job.gpus_per_node or job.cpus_per_node
     container, address, port = KINDS[kind]
+    # No shell: it would have to pass on signals, and needs quoting. The recipe has the same path in the image as here.
+    command = ["accelerate", "launch", "--config_file", f"{FILES}/accelerate.yaml", *launch.launch[2:]]
+    command += ["--machine_rank", "$(PET_NODE_RANK)", "--main_process_ip", address, "--main_process_port", port]
+    command += [launch.command[0], "--config", f"{FILES}/recipe.yaml"]
     by_type = {"node.kubernetes.io/instance-type": job.instance_type} if job.instance_type else {}
     holes = vars(job) | {
         "annotations": pairs(job.annotation),
         "cache_path": CACHE,
         "checkpoints_path": CHECKPOINTS,
-        "command": command(launch, address, port),
+        "command": command,
         "config": config,
         "container": container,
         "cpus": str(job.cpus_per_node or ""),
@@ -155,14 +142,20 @@ def fill_holes(part: Any, holes: Mapping[str, Any]) -> Any:
     return {key: value for key, value in filled.items() if value is not None} or None
 
 
-def image_problems(config: str, launch: Launch) -> list[str]:
-    """List reasons why a run that starts here would not start in a pod."""
-    script = Path(launch.command[0])
+def pod_problems(config: str, job: JobArgs, launch: Launch) -> list[str]:
+    """List reasons why a run that starts here would not start in a pod, or could not write from there what it should."""
+    script, push, mirror = Path(launch.command[0]), launch.args.push_to_hub, launch.args.mirror
     is_outside, kind = script.is_absolute() or ".." in script.parts, read_yaml(Path(config)).get("distributed_type")
     problems = {
         f"{script}: the image holds this repository; give the recipe's path in it, such as recipes/chess.py": is_outside,
         f"{config}: with `distributed_type: NO` the launcher does not pass on the signal that deletes a pod, and nothing is "
         "saved; take accelerate_configs/ddp.yaml, which does the same on one process": kind == "NO",
+        f"--push_to_hub {push}: pods with --cache-pvc use no network; remove one of the two": push and job.cache_pvc,
+        f"--push_to_hub {push} needs a token that may write; give --token-secret": push
+        and not (job.cache_pvc or job.token_secret),
+        f"--mirror {mirror}: the pods have no such folder; give a URL": mirror and "://" not in mirror,
+        "--mirror-secret has no effect without --mirror; add that to the run, or remove it": job.mirror_secret
+        and not mirror,
     }
     return that_apply(problems)
 
@@ -180,15 +173,13 @@ Plain.add_representer(
 )
 
 
-def command(launch: Launch, address: str, port: str) -> list[str]:
-    """Build the pod's command. It has no shell: a shell would have to pass on signals, and needs quoting.
-
-    The recipe has the same path in the image as here.
-    """
-    words = ["accelerate", "launch", "--config_file", f"{FILES}/accelerate.yaml", *launch.launch[2:]]
-    words += ["--machine_rank", "$(PET_NODE_RANK)", "--main_process_ip", address, "--main_process_port", port]
-    return [*words, launch.command[0], "--config", f"{FILES}/recipe.yaml"]
-
-
 def pairs(texts: list[str]) -> dict[str, str]:
     return dict(text.split("=", 1) for text in texts)
+
+
+def as_toleration(text: str) -> dict[str, str]:
+    """Read KEY[=VALUE][:EFFECT]."""
+    taint, _, effect = text.partition(":")
+    key, equals, value = taint.partition("=")
+    found = {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}
+    return found | ({"effect": effect} if effect else {})

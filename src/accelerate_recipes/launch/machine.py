@@ -32,13 +32,6 @@ SLOW_DISK = 50e6  # bytes/s
 SHARED_MEMORY = "/dev/shm"
 
 
-class Found(NamedTuple):
-    """Sentences about what would fail, and about what would be slow."""
-
-    problems: list[str]
-    warnings: list[str]
-
-
 class InstalledGpu(NamedTuple):
     """A GPU as its driver describes it, with sizes in bytes."""
 
@@ -118,12 +111,12 @@ def describe_machine() -> dict[str, str]:
     return found | {"versions": ", ".join([f"accelerate_recipes {accelerate_recipes.__version__}", *others])}
 
 
-def disks(output_dir: Path) -> tuple[dict[str, str], Found]:
-    """Describe the disks of the folders that runs read and write, and list what is wrong with them.
+def disks(output_dir: Path) -> tuple[dict[str, str], list[str], list[str]]:
+    """Describe the disks of the folders that runs read and write, and list what on them would fail, and would be slow.
 
     The first disk is written to, to measure it.
     """
-    described, found = {}, Found([], [])
+    described, problems, warnings = {}, [], []
     hub, home = Path(constants.HF_HUB_CACHE), Path(constants.HF_HOME)
     places = {"output": output_dir, "models": hub, "caches": home, "temporary": Path(tempfile.gettempdir())}
     for name, path in places.items():
@@ -131,28 +124,26 @@ def disks(output_dir: Path) -> tuple[dict[str, str], Found]:
         described[name] = f"{path}: {kind or 'unknown'}, {free / GIB:,.1f} GiB free"
         if why := refusal(path):
             remedy = "give another (--output_dir, HF_HOME, TMPDIR)"
-            found.problems.append(f"{name}: {path} cannot be written to: {why}; {remedy}")
+            problems.append(f"{name}: {path} cannot be written to: {why}; {remedy}")
             continue
         if free < ROOM and name != "temporary":
-            found.warnings.append(f"{name}: {path} has {free / GIB:.1f} GiB free; make room, or give another")
+            warnings.append(f"{name}: {path} has {free / GIB:.1f} GiB free; make room, or give another")
         if name == "models" and kind and kind not in LOCAL_FILESYSTEMS:
-            found.warnings.append(f"{name}: {path} lies on {kind}; if starts are slow, copy it to a local disk")
+            warnings.append(f"{name}: {path} lies on {kind}; if starts are slow, copy it to a local disk")
         if name == "output":
             speed = write_speed(path)
             described[name] += f", writes {speed / 1e6:,.0f} MB/s"
             if speed < SLOW_DISK:
-                found.warnings.append(
+                warnings.append(
                     f"{name}: {path} takes {speed / 1e6:.0f} MB/s: a checkpoint of a model of a billion parameters takes "
                     f"{12e9 / speed / 60:.0f} min; give a faster disk, and raise --save_steps"
                 )
     free = shutil.disk_usage(SHARED_MEMORY).free if os.path.exists(SHARED_MEMORY) else 0
     described["shared memory"] = f"{SHARED_MEMORY}: {free / GIB:,.1f} GiB free"
     if free < GIB:  # a container has 64 MiB unless it is told otherwise
-        found.warnings.append(
-            f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free, which NCCL and data workers fill; give a container "
-            "--shm-size=16g, a pod an emptyDir with medium: Memory"
-        )
-    return described, found
+        remedy = "give a container --shm-size=16g, a pod an emptyDir with medium: Memory"
+        warnings.append(f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free, which NCCL and data workers fill; {remedy}")
+    return described, problems, warnings
 
 
 def write_speed(folder: Path) -> float:
@@ -166,8 +157,8 @@ def write_speed(folder: Path) -> float:
         return PROBE / (time.perf_counter() - begin)
 
 
-def gpu_findings(gpus: list[InstalledGpu]) -> Found:
-    """List what is wrong with the GPUs that the driver knows."""
+def gpu_findings(gpus: list[InstalledGpu]) -> tuple[list[str], list[str]]:
+    """List what would fail on the GPUs that the driver knows, and what would be slow."""
     problems, warnings = [], []
     if gpus and not torch.cuda.is_available():
         old = f"its driver {gpus[0].driver} is too old for CUDA {torch.version.cuda}, or CUDA_VISIBLE_DEVICES hides it"
@@ -189,7 +180,7 @@ def gpu_findings(gpus: list[InstalledGpu]) -> Found:
         warnings.append(f"{gpus[0].name} has no bf16 in hardware; train with --mixed_precision no")
     if len({gpu.name for gpu in gpus}) > 1:
         warnings.append("the GPUs differ: all wait for the slowest, and the smallest decides what fits")
-    return Found(problems, warnings)
+    return problems, warnings
 
 
 def allocator() -> str:
@@ -197,8 +188,8 @@ def allocator() -> str:
     return next((os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ), "expandable_segments:True")
 
 
-def setting_findings() -> Found:
-    """List variables and limits that make runs fail or slow."""
+def setting_warnings() -> list[str]:
+    """List variables and limits that make runs slow."""
     warnings = [
         f"{name}={value} is set, which makes runs slow; unset it"
         for name, value in sorted(os.environ.items())
@@ -210,11 +201,9 @@ def setting_findings() -> Found:
     cores = len(os.sched_getaffinity(0))
     quota = limit("cpu.max")
     if len(quota) == 2 and (share := int(quota[0]) / int(quota[1])) < cores:
-        warnings.append(
-            f"this container sees {cores} cores, but may use the time of {share:.1f}: threads wait for each other; raise "
-            f"the limit, or set OMP_NUM_THREADS={max(1, int(share))}"
-        )
-    return Found([], warnings)
+        said = f"this container sees {cores} cores, but may use the time of {share:.1f}: threads wait for each other"
+        warnings.append(f"{said}; raise the limit, or set OMP_NUM_THREADS={max(1, int(share))}")
+    return warnings
 
 
 def filesystem(path: Path) -> str:

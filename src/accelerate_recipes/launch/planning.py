@@ -26,57 +26,45 @@ from accelerate_recipes.launch.settings import yaml_problems
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.predict import Prediction
 from accelerate_recipes.plan.search import Change, Proposal, Search, nodes_of, prediction_of, reason_of
-from accelerate_recipes.plan.simulate import Job, Outcome, Refusal, SimulationError, Simulator
+from accelerate_recipes.plan.simulate import Job, Outcome, Simulator
 from accelerate_recipes.trial import NotSimulatedError
 
 SHOWN = 6  # proposals of each sort
 
 
-def split_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split a command line into the flags of `plan` alone, and the words that preflight also takes."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--no_search", action="store_true")
-    return parser.parse_known_args(argv)
+def plan(argv: Sequence[str], tell: Callable[[str], None]) -> None:
+    """Plan CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS..., and write the file of --json.
 
-
-def plan(argv: Sequence[str], tell: Callable[[str], None] = lambda text: None) -> str:
-    """Plan CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...; write the file of --json, and return
-    the text.
-
-    `tell` gets each part of the text when it is there, and a line for each trial of the search.
+    `tell` gets each part of the text when it is there, and a line for each simulation and each trial of the search.
 
     Raises:
         ConfigError: for a wrong command line, and for a run that cannot start or cannot be simulated.
     """
-    asked, argv = split_flags(argv)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--no_search", action="store_true")
+    asked, argv = parser.parse_known_args(argv)
     request = read_request(argv, "plan")
     raise_problems("This run cannot start", request.config_problems)
     if asked.json and (why := file_refusal(asked.json)):  # a simulation takes minutes
         raise ConfigError(f"--json {asked.json}: {why}")
     job = job_of(request, request.gpu or "h100")
     raise_problems("This run cannot start", environment_problems(job.env, int(job.env["LOCAL_WORLD_SIZE"])))
-    began, lines = time.perf_counter(), []
-
-    def say(text: str) -> None:
-        lines.append(text)
-        tell(text)
-
+    began = time.perf_counter()
     with Simulator() as simulator:
         simulator.tell = tell
         found = simulated(simulator, job)
         simulator.tell = lambda text: None  # the search tells each trial
-        say(found.report())
+        tell(found.report())
         facts = found.facts()
         if not asked.no_search:
             more, proposals = searched(simulator, found, job, request, tell)
-            say("\n".join(more))
+            tell("\n".join(more))
             facts |= proposals
-        say(f"{simulator.number} simulation{'s' * (simulator.number != 1)} in {time.perf_counter() - began:.0f} s")
+        tell(f"{simulator.number} simulation{'s' * (simulator.number != 1)} in {time.perf_counter() - began:.0f} s")
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)  # for the report, it lies in the output directory
         asked.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    return "\n".join(lines)
 
 
 def changed_words(request: Request, changes: Sequence[Change] = ()) -> tuple[list[str], list[str]]:
@@ -150,14 +138,12 @@ def memory_problems(request: Request, env: dict[str, str], *, is_here: bool) -> 
                 return "", [], [f"{line}; what lies outside of tensors is not known exactly"]
             if prediction.fits:
                 return line, [], []
-            search = Search(simulator, prediction, job, lambda changes: job_of(request, request.gpu, changes))
+            search = Search(simulator, prediction, job, partial(job_of, request, request.gpu))
             fitting = search.first_fitting()
             nothing = "none of the single changes that keep the loss trajectory, and could be simulated, is enough"
-            problem = (
-                f"{line}; {f'it fits with {fitting}' if fitting else nothing}. `python -m accelerate_recipes plan` in place "
-                "of preflight finds more, and --no_plan leaves this check out"
-            )
-            return line, [problem], []
+            said = f"{line}; {f'it fits with {fitting}' if fitting else nothing}"
+            more = "`python -m accelerate_recipes plan` in place of preflight finds more"
+            return line, [f"{said}. {more}, and --no_plan leaves this check out"], []
     if isinstance(outcome, ConfigError) and is_here:
         return "", [str(outcome)], []
     return "", [], [f"memory was not checked: {reason_of(outcome)}"]
@@ -166,18 +152,12 @@ def memory_problems(request: Request, env: dict[str, str], *, is_here: bool) -> 
 def simulated(simulator: Simulator, job: Job) -> Prediction:
     """Predict a run; raise ConfigError if the run is refused or cannot be simulated."""
     (outcome,) = predict_outcomes(simulator, [job])
-    return prediction_of(job, known(outcome), GPUS[job.gpu])
-
-
-def known(outcome: Outcome | Refusal) -> Outcome:
-    """Return the outcome of a simulation; raise ConfigError if there is none."""
-    if isinstance(outcome, NotSimulatedError):
-        raise ConfigError(f"plan does not simulate {outcome}")
-    if isinstance(outcome, SimulationError):
-        raise ConfigError(f"plan cannot tell: {outcome}")
     if isinstance(outcome, ConfigError):
         raise outcome
-    return outcome
+    if not isinstance(outcome, Outcome):
+        said = "does not simulate" if isinstance(outcome, NotSimulatedError) else "cannot tell:"
+        raise ConfigError(f"plan {said} {outcome}")
+    return prediction_of(job, outcome, GPUS[job.gpu])
 
 
 def searched(
@@ -185,14 +165,11 @@ def searched(
 ) -> tuple[list[str], dict[str, Any]]:
     """Search for better settings, and tell each trial; return them as lines of text, and for --json."""
 
-    def make_job(changes: Sequence[Change]) -> Job:
-        return job_of(request, job.gpu, changes)
-
     def commands(proposals: Sequence[Proposal]) -> list[str]:
-        pairs = ((f"  {proposal}", f"    {to_paste(request, proposal.changes)}") for proposal in proposals[:SHOWN])
-        return [line for pair in pairs for line in pair]
+        return [f"  {proposal}\n    {to_paste(request, proposal.changes)}" for proposal in proposals[:SHOWN]]
 
-    search = Search(simulator, prediction, job, make_job, tell=tell, to_paste=partial(to_paste, request))
+    make_job, paste = partial(job_of, request, job.gpu), partial(to_paste, request)
+    search = Search(simulator, prediction, job, make_job, tell=tell, to_paste=paste)
     if prediction.fits:
         faster, largest = search.faster(), search.largest_batch()
         rows = f"The largest --per_device_train_batch_size that fits (of doublings): {largest}"

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from transformers import PreTrainedModel
-
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint import files
@@ -75,16 +73,6 @@ def preflight(argv: Sequence[str]) -> tuple[str, str]:
     plan, problems = check(argv)
     raise_problems("This run cannot start", problems)
     return plan.said, plan.assignments
-
-
-def with_adapters(models: Sequence[PreTrainedModel], args: TrainArgs) -> list[str]:
-    """Put the adapters of --use_peft into models on the meta device, to count parameters; list the reasons if that fails."""
-    problems = []
-    with noting(problems):
-        for model in models:
-            # The tokenizer decides the numbers of the new tokens' rows; here any numbers will do.
-            add_adapters(model, args, range(len(args.new_tokens)))
-    return problems
 
 
 def resume_problems(args: TrainArgs, *, reads: bool) -> tuple[Path | None, list[str], list[str]]:
@@ -154,7 +142,11 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
     warnings += warmup_warnings(args, args.max_steps) if args.max_steps > 0 else []
     with mock.patch.dict(os.environ, env):
         models, found = requirements.check_models(args, needed, makes_new=not problems)
-        problems += found or with_adapters(models, args)
+        problems += found
+        with noting(problems):
+            for model in models if not found else ():  # to count parameters
+                # The tokenizer decides the numbers of the new tokens' rows; here any numbers will do.
+                add_adapters(model, args, range(len(args.new_tokens)))
     lines = [
         f"Ready: {request.config.name} with {world_size} processes; {args.total_batch_size} sequences a step = "
         f"{readers(shares, size)} x {args.per_device_train_batch_size} x {args.accumulation_steps(shares)} micro-batches"

@@ -78,10 +78,9 @@ def write_problems(args: TrainArgs) -> list[str]:
         for name in list(CACHES)[: 1 if args.data_cache_dir else 2]:
             directory = cache_of_library(name)
             if why := refusal(directory):
-                found.append(
-                    f"{directory} cannot be written to: {why}; set HF_HOME to a folder of your own, and HF_HUB_CACHE to "
-                    f"{constants.HF_HUB_CACHE} if the models lie there"
-                )
+                of_hub = f"HF_HUB_CACHE to {constants.HF_HUB_CACHE} if the models lie there"
+                remedy = f"set HF_HOME to a folder of your own, and {of_hub}"
+                found.append(f"{directory} cannot be written to: {why}; {remedy}")
     return found
 
 

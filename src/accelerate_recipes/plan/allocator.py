@@ -23,15 +23,12 @@ class Segment:
         fitting = [(block[0], i) for i, block in enumerate(self.blocks) if not block[1] and block[0] >= size]
         grown = 0
         # Best fit: the smallest block that is large enough. Without one, the last block is extended to the needed size.
-        if fitting:
-            at = min(fitting)[1]
-        else:
+        if not fitting:
             if not self.blocks or self.blocks[-1][1]:
                 self.blocks.append([0, False])
-            tail = self.blocks[-1]
-            grown = -(-(size - tail[0]) // PAGE) * PAGE
-            tail[0] += grown
-            at = len(self.blocks) - 1
+            grown = -(-(size - self.blocks[-1][0]) // PAGE) * PAGE
+            self.blocks[-1][0] += grown
+        at = min(fitting)[1] if fitting else len(self.blocks) - 1
         block = self.blocks[at]
         if (rest := block[0] - size) >= ROUND:
             self.blocks.insert(at + 1, [rest, False])
@@ -50,19 +47,19 @@ class Segment:
 def reserved(events: Sequence[Event]) -> int:
     """Return the bytes that the allocator holds in the end."""
     pools: dict[tuple[int, bool], Segment] = {}
-    where: dict[int, tuple[Segment, list, int]] = {}
+    where: dict[int, tuple[int, Segment, list]] = {}  # size and place of each storage
     total = 0
     for event in events:
-        size = 0 if event.kind == HOST else max(ROUND, -(-event.size // ROUND) * ROUND) if event.size else 0
-        segment, block, old = where.pop(event.key, (None, None, 0))
-        if segment is not None and size == old:
-            where[event.key] = segment, block, old
-            continue
-        if segment is not None:
+        size = 0 if event.kind == HOST else -(-event.size // ROUND) * ROUND
+        if event.key in where:
+            old, segment, block = where[event.key]
+            if size == old:
+                continue
             segment.free(block)
+            del where[event.key]
         if size:
             segment = pools.setdefault((event.stream, size <= SMALL), Segment())
             block, grown = segment.take(size)
             total += grown
-            where[event.key] = segment, block, size
+            where[event.key] = size, segment, block
     return total

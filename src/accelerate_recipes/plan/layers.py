@@ -47,11 +47,9 @@ def peak_of(phases: Sequence[Sequence], steps: int) -> tuple[int, dict[str, int]
                 unsure = max(unsure, third + round((third - first) / 2 * (steps - 2)))
             for total, place in known:
                 if total > best[0]:
-                    kinds = {kind: [of.get(kind, 0) for _, of in place] for kind in place[2][1]}
-                    best = (
-                        total,
-                        {kind: round(values[0] + (values[1] - values[0]) * steps) for kind, values in kinds.items()},
-                    )
+                    one, two, three = (kinds for _, kinds in place)
+                    at = {kind: (one.get(kind, 0), two.get(kind, 0)) for kind in three}
+                    best = total, {kind: round(a + (b - a) * steps) for kind, (a, b) in at.items()}
     return None if unsure > best[0] else best
 
 
@@ -80,14 +78,14 @@ def extrapolate(outcomes: Sequence[Outcome], num_layers: int) -> Outcome | None:
     for name in ("seconds", "compute", "memory", "communication", "before", "optimizer"):
         found[name] = getattr(third, name) + (getattr(third, name) - getattr(second, name)) * (steps - 2)
     found["collectives"] = {}
+    if not first.collectives.keys() == second.collectives.keys() == third.collectives.keys():
+        return None
     for key, counts in third.collectives.items():
-        if key not in first.collectives or key not in second.collectives:
-            return None
         calls, size = (on_line([o.collectives[key][what] for o in outcomes], steps) for what in ("calls", "bytes"))
         if calls is None or size is None:
             return None
         found["collectives"][key] = {"calls": calls, "bytes": size, "sent": size * counts["sent"] // counts["bytes"]}
-    if peak is None or None in found.values() or first.collectives.keys() != third.collectives.keys():
+    if peak is None or None in found.values():
         return None
     # The memory that the allocator cannot reuse hardly depends on the number of layers.
     found["reserved"] = peak[0] + max(outcome.reserved - outcome.peak for outcome in outcomes)

@@ -229,7 +229,7 @@ class Ledger(TorchDispatchMode):
         """Count memory that an operator allocates and frees before it returns."""
         total = self.total + size
         segment_peak = self.phases[-1].segments[-1][0] if self.phases else 0
-        if total > segment_peak or total > self.peak:
+        if total > segment_peak:
             kinds = {kind: held for kind, held in self.held.items() if held and kind != HOST}
             if size:
                 kinds[INSIDE] = size
@@ -319,6 +319,8 @@ class Ledger(TorchDispatchMode):
             self.communicate(name, dist.distributed_c10d._resolve_process_group(args[2]), [args[0]], args[0])
         elif func is fsdp.split_with_sizes_copy.default:
             self.tag(kwargs["out"], GATHERED)
+            arrived = self.clock.gathers.pop(args[0].untyped_storage()._cdata, 0.0)
+            self.clock.now = max(self.clock.now, arrived)
         elif name.startswith("chunk_cat"):  # torch 2.15: chunk_cat_mixed_dtype
             self.tag(args[0], WHOLE_GRADIENTS)
         elif name in ("_varlen_attn_backward", "_scaled_dot_product_flash_attention_backward"):
@@ -332,9 +334,6 @@ class Ledger(TorchDispatchMode):
         moved = bytes_moved(func, args, kwargs, out)
         self.moved[name] += moved
         if tensors:
-            if func is fsdp.split_with_sizes_copy.default:
-                arrived = self.clock.gathers.pop(args[0].untyped_storage()._cdata, 0.0)
-                self.clock.now = max(self.clock.now, arrived)
             self.clock.work(flops * attended_share(func, args, kwargs) if flops else 0, moved, tensors[first].dtype)
             if func is fsdp.split_with_sizes_copy.default:
                 self.clock.copied = self.clock.now
@@ -412,10 +411,8 @@ def packed_attention_flops(query, key, value, cu_seq_q, cu_seq_k, max_q, *args, 
     return 2 * query.numel() * max_q * 2
 
 
-def packed_attention_backward_flops(
-    grad, query, key, value, out, lse, cu_seq_q, cu_seq_k, max_q, *args, **kwargs
-) -> int:
-    return 2 * query.numel() * max_q * 5
+def packed_attention_backward_flops(grad, query, key, value, out, lse, *args, **kwargs) -> int:
+    return packed_attention_flops(query, key, value, *args, **kwargs) * 5 // 2  # five products, not two
 
 
 def attended_share(func, args, kwargs) -> float:

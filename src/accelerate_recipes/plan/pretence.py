@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -134,28 +135,19 @@ def fake_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
     """Replace torch's function: flash attention, or with a mask the memory-efficient kernel, which keeps it as a bias."""
     if torch.is_autocast_enabled("cuda"):
         query, key, value = (t.to(torch.get_autocast_dtype("cuda")) for t in (query, key, value))
-    if attn_mask is None:
-        if query.dtype == torch.float32 and enable_gqa:  # no other kernel supports this
-            return aten._scaled_dot_product_attention_math(
-                query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=True
-            )[0]
-        if query.dtype == torch.float32:  # flash attention does not support fp32
-            return aten._scaled_dot_product_efficient_attention(
-                query, key, value, None, True, dropout_p, is_causal, scale=scale
-            )[0]
+    if attn_mask is None and query.dtype != torch.float32:  # which flash attention does not support
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    if attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
-    bias = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
+    if attn_mask is None and enable_gqa:  # no other kernel supports this
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=True
+        )[0]
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+        attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
     return aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, True, dropout_p, is_causal, scale=scale
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
     )[0]
-
-
-KERNELS_OF_TRL = {
-    "chunked_logprob": ("_forward_kernel", "_backward_kernel"),
-    "chunked_divergence": ("_stats_kernel", "_jsd_kernel", "_backward_kernel"),
-}
 
 
 class Kernel:
@@ -168,38 +160,27 @@ class Kernel:
 def of_trl() -> list[Any]:
     """List patches that make trl's losses take their GPU path, if they are loaded."""
     triton, found = SimpleNamespace(cdiv=lambda a, b: -(-a // b)), []
-    for name, kernels in KERNELS_OF_TRL.items():
-        if module := sys.modules.get(f"trl.kernels.{name}"):
-            found += [mock.patch.object(module, kernel, Kernel()) for kernel in kernels]
-            found.append(mock.patch.object(module, "triton", triton, create=True))
-            if hasattr(module, "_TRITON_AVAILABLE"):
-                found.append(mock.patch.object(module, "_TRITON_AVAILABLE", True))
+    for module in [module for name, module in sys.modules.items() if name.startswith("trl.kernels.chunked_")]:
+        found += [mock.patch.object(module, name, Kernel()) for name in vars(module) if name.endswith("_kernel")]
+        found.append(mock.patch.object(module, "triton", triton, create=True))
+        if hasattr(module, "_TRITON_AVAILABLE"):
+            found.append(mock.patch.object(module, "_TRITON_AVAILABLE", True))
     return found
 
 
-def packed_sequence_indices(is_packed: bool) -> Any:
-    """Make a stand-in for transformers' function, which would take all fake rows for packed: positions have no values."""
-
-    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
-        before = position_ids[:, :1] - 1
-        sequences = (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
-        bool((sequences[:, -1] == 0).all())
-        return sequences if is_packed else None
-
-    return find
+def packed_sequence_indices(is_packed: bool, position_ids: torch.Tensor) -> torch.Tensor | None:
+    """Replace transformers' function, which would take all fake rows for packed: positions have no values."""
+    before = position_ids[:, :1] - 1
+    sequences = (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
+    bool((sequences[:, -1] == 0).all())
+    return sequences if is_packed else None
 
 
-def documents_of_trial(is_packed: bool) -> Any:
-    """Make a stand-in for `mixers.documents_of`: each row of a trial has one long document and one of a single token."""
-
-    def find(position_ids: torch.Tensor) -> mixers.Unpacking | None:
-        rows, length = position_ids.shape
-        groups = [position_ids.new_empty(rows, n) for n in (length - 1, 1)]
-        return (
-            mixers.Unpacking(position_ids.shape, groups, position_ids.new_empty(rows * length)) if is_packed else None
-        )
-
-    return find
+def documents_of_trial(is_packed: bool, position_ids: torch.Tensor) -> mixers.Unpacking | None:
+    """Replace `mixers.documents_of`: each row of a trial has one long document and one of a single token."""
+    rows, length = position_ids.shape
+    groups = [position_ids.new_empty(rows, n) for n in (length - 1, 1)]
+    return mixers.Unpacking(position_ids.shape, groups, position_ids.new_empty(rows * length)) if is_packed else None
 
 
 def truthful(owner: Any, name: str) -> Any:
@@ -231,6 +212,7 @@ def of_gpu() -> list[Any]:
         for name in COMPOSED:
             _kernels.impl(name, lambda *_: None, "CUDA")
     stream = Stream()
+    of_units = ("__init__", "lazy_init", "unshard", "wait_for_unshard", "pre_backward", "post_backward")
     replaced = {
         "Stream": Stream,
         "Event": torch.cpu.Event,
@@ -246,34 +228,10 @@ def of_gpu() -> list[Any]:
         mock.patch.object(torch.accelerator, "current_stream", lambda *_: stream),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         mock.patch.object(nn.functional, "scaled_dot_product_attention", fake_sdpa),
-        *(
-            truthful(FSDPParamGroup, name)
-            for name in ("__init__", "lazy_init", "unshard", "wait_for_unshard", "pre_backward", "post_backward")
-        ),
+        *(truthful(FSDPParamGroup, name) for name in of_units),
         truthful(distributed, "initialize"),
         *of_trl(),
     ]
-
-
-@contextlib.contextmanager
-def in_one_place(model: nn.Module) -> Iterator[None]:
-    """Keep a module that has several places, such as an encoder-decoder's embedding, only in the first, in this context.
-
-    torch 2.13 would convert such a module several times. A fake weight does not always allow that ("Couldn't swap").
-    """
-    seen, places = set(), []
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if child in seen:
-                places.append((parent, name, child))
-            seen.add(child)
-    for parent, name, _ in places:
-        setattr(parent, name, None)
-    try:
-        yield
-    finally:
-        for parent, name, child in places:
-            setattr(parent, name, child)
 
 
 @contextlib.contextmanager
@@ -291,8 +249,11 @@ def pretend(world_size: int, device: str, use_fsdp: bool, is_packed: bool) -> It
     def initialize(model, seed, device, storage=None):
         """Give weights memory without values, in place of `weights.initialize`."""
         with mode:
-            with in_one_place(model):
-                model.to_empty(device=storage or device)
+            # `to_empty` of the whole model would convert a module in several places, such as an encoder-decoder's embedding,
+            # several times (torch 2.13), which a fake weight does not always allow ("Couldn't swap"). FSDP2 needs the inner
+            # modules first.
+            for module in reversed([*model.modules()]):
+                module.to_empty(device=storage or device, recurse=False)
             model.tie_weights()
             for module in model.modules():
                 for name, buffer in module.named_buffers(recurse=False):
@@ -307,21 +268,22 @@ def pretend(world_size: int, device: str, use_fsdp: bool, is_packed: bool) -> It
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         if device == "cuda":  # with gloo, Accelerate gathers in another way, into lists
             PartialState._shared_state["backend"] = "nccl"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(distributed, "initialize", initialize))
-        stack.enter_context(
-            mock.patch.object(masking_utils, "find_packed_sequence_indices", packed_sequence_indices(is_packed))
-        )
-        stack.enter_context(mock.patch.object(mixers, "documents_of", documents_of_trial(is_packed)))
+    patches = [
+        mock.patch.object(distributed, "initialize", initialize),
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", partial(packed_sequence_indices, is_packed)),
+        mock.patch.object(mixers, "documents_of", partial(documents_of_trial, is_packed)),
         # FSDP2 makes its mesh for this device.
-        stack.enter_context(mock.patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(device)))
-        if not use_fsdp:  # Accelerate would move the model; its weights are on the device, and fakes cannot be moved
-            stack.enter_context(mock.patch.object(nn.Module, "to", lambda self, *args, **kwargs: self))
+        mock.patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(device)),
+    ]
+    if not use_fsdp:  # Accelerate would move the model; its weights are on the device, and fakes cannot be moved
+        patches.append(mock.patch.object(nn.Module, "to", lambda self, *args, **kwargs: self))
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         if device == "cuda":
-            if use_fsdp:
-                with mock.patch.object(torch.cuda, "is_initialized", lambda: True):
-                    mesh = dist.init_device_mesh("cuda", (world_size,))  # outside the mode: it reads values
-                stack.enter_context(mock.patch.object(fully_shard, "_init_default_mesh", lambda *_: mesh))
-            for patch in of_gpu():
+            for patch in of_gpu():  # which wraps a function that is replaced above
                 stack.enter_context(patch)
+            if use_fsdp:
+                mesh = dist.init_device_mesh("cuda", (world_size,))  # outside the mode: it reads values
+                stack.enter_context(mock.patch.object(fully_shard, "_init_default_mesh", lambda *_: mesh))
         yield mode

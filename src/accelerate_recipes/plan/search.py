@@ -14,7 +14,7 @@ from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.plan.layers import arriving_outcomes
 from accelerate_recipes.plan.predict import Prediction, in_gib
 from accelerate_recipes.plan.simulate import Job, Outcome, Simulator, load_trial
-from accelerate_recipes.ranks import ranks_a_row
+from accelerate_recipes.ranks import is_on, ranks_a_row
 from accelerate_recipes.trial import NotSimulatedError
 
 RECOMPUTE = ("--fsdp_activation_checkpointing", "true")
@@ -106,28 +106,23 @@ def sharing_changes(args: TrainArgs, env: Mapping[str, str]) -> list[Change]:
         found.append(Change("shard", sizes(replicas // 2 if replicas % 2 == 0 else 1, row)))
     divided = [args.longest_row, int(env["LOCAL_WORLD_SIZE"]), world // replicas]
     if args.shares_rows and all(number % (2 * row) == 0 for number in divided):
-        found.append(
-            in_config("fsdp_long.yaml", env, *sizes(replicas, 2))
-            if row == 1
-            else Change("row", sizes(replicas, 2 * row))
-        )
+        more = sizes(replicas, 2 * row)
+        found.append(in_config("fsdp_long.yaml", env, *more) if row == 1 else Change("row", more))
     return found
 
 
 def savings(args: TrainArgs, env: Mapping[str, str]) -> list[Change]:
     """List changes that may save memory and are not made yet."""
-    on = {name for name, value in env.items() if value.lower() == "true"}
-    use_fsdp, rows = "ACCELERATE_USE_FSDP" in on, args.per_device_train_batch_size
-    found = []
-    if use_fsdp and "FSDP_ACTIVATION_CHECKPOINTING" not in on:
+    use_fsdp, rows, found = is_on(env, "ACCELERATE_USE_FSDP"), args.per_device_train_batch_size, []
+    if use_fsdp and not is_on(env, "FSDP_ACTIVATION_CHECKPOINTING"):
         found.append(Change("recompute", RECOMPUTE))
         if args.checkpoint_every_n_layers == 1:
             found += [Change("recompute", RECOMPUTE, ("--checkpoint_every_n_layers", n)) for n in ("2", "4")]
     elif use_fsdp and args.checkpoint_every_n_layers > 1:
         found.append(Change("recompute", (), ("--checkpoint_every_n_layers", "1")))
-    if use_fsdp and "FSDP_RESHARD_AFTER_FORWARD" not in on:
+    if use_fsdp and not is_on(env, "FSDP_RESHARD_AFTER_FORWARD"):
         found.append(Change("shard", ("--fsdp_reshard_after_forward", "true")))
-    if use_fsdp and "FSDP_OFFLOAD_PARAMS" not in on:
+    if use_fsdp and not is_on(env, "FSDP_OFFLOAD_PARAMS"):
         found.append(Change("offload", OFFLOAD))
     found += sharing_changes(args, env)
     if rows > 1:
@@ -153,28 +148,18 @@ def savings(args: TrainArgs, env: Mapping[str, str]) -> list[Change]:
 
 def speedups(args: TrainArgs, env: Mapping[str, str]) -> list[Change]:
     """List changes that cost memory and may be faster; all keep the loss trajectory."""
-    on = {name for name, value in env.items() if value.lower() == "true"}
-    if "ACCELERATE_USE_FSDP" not in on:
+    if not is_on(env, "ACCELERATE_USE_FSDP"):
         return []
     found = []
-    if "FSDP_ACTIVATION_CHECKPOINTING" in on:
+    if is_on(env, "FSDP_ACTIVATION_CHECKPOINTING"):
         found.append(Change("recompute", (RECOMPUTE[0], "false"), ("--checkpoint_every_n_layers", "1")))
         if args.checkpoint_every_n_layers == 1:
             found += [Change("recompute", (), ("--checkpoint_every_n_layers", str(n))) for n in (2, 4)]
-    if "FSDP_OFFLOAD_PARAMS" in on:
+    if is_on(env, "FSDP_OFFLOAD_PARAMS"):
         found.append(Change("offload", ("--fsdp_offload_params", "false")))
-    if "FSDP_RESHARD_AFTER_FORWARD" in on:
+    if is_on(env, "FSDP_RESHARD_AFTER_FORWARD"):
         found.append(Change("shard", ("--fsdp_reshard_after_forward", "false")))
     return found
-
-
-def larger_batches(args: TrainArgs) -> list[Change]:
-    """List larger batches per device that divide the total batch; each is twice the previous one."""
-    rows, share = args.per_device_train_batch_size, args.total_batch_size // args.num_launched
-    doubled = (rows * 2**i for i in range(1, 8))
-    return [
-        Change("rows", (), ("--per_device_train_batch_size", str(n))) for n in doubled if n <= share and share % n == 0
-    ]
 
 
 def prediction_of(job: Job, outcome: Outcome, gpu: Gpu) -> Prediction:
@@ -248,12 +233,9 @@ class Search:
 
     def first_fitting(self) -> Proposal | None:
         """Find a change that makes the run fit and keeps the loss trajectory; try one change after the other."""
-        for change in savings(self.before.args, self.job.env):
-            if change.keeps_trajectory:
-                for proposal in self.simulate([(change,)]):
-                    if proposal.prediction.fits:
-                        return proposal
-        return None
+        kept = (change for change in savings(self.before.args, self.job.env) if change.keeps_trajectory)
+        tried = (proposal for change in kept for proposal in self.simulate([(change,)]))
+        return next((proposal for proposal in tried if proposal.prediction.fits), None)
 
     def faster(self) -> list[Proposal]:
         """Find changes that make a run that fits faster, while it still fits; the best first."""
@@ -263,11 +245,12 @@ class Search:
         return sorted(faster, key=lambda p: p.prediction.outcome.seconds)
 
     def largest_batch(self) -> int:
-        """Double the batch per device while the run still fits; return the largest batch."""
-        largest = self.before.args.per_device_train_batch_size
-        for change in larger_batches(self.before.args):
-            found = self.simulate([(change,)])
+        """Double the batch per device while it divides the total batch and the run still fits; return the largest batch."""
+        args = self.before.args
+        largest, share = args.per_device_train_batch_size, args.total_batch_size // args.num_launched
+        while share % (2 * largest) == 0 and largest < 2**7 * args.per_device_train_batch_size:
+            found = self.simulate([(Change("rows", (), ("--per_device_train_batch_size", str(2 * largest))),)])
             if not found or not found[0].prediction.fits:
                 break
-            largest = found[0].prediction.args.per_device_train_batch_size
+            largest *= 2
         return largest

@@ -254,9 +254,8 @@ def simulate_here(job: Job) -> Outcome:
             trial.keep_reference(reference)
         parameters = sum(p.numel() for p in run.model.parameters())
         trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-        by_muon = sum(
-            p.numel() for group in run.optimizer.param_groups if group.get("is_muon") for p in group["params"]
-        )
+        of_muon = [group["params"] for group in run.optimizer.param_groups if group.get("is_muon")]
+        by_muon = sum(p.numel() for params in of_muon for p in params)
         clock = Clock(GPUS[job.gpu], gpus_per_node)
         cast = list(run.model.parameters()) if not use_fsdp and computes_in_bf16() else []
         with (
@@ -332,18 +331,13 @@ def serve() -> None:
     os.dup2(2, 1)  # recipes print
     with contextlib.suppress(EOFError):
         while jobs := pickle.load(sys.stdin.buffer):
-            import_for(jobs[0])
+            with contextlib.suppress(Exception, SystemExit):  # imports, once for all forks, which meet an error again
+                args, _ = load_trial(jobs[0])
+                if args.use_peft:
+                    importlib.import_module("peft")
             for outcome in in_forks(jobs, len(os.sched_getaffinity(0))):
                 pickle.dump(outcome, out)
                 out.flush()
-
-
-def import_for(job: Job) -> None:
-    """Import most of the modules that a job needs, once for all forks. Errors of the job are left to the forks."""
-    with contextlib.suppress(Exception, SystemExit):
-        args, _ = load_trial(job)
-        if args.use_peft:
-            importlib.import_module("peft")
 
 
 def in_forks(jobs: Sequence[Job], at_once: int) -> Iterator[Outcome | Refusal]:
@@ -412,10 +406,9 @@ class Simulator:
             try:
                 found = pickle.load(self.child.stdout)
             except (EOFError, pickle.UnpicklingError):
-                raise ConfigError(
-                    f"the simulation ended with exit code {self.child.wait()}, perhaps for want of memory: plan where there "
-                    "is more, or leave it out (preflight --no_plan)"
-                ) from None
+                said = f"the simulation ended with exit code {self.child.wait()}, perhaps for want of memory"
+                remedy = "plan where there is more, or leave it out (preflight --no_plan)"
+                raise ConfigError(f"{said}: {remedy}") from None
             left = len(jobs) - done
             seconds = (time.perf_counter() - began) / done * left
             self.tell(f"Simulated {done} of {len(jobs)}{f'; about {seconds:.0f} s left' if left else ''}")

@@ -23,7 +23,7 @@ from accelerate_recipes.life.attempts import of_this_run, read_attempts
 from accelerate_recipes.life.page import Html, element, folded, html_table, picture, write_page
 from accelerate_recipes.life.picture import plot, points_of, spoken
 from accelerate_recipes.life.status import read_status
-from accelerate_recipes.metrics import sources_in
+from accelerate_recipes.metrics import is_evaluation, sources_in
 from accelerate_recipes.ranks import is_first
 
 MOST_SAMPLES = 200
@@ -63,7 +63,7 @@ class Seen(NamedTuple):
 
     @property
     def evaluations(self) -> list[dict]:
-        return [record for record in self.records if any(name.startswith("eval_") for name in record)]
+        return [*filter(is_evaluation, self.records)]
 
     @property
     def spans(self) -> list[tuple[float, float]]:
@@ -191,20 +191,16 @@ def page_of(seen: Seen) -> list[Html]:
     if rows := seen.evaluations:
         names = list(dict.fromkeys(name for row in rows for name in row if name.startswith("eval_")))
         heads = ["step", *map(spoken, names)]
-        parts += [
-            element("h2", "Evaluations"),
-            html_table(heads, ([row["step"], *map(row.get, names)] for row in rows), sorts=True),
-        ]
+        table = html_table(heads, ([row["step"], *map(row.get, names)] for row in rows), sorts=True)
+        parts += [element("h2", "Evaluations"), table]
     if (file := seen.folder / "result.png").exists() and seen.status.get("state") == "finished":
         parts += [element("h2", "Result"), picture(file.read_bytes(), file.name, is_chart=True)]
     if (file := seen.folder / "samples.jsonl").exists() and file.stat().st_size:
         samples = lines_of(file, {"step": int, "source": str, "rewards": dict})[: -MOST_SAMPLES - 1 : -1]
         parts += [element("h2", "Samples, newest first"), sample_table(samples)]
     if (file := seen.folder / "rows.txt").exists():
-        parts += [
-            element("h2", "Data"),
-            folded("The first rows as they are trained", element("pre", file.read_text("utf-8"))),
-        ]
+        text = element("pre", file.read_text("utf-8"))
+        parts += [element("h2", "Data"), folded("The first rows as they are trained", text)]
     if (file := seen.folder / "rows.png").exists():
         parts += [element("h2", "Data"), picture(file.read_bytes(), file.name)]
     if traces := sorted(f"profile/{file.name}" for file in seen.folder.glob("profile/*.trace.json.gz")):
@@ -235,14 +231,12 @@ def facts_of(seen: Seen) -> dict[str, str]:
         memory += f" measured, {plan['memory']['in_use'] / 2**30:.2f} GiB planned for {plan['gpu']}"
     effective = None
     if known := seen.effective:
+        spent, total = map(duration, known)
+        effective = f"{known[0] / known[1]:.1%}: {spent} of {total} since the first start went into steps that count"
         lost = duration(sum(seconds or 0 for seconds in seen.lost[1:]))
-        effective = (
-            f"{known[0] / known[1]:.1%}: {duration(known[0])} of {duration(known[1])} since the first start went into steps "
-            "that count"
-        )
         effective += f"; restarts: {restarts}, which lost {lost}" if (restarts := len(seen.attempts) - 1) else ""
     facts = {
-        "state": state + (f": {reason}" if reason else ""),
+        "state": f"{state}: {reason}" if reason else state,
         "last step": last.get("step"),
         "loss": last.get("loss"),
         "loss, held out": after.get("eval_loss"),
@@ -262,12 +256,9 @@ def panels(runs: Sequence[Seen]) -> Html:
     names = dict.fromkeys(name for run in runs for record in run.records for name in record)
     sources = sources_in(record for run in runs for record in run.records)
     of_sources = {
-        title: [pattern.format(name) for pattern in patterns for name in sources]
-        for title, patterns in {
-            "Loss by source": ["{}_loss"],
-            "Loss by source, held out": ["eval_{}_loss"],
-            "Share of the rows": ["{}_share", "{}_asked"],
-        }.items()
+        "Loss by source": [f"{name}_loss" for name in sources],
+        "Loss by source, held out": [f"eval_{name}_loss" for name in sources],
+        "Share of the rows": [f"{name}_{kind}" for kind in ("share", "asked") for name in sources],
     }
     known |= {name for values in of_sources.values() for name in values}
     own = {name: (name,) for name in names if name.startswith("eval_") and name not in known}
@@ -318,32 +309,22 @@ def source_table(seen: Seen) -> Html:
     """Write what was trained of each source of a mixture: its share of the rows beside the one that was asked for."""
     steps = [record for record in seen.records if "samples_per_second" in record]
     last, after = steps[-1], seen.evaluations[-1] if seen.evaluations else {}
-    heads = [
-        "source",
-        "rows",
-        "epochs",
-        "share of the rows",
-        "asked",
-        "targets",
-        "share of the targets",
-        "loss",
-        "held out",
-    ]
-    names = sources_in(steps)
-    targets = {name: sum(step.get(f"{name}_targets", 0) for step in steps) for name in names}
+    targets = {name: sum(step.get(f"{name}_targets", 0) for step in steps) for name in sources_in(steps)}
     rows = [
-        [
-            name,
-            *(last[f"{name}_{key}"] for key in ("rows", "epochs")),
-            *(f"{share:.2%}" for share in (last[f"{name}_share"], last[f"{name}_asked"])),
-            targets[name],
-            f"{targets[name] / max(1, sum(targets.values())):.2%}",
-            last.get(f"{name}_loss"),
-            after.get(f"eval_{name}_loss"),
-        ]
-        for name in names
+        {
+            "source": name,
+            "rows": last[f"{name}_rows"],
+            "epochs": last[f"{name}_epochs"],
+            "share of the rows": f"{last[f'{name}_share']:.2%}",
+            "asked": f"{last[f'{name}_asked']:.2%}",
+            "targets": number,
+            "share of the targets": f"{number / max(1, sum(targets.values())):.2%}",
+            "loss": last.get(f"{name}_loss"),
+            "held out": after.get(f"eval_{name}_loss"),
+        }
+        for name, number in targets.items()
     ]
-    return html_table(heads, rows)
+    return html_table([*rows[0]], [[*row.values()] for row in rows])
 
 
 def sample_table(rows: Iterable[dict]) -> Html:
