@@ -175,7 +175,7 @@ class Checkpointer:
             marker = on_first_rank(lambda: marker, self.group)
             with self._all_or_none(final):
                 if mirror.is_first_of_disk() and rank:
-                    publish(final, marker)
+                    files.publish(final, marker)
         self.newest = final
         longest = stop.save_took(time.perf_counter() - start)
         if rank == 0:
@@ -266,7 +266,7 @@ class Checkpointer:
             "versions": library_versions(),
             "files": entries,
         } | ({"in_parts": True} if mirror.has_own_disks() else {})
-        publish(final, marker)
+        files.publish(final, marker)
         return marker
 
     def resume(self) -> int:
@@ -378,15 +378,6 @@ def ask_to_stop_if_failed(save: Future) -> None:
     """
     if save.exception() is not None:
         stop.ask("a save that failed")
-
-
-def publish(final: Path, marker: dict[str, Any]) -> None:
-    """Complete a checkpoint on this disk: write its marker, and give it its final name."""
-    unfinished = files.unfinished(final)
-    files.write_marker(unfinished, marker)
-    fsync(unfinished)
-    unfinished.rename(final)
-    fsync(final.parent)
 
 
 def steps_to_keep(output_dir: Path, args: TrainArgs) -> set[int]:

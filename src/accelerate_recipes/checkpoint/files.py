@@ -128,6 +128,14 @@ def write_marker(checkpoint: Path, marker: dict) -> None:
     fsync(checkpoint / MARKER)
 
 
+def publish(final: Path, marker: dict) -> None:
+    """Complete a checkpoint on this disk: write its marker, and give it its final name."""
+    write_marker(unfinished(final), marker)
+    fsync(unfinished(final))
+    unfinished(final).rename(final)
+    fsync(final.parent)
+
+
 def total_size(checkpoint: Path) -> int:
     """Add up the bytes of a checkpoint's files on this disk."""
     entries = read_marker(checkpoint)["files"]

@@ -284,11 +284,9 @@ class Store:
                 checkpoint.rename(unfinished)
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(lambda name: self.fetch(copy, name, unfinished, marker), marker["files"]))
-        files.write_marker(unfinished, marker)
         if checkpoint.exists():
             files.set_aside(checkpoint)
-        unfinished.rename(checkpoint)
-        fsync(checkpoint.parent)
+        files.publish(checkpoint, marker)
 
     def set_copy_aside(self, copy: str, reason: str) -> None:
         """Note why a copy is of no use, and make it incomplete."""
