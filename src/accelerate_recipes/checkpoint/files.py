@@ -173,20 +173,8 @@ def saved_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def complete_checkpoints(output_dir: Path) -> list[Path]:
-    """List the complete checkpoints, oldest first.
-
-    Rank 0 warns about each directory that has the name of a checkpoint but is not complete.
-    """
-    from accelerate_recipes.ranks import is_first  # torch, which the uploader of a mirror does without
-
-    complete = []
-    for checkpoint in candidates(output_dir):
-        reason = defect(checkpoint)
-        if reason is None:
-            complete.append(checkpoint)
-        elif is_first() and not is_part(checkpoint):
-            warnings.warn(f"skipping {checkpoint}: {reason}", stacklevel=2)
-    return complete
+    """List the complete checkpoints, oldest first."""
+    return [path for path in candidates(output_dir) if defect(path) is None]
 
 
 def kept(scores: Mapping[int, float | None], limit: int, every: int) -> set[int]:

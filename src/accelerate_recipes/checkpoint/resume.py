@@ -33,6 +33,9 @@ def find_resume(args: TrainArgs) -> Path | None:
     output_dir, given = Path(args.output_dir), args.resume_from_checkpoint
     check_replaceable(output_dir / "export", args.base_model)
     present = files.complete_checkpoints(output_dir)
+    for other in files.candidates(output_dir):
+        if other not in present and not files.is_part(other):
+            warnings.warn(f"skipping {other}: {files.defect(other)}", stacklevel=2)
     # No changed argument: this same command has written the newest checkpoint, so it continues there.
     if given == "latest" or (present and not changed_arguments(present[-1], args)):
         chosen = present[-1] if present else None

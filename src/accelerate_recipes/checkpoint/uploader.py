@@ -167,7 +167,7 @@ class Uploader:
 
         Returns its name, or "". A machine with a disk of its own has nothing that is further on, but has files of the copy.
         """
-        wanted, found = copy, [path for path in files.candidates(self.output_dir) if files.defect(path) is None]
+        wanted, found = copy, files.complete_checkpoints(self.output_dir)
         for copy, marker in self.store.complete():
             if wanted not in ("", copy):
                 continue
