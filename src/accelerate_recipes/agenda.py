@@ -273,8 +273,7 @@ class Agenda:
         except ReplicaError as error:
             with contextlib.suppress(SaveError):
                 self.checkpointer.wait()
-            good = f"Last good checkpoint: {self.checkpointer.newest or 'none yet'}"
-            raise ReplicaError(f"step {self.step}: {error}. No checkpoint is saved. {good}") from None
+            raise ReplicaError(f"step {self.step}: {error}. No checkpoint is saved. {self.checkpointer.last_good()}") from None
 
     def end(self) -> list[dict]:
         """Close the log; return the records of metrics.jsonl, including those of earlier parts of the run."""

@@ -129,7 +129,7 @@ class Checkpointer:
         data_states, broken = zip(*on_all_ranks((data_state, broken_weight(self.model)), self.group), strict=True)
         if name := next(filter(None, broken), None):
             remedy = "lower --learning_rate, or look at what the last steps logged"
-            raise SaveError(f"{final.name} is not saved: {name} holds NaN or infinity; {remedy}. {self._last_good()}")
+            raise SaveError(f"{final.name} is not saved: {name} holds NaN or infinity; {remedy}. {self.last_good()}")
         # A save goes into `<name>.partial`, which no run resumes. A rename gives it its final name only when all files, and
         # the marker with their checksums, are on the disk. So a kill leaves a complete checkpoint or an unfinished name.
         with self._all_or_none(final):
@@ -209,9 +209,9 @@ class Checkpointer:
             if failure is not None and not files.is_of_the_disk(failure):
                 raise failure
             said = ", ".join(f"rank {rank}: {problem}" for rank, problem in sorted(problems.items()))
-            raise SaveError(f"{final} could not be written: {said}. {self._last_good()}")
+            raise SaveError(f"{final} could not be written: {said}. {self.last_good()}")
 
-    def _last_good(self) -> str:
+    def last_good(self) -> str:
         return f"Last good checkpoint: {self.newest or 'none yet'}"
 
     def _begin(self, final: Path, data_states: Sequence[dict]) -> None:
