@@ -69,7 +69,7 @@ def make_uploader(url: str, out: Path, number: int = 0, rank: int = 0, **changes
     out.mkdir(parents=True, exist_ok=True)
     settings = {
         "url": url, "output_dir": str(out), "bandwidth": 0, "rank": rank, "world_size": 2, "owner": owner(number),
-        "fixed": {"seed": 1}, "rules": RULES, "has_own_disk": False,
+        "fixed": {"seed": 1}, "rules": RULES, "has_own_disk": False, "ranks": [0],
     }  # fmt: skip
     made = Uploader(settings | changes)
     made.heard = []
@@ -524,7 +524,7 @@ def test_a_part_that_is_gone(tmp_path):
 def test_a_part_that_never_comes(tmp_path):
     """An export does not wait for ever for the part of a machine that is gone."""
     first, _ = two_disks(tmp_path, 3)
-    first.wanted, first.wanted_until = "checkpoint-3", 0.0
+    first.wanted = "checkpoint-3"
     with pytest.raises(StoreError, match=r"another machine has not sent rng-1\.pt of checkpoint-3-"):
         first.turn_of_first()
 
@@ -545,9 +545,9 @@ def test_a_store_that_is_down_at_the_end(tmp_path, monkeypatch):
 
     def wait(seconds: float) -> None:
         waits.append(seconds)
-        first.wanted, first.wanted_until = ("checkpoint-6" if len(waits) == 4 else ""), float("inf")
+        first.wanted, first.until = ("checkpoint-6" if len(waits) == 4 else ""), float("inf")
         if len(waits) == 6:
-            first.finish = {"step": 3, "is_finished": True, "until": 0.0}
+            first.finish, first.until = {"step": 3, "is_finished": True}, 0.0
 
     first.wake = SimpleNamespace(wait=wait, clear=lambda: None)
     first.watch()
@@ -609,12 +609,12 @@ def test_a_machine_that_loses_its_disk(undisturbed, tmp_path):
 def test_what_lies_on_the_disks(tmp_path, monkeypatch):
     """Which machines share the directory is seen from rank 0's lock; some of them alone is an error."""
     monkeypatch.setattr(mirror, "_has_own_disks", False)
-    monkeypatch.setattr(mirror, "on_all_ranks", lambda own: [own, (False, True), (True, False), (True, True)])
+    monkeypatch.setattr(mirror, "on_all_ranks", lambda own: [own, None, False, True])
     with pytest.raises(ConfigError, match=r"machines \[1\] do not see what the first one writes"):
         mirror.look_for_disks(tmp_path)
     full = SimpleNamespace(fsdp_plugin=SimpleNamespace(state_dict_type=SimpleNamespace(name="FULL_STATE_DICT")))
     check_kind(SimpleNamespace(state=full))
-    monkeypatch.setattr(mirror, "on_all_ranks", lambda own: [own, (False, True), (True, False), (True, False)])
+    monkeypatch.setattr(mirror, "on_all_ranks", lambda own: [own, None, False, False])
     mirror.look_for_disks(tmp_path)
     assert mirror.has_own_disks()
     with pytest.raises(ConfigError, match="FULL_STATE_DICT writes one file from the parts of all machines"):

@@ -287,7 +287,7 @@ def start(args: Args) -> Run[Args]:
         is_folder = os.path.isdir(name)
         same_on_machines("a folder" if is_folder else cache.revision("model", name), f"the commit of {name}")
     run = Run(args, accelerator, agree_on_resume(accelerator, args))
-    begin_copies(args)
+    begin_copies()
     if run.is_first:
         device = device_name(accelerator.device).removeprefix("this ")
         facts = {

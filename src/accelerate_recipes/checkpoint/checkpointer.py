@@ -30,6 +30,7 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint import files, mirror
 from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
+from accelerate_recipes.checkpoint.store import noted
 from accelerate_recipes.checkpoint.weight_files import saved_tensors, write_adapter, write_safetensors
 from accelerate_recipes.disk import fsync, read_json, read_json_lines, readable
 from accelerate_recipes.distributed import strategy_name
@@ -184,7 +185,7 @@ class Checkpointer:
         try:
             self.kept = on_first_rank(lambda: steps_to_keep(final.parent, self.args), self.group)
             if mirror.is_first_of_disk():
-                remove_old(final.parent, self.kept, mirror.read_now(final.parent) if self.args.mirror else None)
+                remove_old(final.parent, self.kept, noted(final.parent).get("reading") if self.args.mirror else None)
         except OSError as error:
             if mirror.is_first_of_disk():
                 warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=2)
@@ -212,6 +213,7 @@ class Checkpointer:
             raise SaveError(f"{final} could not be written: {said}. {self.last_good()}")
 
     def last_good(self) -> str:
+        """Write a sentence that names the last good checkpoint."""
         return f"Last good checkpoint: {self.newest or 'none yet'}"
 
     def _begin(self, final: Path, data_states: Sequence[dict]) -> None:
@@ -228,7 +230,9 @@ class Checkpointer:
             if self.args.mirror and shutil.disk_usage(final.parent).free < needed:
                 keep = steps_to_keep(final.parent, self.args) if self.kept is None else self.kept
                 remove_old(final.parent, keep)  # the mirror then stops reading it
-                mirror.wait_for_room(final.parent, needed)
+                until = time.monotonic() + 60  # for the senders to close the files
+                while shutil.disk_usage(final.parent).free < needed and time.monotonic() < until:
+                    time.sleep(0.1)
             if (free := shutil.disk_usage(final.parent).free) < needed:
                 remedy = "make room, or lower --save_total_limit"
                 raise OSError(f"{readable(free)} are free, the last checkpoint has {readable(needed)}; {remedy}")

@@ -45,7 +45,7 @@ import fsspec
 
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.files import MARKER
-from accelerate_recipes.disk import fsync, write_atomically
+from accelerate_recipes.disk import fsync, read_json, write_atomically
 
 T = TypeVar("T")
 
@@ -324,6 +324,14 @@ class Store:
                 if found["Key"].startswith(f"{prefix}/"):
                     names = {"Bucket": bucket, "Key": found["Key"], "UploadId": found["UploadId"]}
                     within(PATIENCE, partial(self.fs.call_s3, "abort_multipart_upload", **names))
+
+
+def noted(output_dir: Path) -> dict[str, Any]:
+    """Read mirror.json in an output directory; empty if there is none."""
+    try:
+        return read_json(output_dir / LOCAL)
+    except (OSError, ValueError):
+        return {}
 
 
 def step_of_copy(copy: str) -> int:

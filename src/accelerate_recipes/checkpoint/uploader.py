@@ -9,7 +9,6 @@ import contextlib
 import json
 import math
 import os
-import queue
 import re
 import signal
 import sys
@@ -34,10 +33,11 @@ from accelerate_recipes.checkpoint.store import (
     StoreError,
     checkpoint_of,
     name_of_copy,
+    noted,
     step_of_copy,
     told,
 )
-from accelerate_recipes.disk import read_json, readable, size_and_times, write_atomically
+from accelerate_recipes.disk import readable, size_and_times, write_atomically
 from accelerate_recipes.life import parent
 from accelerate_recipes.life.status import is_known_dead
 
@@ -55,19 +55,19 @@ OWNER = re.compile(r"(?:state/__|rng-)(\d+)")  # of a file: the rank that wrote 
 class Uploader:
     """Uploader of one machine. `rank` is the first of the machine; `ranks` are the first of all machines."""
 
-    ranks: tuple[int, ...] = (0,)
     copy = ""  # the newest that needs nothing more of this machine
     coming, good = "", []  # copies that the lease names: one that is about to be complete, and complete ones
     problem, failures, beat, shared_at, is_lost, is_over = "", 0, 0, 0.0, False, False
     reading: Path | None = None
     # Of other machines: owner of the lease; its last beat, and when it was seen.
     first, heard, heard_at = None, None, 0.0
-    wanted, wanted_until = "", 0.0  # checkpoint that is to be made whole
-    finish: dict[str, Any] | None = None
+    wanted = ""  # checkpoint that is to be made whole
+    finish: dict[str, Any] = {}  # the command
+    until = 0.0  # how long the run waits for a store that fails, by time.monotonic
 
     def __init__(self, settings: dict[str, Any]):
         self.settings, self.rank, self.owner, self.url = settings, settings["rank"], settings["owner"], settings["url"]
-        self.output_dir, self.store = Path(settings["output_dir"]), Store(self.url)
+        self.output_dir, self.store, self.ranks = Path(settings["output_dir"]), Store(self.url), settings["ranks"]
         self.has_disk = self.rank == 0 or settings["has_own_disk"]  # the first machine takes care of a shared one
         self.pace, self.since, self.shared = Pace(settings["bandwidth"], self.check), time.time(), {}
         self.wake, self.leasing = threading.Event(), threading.Lock()
@@ -78,13 +78,7 @@ class Uploader:
 
     def note(self, **changes: Any) -> None:
         """Change mirror.json in the output directory, which the run reads."""
-        write_atomically(self.output_dir / LOCAL, json.dumps(self.noted() | changes, indent=1) + "\n")
-
-    def noted(self) -> dict[str, Any]:
-        try:
-            return read_json(self.output_dir / LOCAL)
-        except (OSError, ValueError):
-            return {}
+        write_atomically(self.output_dir / LOCAL, json.dumps(noted(self.output_dir) | changes, indent=1) + "\n")
 
     def check(self) -> None:
         """Raise Gone if the checkpoint that is being sent was removed, and StoreError if another run has the lease."""
@@ -95,11 +89,11 @@ class Uploader:
 
     # The start, on the first machine.
 
-    def begin(self) -> str:
+    def begin(self) -> None:
         """Make the place that of this run. Raises StoreError if it belongs to another, or to one that is alive."""
-        run, mine, fixed = self.store.read_json(RUN), self.noted().get("id"), self.settings["fixed"]
+        run, mine, fixed = self.store.read_json(RUN), noted(self.output_dir).get("id"), self.settings["fixed"]
         if not self.has_disk:
-            return ""  # the store answers this machine too
+            return  # the store answers this machine too
         if run is None and (copies := self.store.copies()):
             raise StoreError(f"{self.url} holds {copies[0]}, but no {RUN}; give another place")
         if run and (mine or files.candidates(self.output_dir)) and run["id"] != mine:
@@ -118,7 +112,6 @@ class Uploader:
             self.store.abort_leftovers()
             threading.Thread(target=self.keep_lease, daemon=True).start()
         self.note(id=run["id"], reading=None)
-        return ""
 
     def take_lease(self) -> None:
         """Wait until the lease of another process has expired, then write ours, and look whether it stays."""
@@ -185,7 +178,7 @@ class Uploader:
                 self.store.set_copy_aside(copy, str(error))
         return ""
 
-    def send_now(self, name: str) -> str:
+    def send_now(self, name: str) -> None:
         """Send what this machine has of a checkpoint, which no machine has whole; the first one completes the copy."""
         checkpoint, rate = self.output_dir / name, self.pace.rate
         self.pace.rate = 0  # the run waits
@@ -193,20 +186,18 @@ class Uploader:
             marker = files.read_marker(checkpoint)
             copy = name_of_copy(marker)
             if self.rank:
-                with self.reads(checkpoint):
-                    self.send_part(checkpoint, copy, marker)
+                self.send_part(checkpoint, copy, marker)
             elif self.store.marker(copy) is None:
                 self.tell(say=f"making a copy of {name} from the disks of all machines")
                 self.send_copy(checkpoint, copy, marker)
         self.pace.rate = rate
-        return ""
 
     # Copies, while the run trains.
 
     def watch(self) -> None:
         """Send each newest checkpoint, until the run has ended; then its export, and what a person watches."""
         look = LOOK * (5 if self.rank else 1)
-        while not (self.finish and (self.is_complete() or (self.failures and time.monotonic() > self.finish["until"]))):
+        while not (self.finish and (self.is_complete() or (self.failures and time.monotonic() > self.until))):
             if self.finish:
                 time.sleep(look / 5)
             else:
@@ -224,7 +215,7 @@ class Uploader:
                 pass
             except Exception as error:
                 self.note_trouble(error)
-                if self.wanted and time.monotonic() > self.wanted_until:
+                if self.wanted and time.monotonic() > self.until:
                     self.tell(
                         error=f"there is no copy of {self.wanted}, from which the export is made: {self.problem}; the same "
                         "command, given again, makes it when the store has all parts"
@@ -270,7 +261,7 @@ class Uploader:
                 self.check()
                 has_newer = files.step_of(files.candidates(self.output_dir)[-1]) > marker["step"]
                 is_late = has_newer and time.monotonic() - begun > patience
-                if is_late or (self.wanted and time.monotonic() > self.wanted_until):
+                if is_late or (self.wanted and time.monotonic() > self.until):
                     raise StoreError(f"another machine has not sent {min(lacking)} of {copy}")
                 time.sleep(LOOK)
             self.renew_lease()  # only its owner completes a copy
@@ -367,18 +358,22 @@ class Uploader:
 
     def is_complete(self) -> bool:
         """Tell whether this machine has no more to do for the run's newest checkpoint."""
-        return self.is_over or step_of_copy(self.copy or "x-0") >= (self.finish or {"step": 0})["step"]
+        return self.is_over or step_of_copy(self.copy or "x-0") >= self.finish["step"]
 
-    def hurry(self, command: dict[str, Any]) -> None:
-        """Begin the end: no limit of the bandwidth any more, and a deadline."""
-        self.finish, self.pace.rate = command | {"until": time.monotonic() + PATIENCE_AT_END}, 0
+    def listen(self, commands: Iterator[dict[str, Any]]) -> None:
+        """Begin what the run then waits for, without a limit of the bandwidth: `make_whole`, or `finish`, which has a deadline.
 
-        def give_up() -> None:
-            threading.Timer(LAST_SECONDS, os._exit, (0,)).start()
-            self.leave()
-
-        threading.Timer(max(0.0, command["seconds"] - LAST_SECONDS), give_up).start()
-        self.wake.set()
+        The run ends at the deadline too, and the kernel ends this process with it.
+        """
+        for command in commands:
+            self.pace.rate, self.until = 0, time.monotonic() + PATIENCE_AT_END
+            if command["do"] == "make_whole":
+                self.wanted = command["name"]
+            else:
+                self.finish = command
+                threading.Timer(max(0.0, command["seconds"] - LAST_SECONDS), self.leave).start()
+            self.wake.set()
+        os._exit(1)  # the run is gone
 
     def leave(self) -> None:
         """Release the lease, and end this process."""
@@ -395,33 +390,20 @@ def run_uploader() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     parent.ask_kernel(signal.SIGKILL)
-    settings = json.loads(sys.stdin.readline())
+    commands = map(json.loads, sys.stdin)
+    settings = next(commands)
     if os.getppid() != settings["parent"]:
         os._exit(1)
     os.nice(10)
-    commands: queue.SimpleQueue = queue.SimpleQueue()
     try:
         uploader = Uploader(settings)
-
-        def listen() -> None:
-            for line in sys.stdin:
-                command = json.loads(line)
-                if command["do"] == "finish":
-                    uploader.hurry(command)
-                if command["do"] == "make_whole":
-                    uploader.wanted, uploader.wanted_until = command["name"], time.monotonic() + PATIENCE_AT_END
-                    uploader.pace.rate = 0
-                    uploader.wake.set()
-                commands.put(command)
-            os._exit(1)  # the run is gone
-
-        threading.Thread(target=listen, daemon=True).start()
         actions = {"begin": uploader.begin, "send": uploader.send_now, "fetch": uploader.fetch_newest}
-        while action := actions.get((command := commands.get()).pop("do")):
-            uploader.tell(answer=action(**command))
-        if uploader.finish:  # the run was refused
+        while (do := (command := next(commands)).pop("do")) in actions:
+            uploader.tell(answer=actions[do](**command))
+        if do == "finish":  # the run was refused
+            uploader.finish = command
             uploader.leave()
-        uploader.ranks = command["ranks"]
+        threading.Thread(target=uploader.listen, args=(commands,), daemon=True).start()
         uploader.watch()
     except Exception as error:
         is_plain = isinstance(error, StoreError)
