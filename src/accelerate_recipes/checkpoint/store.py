@@ -234,18 +234,15 @@ class Store:
     def names(self, folder: str = "") -> list[str]:
         """List the names in a folder."""
         try:
-            return [
-                PurePosixPath(path).name for path in self._insist(partial(self.fs.ls, self._path(folder), detail=False))
-            ]
+            paths = self._insist(partial(self.fs.ls, self._path(folder), detail=False))
         except FileNotFoundError:
             return []
+        return [PurePosixPath(path).name for path in paths]
 
-    def remove(self, name: str, *, recursive: bool = False) -> None:
-        """Remove a small file, or a folder with all that is in it; nothing if there is none."""
+    def remove(self, name: str) -> None:
+        """Remove a small file; nothing if there is none."""
         with contextlib.suppress(FileNotFoundError):
-            if recursive:
-                self._insist(partial(self.fs.rm, recursive=True), self._path(name))
-            elif self.read(name) is not None:  # not every store takes that for removed which was never there
+            if self.read(name) is not None:  # not every store takes that for removed which was never there
                 self._insist(self.fs.rm_file, self._path(name))
 
     # Copies.
@@ -314,7 +311,8 @@ class Store:
         for name in (MARKER, *self.names(copy)):
             if name == MARKER or name.startswith("part-"):
                 self.remove(f"{copy}/{name}")
-        self.remove(copy, recursive=True)
+        with contextlib.suppress(FileNotFoundError):
+            self._insist(partial(self.fs.rm, recursive=True), self._path(copy))
 
     def abort_leftovers(self) -> None:
         """Abort the unfinished uploads that a killed writer has left here, which cost money and show in no list."""
