@@ -273,7 +273,8 @@ class Agenda:
         except ReplicaError as error:
             with contextlib.suppress(SaveError):
                 self.checkpointer.wait()
-            raise ReplicaError(f"step {self.step}: {error}. No checkpoint is saved. {self.checkpointer.last_good()}") from None
+            good = self.checkpointer.last_good()
+            raise ReplicaError(f"step {self.step}: {error}. No checkpoint is saved. {good}") from None
 
     def end(self) -> list[dict]:
         """Close the log; return the records of metrics.jsonl, including those of earlier parts of the run."""

@@ -361,7 +361,7 @@ class Uploader:
         return self.is_over or step_of_copy(self.copy or "x-0") >= self.finish["step"]
 
     def listen(self, commands: Iterator[dict[str, Any]]) -> None:
-        """Begin what the run then waits for, without a limit of the bandwidth: `make_whole`, or `finish`, which has a deadline.
+        """Begin what the run then waits for, without a limit of the bandwidth: `make_whole`, or `finish` with its deadline.
 
         The run ends at the deadline too, and the kernel ends this process with it.
         """
