@@ -35,7 +35,7 @@ from accelerate_recipes.checkpoint.uploader import Uploader
 from accelerate_recipes.errors import ConfigError
 
 SCRIPT = CHILDREN / "toy.py"
-RULES = {"limit": 2, "every": 0, "metric": "", "greater": None}
+RULES = dict(zip(files.RULES, (2, 0, "", None), strict=True))
 
 
 def make_checkpoint(out: Path, step: int, seed: int = 0, ranks: int = 2, metrics: str = "") -> Path:
@@ -253,7 +253,7 @@ def test_a_part_of_another_number_of_machines_is_not_the_whole(tmp_path):
 def test_what_is_kept(tmp_path):
     """As in the output directory: the newest two, multiples, the best; never less than the newest complete one."""
     place, out = tmp_path / "place", tmp_path / "out"
-    rules = {"limit": 1, "every": 4, "metric": "loss", "greater": None}
+    rules = dict(zip(files.RULES, (1, 4, "loss", None), strict=True))
     first = make_uploader(str(place), out, rules=rules)
     first.begin()
     kept = []

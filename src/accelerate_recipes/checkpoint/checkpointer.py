@@ -372,7 +372,7 @@ def ask_to_stop_if_failed(save: Future) -> None:
 def steps_to_keep(output_dir: Path, args: TrainArgs) -> set[int]:
     """Return the newest `save_total_limit` of the steps that were saved, each `keep_every_n_steps`, and the best."""
     scores = {files.step_of(saved): best_score(saved, args) for saved in files.saved_checkpoints(output_dir)}
-    return files.kept(scores, args.save_total_limit, args.keep_every_n_steps)
+    return files.kept(scores, args)
 
 
 def remove_old(output_dir: Path, keep: set[int], is_read: str | None = None) -> None:
@@ -385,10 +385,10 @@ def remove_old(output_dir: Path, keep: set[int], is_read: str | None = None) -> 
 
 def best_score(checkpoint: Path, args: TrainArgs) -> float | None:
     """Return `files.score` of a checkpoint; None also if its metrics.jsonl is damaged."""
-    metric, step = args.metric_for_best_model, files.step_of(checkpoint)
-    if not metric or files.difference(checkpoint, "metrics.jsonl", files.read_marker(checkpoint)):
+    marker = files.read_marker(checkpoint)
+    if not args.metric_for_best_model or files.difference(checkpoint, "metrics.jsonl", marker):
         return None
-    return files.score(read_json_lines(checkpoint / "metrics.jsonl"), step, metric, args.greater_is_better)
+    return files.score(read_json_lines(checkpoint / "metrics.jsonl"), marker["step"], args)
 
 
 def seek(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:

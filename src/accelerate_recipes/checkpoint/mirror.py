@@ -108,12 +108,7 @@ class Sender:
             parent=os.getpid(),
             owner={"host": socket.gethostname(), "process": os.getpid(), "run": uuid.uuid4().hex, **attempt()},
             fixed={name: values[name] for name in sorted(args.fixed_on_resume() & values.keys())},
-            rules={
-                "limit": args.save_total_limit,
-                "every": args.keep_every_n_steps,
-                "metric": args.metric_for_best_model,
-                "greater": args.greater_is_better,
-            },
+            rules={name: values[name] for name in files.RULES},
         )
         threading.Thread(target=self.listen, daemon=True, name="mirror").start()
 

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from accelerate_recipes.checkpoint import files
@@ -319,13 +320,12 @@ class Uploader:
 
     def remove_old(self) -> None:
         """Remove the copies that are not kept, by the rules of the output directory, and what was never completed."""
-        rules, complete = self.settings["rules"], dict(self.store.complete())
+        rules, complete = SimpleNamespace(**self.settings["rules"]), dict(self.store.complete())
         scores = {}
         for copy, marker in complete.items():
-            lines = (self.store.read(f"{copy}/metrics.jsonl") or b"").splitlines() if rules["metric"] else []
-            records = [json.loads(line) for line in lines]
-            scores[marker["step"]] = files.score(records, marker["step"], rules["metric"], rules["greater"])
-        keep = files.kept(scores, rules["limit"], rules["every"]) - {step_of_copy(self.copy)}
+            text = self.store.read(f"{copy}/metrics.jsonl") if rules.metric_for_best_model else None
+            scores[marker["step"]] = files.score(map(json.loads, (text or b"").splitlines()), marker["step"], rules)
+        keep = files.kept(scores, rules) - {step_of_copy(self.copy)}
         for copy in self.store.copies():
             if copy != self.copy and (copy not in complete or step_of_copy(copy) not in keep):
                 self.store.remove_copy(copy)
