@@ -11,7 +11,6 @@
 """
 
 import glob
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -136,7 +135,7 @@ def manifests() -> Iterator[dict]:
 def parsed_manifest(file: Path) -> dict:
     """Read a manifest. Raises ConfigError for a damaged one."""
     try:
-        manifest = json.loads(file.read_bytes())
+        manifest = read_json(file)
         files, asked = manifest["files"], manifest["asked"].values()
         texts = [manifest[name] for name in ("type", "name", "branch", "revision")]
         texts += [text for entry in asked for text in (*entry["files"], *entry["recipes"])]
