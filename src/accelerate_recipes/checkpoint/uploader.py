@@ -63,7 +63,6 @@ class Uploader:
     # Of other machines: owner of the lease; its last beat, and when it was seen.
     first, heard, heard_at = None, None, 0.0
     wanted = ""  # checkpoint that is to be made whole
-    finish: dict[str, Any] = {}  # the command
     until = 0.0  # how long the run waits for a store that fails, by time.monotonic
 
     def __init__(self, settings: dict[str, Any]):
@@ -72,6 +71,7 @@ class Uploader:
         self.has_disk = self.rank == 0 or settings["has_own_disk"]  # the first machine takes care of a shared one
         self.pace, self.since, self.shared = Pace(settings["bandwidth"], self.check), time.time(), {}
         self.wake, self.leasing = threading.Event(), threading.Lock()
+        self.finish: dict[str, Any] = {}  # the command
 
     def tell(self, **event: Any) -> None:
         with contextlib.suppress(OSError):
