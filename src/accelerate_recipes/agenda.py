@@ -20,7 +20,7 @@ from accelerate_recipes.life import stop, watch
 from accelerate_recipes.life.status import read_status, update_status
 from accelerate_recipes.life.stop import Stopped
 from accelerate_recipes.metrics import Flops, MetricsLog, Window, peak_memory_gib
-from accelerate_recipes.ranks import max_over_ranks
+from accelerate_recipes.ranks import is_first, max_over_ranks
 from accelerate_recipes.upstream import forget_evaluated_shapes
 
 EvaluateFn = Callable[[int], dict[str, float]]
@@ -178,9 +178,7 @@ class Agenda:
 
     def save_is_overdue(self) -> bool:
         """Tell whether --save_minutes have passed since the last save. The clock of rank 0 decides."""
-        return (
-            self.accelerator.is_main_process and 0 < 60 * self.args.save_minutes < time.perf_counter() - self.last_save
-        )
+        return is_first() and 0 < 60 * self.args.save_minutes < time.perf_counter() - self.last_save
 
     def completed(self, step: int, seconds: float, *, wants_save: bool, wants_stop: bool) -> None:
         """Record a completed step, its duration, and whether a rank wants a checkpoint.

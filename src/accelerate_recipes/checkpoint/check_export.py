@@ -77,10 +77,8 @@ def check_export(export: Path, prompts: Sequence[str] | None, max_new_tokens: in
     if images or (known and "images" in known.rows[0]):
         asked = inputs_with_images(export, tokenizer, prompts, images, known)
     else:
-        ids = [prompt_ids(tokenizer, prompt, known) for prompt in prompts or [None]]
-        asked = [
-            {"input_ids": torch.tensor([one]), "attention_mask": torch.ones(1, len(one), dtype=int)} for one in ids
-        ]
+        rows = [torch.tensor([prompt_ids(tokenizer, prompt, known)]) for prompt in prompts or [None]]
+        asked = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
     most = max(inputs["input_ids"].shape[1] for inputs in asked)
     if not all(inputs["input_ids"].numel() for inputs in asked):
         raise ConfigError("--prompt has no tokens; give a text")

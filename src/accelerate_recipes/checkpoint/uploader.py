@@ -137,9 +137,8 @@ class Uploader:
         with self.leasing:
             self.beat += 1
             copies = [*filter(None, [self.coming]), *self.good]
-            self.store.write_json(
-                LEASE_FILE, {"owner": owner, "beat": [self.owner["run"], self.beat], "copies": copies}
-            )
+            lease = {"owner": owner, "beat": [self.owner["run"], self.beat], "copies": copies}
+            self.store.write_json(LEASE_FILE, lease)
 
     def renew_lease(self) -> None:
         """Renew the lease, unless another run has it: then stop."""
@@ -217,10 +216,8 @@ class Uploader:
             except Exception as error:
                 self.note_trouble(error)
                 if self.wanted and time.monotonic() > self.until:
-                    self.tell(
-                        error=f"there is no copy of {self.wanted}, from which the export is made: {self.problem}; the same "
-                        "command, given again, makes it when the store has all parts"
-                    )
+                    said = f"there is no copy of {self.wanted}, from which the export is made: {self.problem}"
+                    self.tell(error=f"{said}; the same command, given again, makes it when the store has all parts")
                     self.wanted = ""
         try:
             if self.rank == 0 and not self.failures:
@@ -230,9 +227,7 @@ class Uploader:
                     self.store.send(path, str(path.relative_to(self.output_dir)), self.pace)
                 self.share()
         except Exception as error:
-            self.note_trouble(
-                error, "the export, the report and the metrics are NOT all there", "the same command sends them"
-            )
+            self.note_trouble(error, "the export, the report and the metrics are NOT all there")
         self.leave()
 
     def turn_of_first(self) -> None:
@@ -305,15 +300,15 @@ class Uploader:
         self.is_over = not lease["owner"] or lease["owner"] != self.first or time.monotonic() - self.heard_at > LEASE
         copy = next(iter(lease["copies"]), self.copy)
         checkpoint = self.output_dir / checkpoint_of(copy)
-        if copy != self.copy and checkpoint.exists():
+        if copy == self.copy:
+            return
+        if checkpoint.exists():
             with self.reads(checkpoint):
                 marker = files.read_marker(checkpoint)
                 if name_of_copy(marker) == copy:
                     self.send_part(checkpoint, copy, marker)
             self.copy = copy
-        elif copy != self.copy and any(
-            files.step_of(c) > step_of_copy(copy) for c in files.candidates(self.output_dir)
-        ):
+        elif any(files.step_of(c) > step_of_copy(copy) for c in files.candidates(self.output_dir)):
             if self.store.marker(copy) is None:
                 self.store.write_json(f"{copy}/{GONE}", self.rank)  # the first machine then takes a newer one
             self.copy = copy
@@ -339,15 +334,14 @@ class Uploader:
                     self.shared[name] = state
         self.shared_at = time.monotonic()
 
-    def note_trouble(
-        self, error: Exception, what: str = "", then: str = "the run goes on, and this is tried again"
-    ) -> None:
-        """Say since when there is no copy, or `what` is missing: at the first failure, and then less and less often."""
+    def note_trouble(self, error: Exception, missing: str = "") -> None:
+        """Say since when there is no copy, or what is `missing` in the end: at first, then less and less often."""
         self.failures += 1
         self.problem = str(error) if isinstance(error, StoreError) else told(error)
         if not self.is_lost and self.failures.bit_count() == 1:
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-            self.tell(say=f"{what or f'no new copy since {since}'}: {self.problem}; {then}")
+            then = "the same command sends them" if missing else "the run goes on, and this is tried again"
+            self.tell(say=f"{missing or f'no new copy since {since}'}: {self.problem}; {then}")
         self.tell_status()
 
     def tell_status(self) -> None:
