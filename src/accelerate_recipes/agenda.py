@@ -6,6 +6,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def tracker_settings(output_dir: Path, resumed: int | None) -> dict[str, dict[st
     return {"wandb": {"name": name, "id": number, "resume": "allow"}, "trackio": trackio, "tensorboard": tensorboard}
 
 
+@dataclass
 class Agenda:
     """Does what is due before the first step and after each step; call its methods on every rank.
 
@@ -85,26 +87,22 @@ class Agenda:
     Make an Agenda when training begins: from then on, a signal makes the run save a checkpoint and stop.
     """
 
-    log: MetricsLog
-    step = 0  # completed
-    wants_save = False
-    begun_at = trained_at = 0  # steps completed when this run began, and at the last log line with a target
+    checkpointer: Checkpointer
+    total_steps: int
+    flops: Flops | None
+    evaluate_fn: EvaluateFn
+    data_state_fn: Callable[[], dict]
+    log: MetricsLog = field(init=False)
+    step: int = 0  # completed
+    wants_save: bool = False
+    begun_at: int = 0  # steps completed when this run began
+    trained_at: int = 0  # steps completed at the last log line with a target
+    step_timeout: float | None = None  # seconds; known after the first step
     stopped: Stopped | None = None  # set once a rank was asked to stop
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        total_steps: int,
-        flops: Flops | None,
-        evaluate_fn: EvaluateFn,
-        data_state_fn: Callable[[], dict],
-    ):
-        self.checkpointer, self.args, self.accelerator = checkpointer, checkpointer.args, checkpointer.accelerator
+    def __post_init__(self):
+        self.args, self.accelerator = self.checkpointer.args, self.checkpointer.accelerator
         self.output_dir = Path(self.args.output_dir)
-        self.total_steps, self.flops = total_steps, flops
-        self.evaluate_fn = evaluate_fn
-        self.data_state_fn = data_state_fn
-        self.step_timeout: float | None = None  # seconds; known after the first step
         if self.accelerator.is_main_process:
             self.output_dir.mkdir(parents=True, exist_ok=True)
         # Not earlier: before there is something to save, a signal should end the process at once, even while it waits.

@@ -100,13 +100,12 @@ class Uploader:
         if run and (mine or files.candidates(self.output_dir)) and run["id"] != mine:
             remedy = "give another --mirror, or another --output_dir"
             raise StoreError(f"{self.url} holds another run than {self.output_dir}; {remedy}")
-        before = run["fixed"] if run else {}
+        run = run or {"id": mine or uuid.uuid4().hex, "fixed": fixed}
         is_open = (None, "")  # it is settled later; and a model may have moved
-        for name in sorted(before.keys() & fixed.keys() - {"model_name_or_path"}):
-            was, now = before[name], fixed[name]
+        for name in sorted(run["fixed"].keys() & fixed.keys() - {"model_name_or_path"}):
+            was, now = run["fixed"][name], fixed[name]
             if was != now and was not in is_open and now not in is_open:
                 raise StoreError(f"{self.url} holds a run whose --{name} was {was!r} and is now {now!r}; set it back")
-        run = run or {"id": mine or uuid.uuid4().hex, "fixed": fixed}
         if self.rank == 0:
             self.take_lease()
             self.store.write_json(RUN, run)
