@@ -29,8 +29,9 @@ from store_with_faults import Faulty
 from accelerate_recipes import __main__
 from accelerate_recipes.arguments.mirror import url_problems
 from accelerate_recipes.checkpoint import files, mirror, store, uploader
+from accelerate_recipes.checkpoint.files import name_of_copy, step_of_copy
 from accelerate_recipes.checkpoint.resume import check_kind
-from accelerate_recipes.checkpoint.store import Gone, Pace, Store, StoreError, name_of_copy, step_of_copy
+from accelerate_recipes.checkpoint.store import Gone, Pace, Store, StoreError
 from accelerate_recipes.checkpoint.uploader import Uploader
 from accelerate_recipes.errors import ConfigError
 

@@ -30,7 +30,6 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint import files, mirror
 from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
-from accelerate_recipes.checkpoint.store import noted
 from accelerate_recipes.checkpoint.weight_files import saved_tensors, write_adapter, write_safetensors
 from accelerate_recipes.disk import fsync, read_json, read_json_lines, readable
 from accelerate_recipes.distributed import strategy_name
@@ -185,7 +184,8 @@ class Checkpointer:
         try:
             self.kept = on_first_rank(lambda: steps_to_keep(final.parent, self.args), self.group)
             if mirror.is_first_of_disk():
-                remove_old(final.parent, self.kept, noted(final.parent).get("reading") if self.args.mirror else None)
+                is_read = files.noted(final.parent).get("reading") if self.args.mirror else None
+                remove_old(final.parent, self.kept, is_read)
         except OSError as error:
             if mirror.is_first_of_disk():
                 warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=2)

@@ -26,13 +26,36 @@ warnings.filterwarnings("ignore", "Please use DTensor instead and we are depreca
 
 MARKER = "complete.json"
 EXPORT = "accelerate_recipes.json"  # lists the files of an export; a later export recognises an export by this list
+MIRROR = "mirror.json"  # in an output directory: `id` of the run there, and `reading`, the checkpoint that is being sent
 NAME = re.compile(r"checkpoint-(\d+)")
+COPY = re.compile(r"checkpoint-(\d+)-([0-9a-f]{8})")  # in a mirror; see `checkpoint.store`
 SETTINGS = ("config.json", "adapter_config.json")  # of a model, and of adapters
 RULES = ("save_total_limit", "keep_every_n_steps", "metric_for_best_model", "greater_is_better")  # of what is kept
 
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def name_of_copy(marker: dict) -> str:
+    return f"checkpoint-{marker['step']}-{checksum_of(marker)[:8]}"
+
+
+def step_of_copy(copy: str) -> int:
+    return int(copy.split("-")[1])
+
+
+def checkpoint_of(copy: str) -> str:
+    """Return the name of the checkpoint of a copy; "" of none."""
+    return copy.rpartition("-")[0]
+
+
+def noted(output_dir: Path) -> dict[str, Any]:
+    """Read mirror.json in an output directory; empty if there is none."""
+    try:
+        return read_json(output_dir / MIRROR)
+    except (OSError, ValueError):
+        return {}
 
 
 def defect(checkpoint: Path) -> str | None:

@@ -27,7 +27,7 @@ from typing import Any
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.arguments.mirror import url_problems
 from accelerate_recipes.checkpoint import files
-from accelerate_recipes.checkpoint.store import COPY, Store, checkpoint_of, step_of_copy
+from accelerate_recipes.checkpoint.store import Store
 from accelerate_recipes.disk import existing
 from accelerate_recipes.errors import ConfigError, printable, raise_problems
 from accelerate_recipes.life import lock, stop
@@ -39,7 +39,7 @@ AFTER_FAILURE = 20.0  # seconds that a run which failed gives to its newest copy
 
 def is_copy(place: str) -> bool:
     """Tell whether a place is that of a copy, as `checkpoint list` names it, not that of a checkpoint."""
-    return "://" in place or COPY.fullmatch(PurePosixPath(place).name) is not None
+    return "://" in place or files.COPY.fullmatch(PurePosixPath(place).name) is not None
 
 
 def store_at(url: str) -> Store:
@@ -59,8 +59,8 @@ def fetched(place: str, folder: Path) -> Path:
         ConfigError: if there is no complete copy, or if it cannot be fetched.
     """
     url, _, copy = place.rstrip("/").rpartition("/")
-    url, copy = (url, copy) if COPY.fullmatch(copy) else (place, "")
-    checkpoint = folder / copy / checkpoint_of(copy)
+    url, copy = (url, copy) if files.COPY.fullmatch(copy) else (place, "")
+    checkpoint = folder / copy / files.checkpoint_of(copy)
     if files.defect(checkpoint) is not None:
         try:
             store = store_at(url)
@@ -229,7 +229,7 @@ def fetch_from_mirror(output_dir: Path) -> None:
         copies = {copy for copy in found if copy}
         if len(copies) < 2:
             return
-        wanted = min(copies, key=step_of_copy)  # one machine has found a newer copy damaged
+        wanted = min(copies, key=files.step_of_copy)  # one machine has found a newer copy damaged
 
 
 def begin_copies() -> None:

@@ -45,13 +45,11 @@ import fsspec
 
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.files import MARKER
-from accelerate_recipes.disk import fsync, read_json, write_atomically
+from accelerate_recipes.disk import fsync, write_atomically
 
 T = TypeVar("T")
 
-COPY = re.compile(r"checkpoint-(\d+)-([0-9a-f]{8})")
 RUN, LEASE_FILE, GONE = "run.json", "lease.json", "gone.json"
-LOCAL = "mirror.json"  # in the output directory: `id` of the run, and the checkpoint that is being read (`reading`)
 WAITS = (0.5, 2.0, 8.0, 30.0)  # seconds before an attempt is repeated, on average
 PATIENCE = 120.0  # seconds for one call, and for a file at first;
 SLOWEST = 2**20  # bytes a second at which a file may come
@@ -250,12 +248,12 @@ class Store:
     def copies(self) -> list[str]:
         """List the names of copies, complete or not, the newest step first."""
         named = self.named()
-        found = {name for name in self.names() if COPY.fullmatch(name)} | {*named}
-        return sorted(found, key=lambda name: (step_of_copy(name), name in named, name), reverse=True)
+        found = {name for name in self.names() if files.COPY.fullmatch(name)} | {*named}
+        return sorted(found, key=lambda name: (files.step_of_copy(name), name in named, name), reverse=True)
 
     def named(self) -> list[str]:
         """List the copies that the lease names."""
-        return [name for name in (self.read_json(LEASE_FILE) or {}).get("copies", ()) if COPY.fullmatch(name)]
+        return [name for name in (self.read_json(LEASE_FILE) or {}).get("copies", ()) if files.COPY.fullmatch(name)]
 
     def marker(self, copy: str) -> dict | None:
         """Return the marker of a complete copy; None for any other."""
@@ -263,7 +261,7 @@ class Store:
             marker = files.checked_marker(self.read_json(f"{copy}/{MARKER}"))
         except ValueError:
             return None
-        return marker if copy == name_of_copy(marker) else None
+        return marker if copy == files.name_of_copy(marker) else None
 
     def complete(self) -> Iterator[tuple[str, dict]]:
         """Yield name and marker of each complete copy, the newest first."""
@@ -322,24 +320,3 @@ class Store:
                 if found["Key"].startswith(f"{prefix}/"):
                     names = {"Bucket": bucket, "Key": found["Key"], "UploadId": found["UploadId"]}
                     within(PATIENCE, partial(self.fs.call_s3, "abort_multipart_upload", **names))
-
-
-def noted(output_dir: Path) -> dict[str, Any]:
-    """Read mirror.json in an output directory; empty if there is none."""
-    try:
-        return read_json(output_dir / LOCAL)
-    except (OSError, ValueError):
-        return {}
-
-
-def step_of_copy(copy: str) -> int:
-    return int(copy.split("-")[1])
-
-
-def checkpoint_of(copy: str) -> str:
-    """Return the name of the checkpoint of a copy; "" of none."""
-    return copy.rpartition("-")[0]
-
-
-def name_of_copy(marker: dict) -> str:
-    return f"checkpoint-{marker['step']}-{files.checksum_of(marker)[:8]}"

@@ -22,22 +22,7 @@ from typing import Any
 
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.files import EXPORT, MARKER
-from accelerate_recipes.checkpoint.store import (
-    GONE,
-    LEASE_FILE,
-    LOCAL,
-    RUN,
-    Damaged,
-    Gone,
-    Pace,
-    Store,
-    StoreError,
-    checkpoint_of,
-    name_of_copy,
-    noted,
-    step_of_copy,
-    told,
-)
+from accelerate_recipes.checkpoint.store import GONE, LEASE_FILE, RUN, Damaged, Gone, Pace, Store, StoreError, told
 from accelerate_recipes.disk import readable, size_and_times, write_atomically
 from accelerate_recipes.life import parent
 from accelerate_recipes.life.status import is_known_dead
@@ -79,7 +64,8 @@ class Uploader:
 
     def note(self, **changes: Any) -> None:
         """Change mirror.json in the output directory, which the run reads."""
-        write_atomically(self.output_dir / LOCAL, json.dumps(noted(self.output_dir) | changes, indent=1) + "\n")
+        content = files.noted(self.output_dir) | changes
+        write_atomically(self.output_dir / files.MIRROR, json.dumps(content, indent=1) + "\n")
 
     def check(self) -> None:
         """Raise Gone if the checkpoint that is being sent was removed, and StoreError if another run has the lease."""
@@ -92,7 +78,7 @@ class Uploader:
 
     def begin(self) -> None:
         """Make the place that of this run. Raises StoreError if it belongs to another, or to one that is alive."""
-        run, mine, fixed = self.store.read_json(RUN), noted(self.output_dir).get("id"), self.settings["fixed"]
+        run, mine, fixed = self.store.read_json(RUN), files.noted(self.output_dir).get("id"), self.settings["fixed"]
         if not self.has_disk:
             return  # the store answers this machine too
         if run is None and (copies := self.store.copies()):
@@ -164,7 +150,7 @@ class Uploader:
             if wanted not in ("", copy):
                 continue
             if self.settings["has_own_disk"]:
-                if copy in (name_of_copy(files.read_marker(path)) for path in found):
+                if copy in (files.name_of_copy(files.read_marker(path)) for path in found):
                     return copy
             elif marker["step"] <= max(map(files.step_of, found), default=0):
                 break
@@ -183,7 +169,7 @@ class Uploader:
         self.pace.rate = 0  # the run waits
         if checkpoint.exists():
             marker = files.read_marker(checkpoint)
-            copy = name_of_copy(marker)
+            copy = files.name_of_copy(marker)
             if self.rank:
                 self.send_part(checkpoint, copy, marker)
             elif self.store.marker(copy) is None:
@@ -205,7 +191,7 @@ class Uploader:
                 self.wake.clear()
             try:
                 self.turn_of_first() if self.rank == 0 else self.turn_of_other()
-                if self.wanted and self.wanted == checkpoint_of(self.copy):
+                if self.wanted and self.wanted == files.checkpoint_of(self.copy):
                     self.store.fetch_copy(self.copy, self.store.marker(self.copy), self.output_dir / self.wanted)
                     self.tell(answer="")
                     self.wanted = ""
@@ -230,11 +216,11 @@ class Uploader:
         self.leave()
 
     def turn_of_first(self) -> None:
-        present, done = reversed(files.candidates(self.output_dir)), checkpoint_of(self.copy)
+        present, done = reversed(files.candidates(self.output_dir)), files.checkpoint_of(self.copy)
         newest = next((c for c in present if c.name == done or files.defect(c) is None or files.is_part(c)), None)
         if newest is not None and newest.name != done:
             marker, start = files.read_marker(newest), time.monotonic()
-            copy = name_of_copy(marker)
+            copy = files.name_of_copy(marker)
             if self.store.marker(copy) is None:
                 self.send_copy(newest, copy, marker, PATIENCE_WITH_OTHERS)
                 seconds = time.monotonic() - start
@@ -298,16 +284,16 @@ class Uploader:
         self.first = self.first or lease["owner"]
         self.is_over = not lease["owner"] or lease["owner"] != self.first or time.monotonic() - self.heard_at > LEASE
         copy = next(iter(lease["copies"]), self.copy)
-        checkpoint = self.output_dir / checkpoint_of(copy)
+        checkpoint = self.output_dir / files.checkpoint_of(copy)
         if copy == self.copy:
             return
         if checkpoint.exists():
             with self.reads(checkpoint):
                 marker = files.read_marker(checkpoint)
-                if name_of_copy(marker) == copy:
+                if files.name_of_copy(marker) == copy:
                     self.send_part(checkpoint, copy, marker)
             self.copy = copy
-        elif any(files.step_of(c) > step_of_copy(copy) for c in files.candidates(self.output_dir)):
+        elif any(files.step_of(c) > files.step_of_copy(copy) for c in files.candidates(self.output_dir)):
             if self.store.marker(copy) is None:
                 self.store.write_json(f"{copy}/{GONE}", self.rank)  # the first machine then takes a newer one
             self.copy = copy
@@ -319,9 +305,9 @@ class Uploader:
         for copy, marker in complete.items():
             text = self.store.read(f"{copy}/metrics.jsonl") if rules.metric_for_best_model else None
             scores[marker["step"]] = files.score(map(json.loads, (text or b"").splitlines()), marker["step"], rules)
-        keep = files.kept(scores, rules) - {step_of_copy(self.copy)}
+        keep = files.kept(scores, rules) - {files.step_of_copy(self.copy)}
         for copy in self.store.copies():
-            if copy != self.copy and (copy not in complete or step_of_copy(copy) not in keep):
+            if copy != self.copy and (copy not in complete or files.step_of_copy(copy) not in keep):
                 self.store.remove_copy(copy)
 
     def share(self) -> None:
@@ -351,7 +337,7 @@ class Uploader:
 
     def is_complete(self) -> bool:
         """Tell whether this machine has no more to do for the run's newest checkpoint."""
-        return self.is_over or step_of_copy(self.copy or "x-0") >= self.finish["step"]
+        return self.is_over or files.step_of_copy(self.copy or "x-0") >= self.finish["step"]
 
     def listen(self, commands: Iterator[dict[str, Any]]) -> None:
         """Begin what the run then waits for, without a limit of the bandwidth: `make_whole`, or `finish` with its deadline.
