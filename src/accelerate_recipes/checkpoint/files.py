@@ -26,7 +26,7 @@ warnings.filterwarnings("ignore", "Please use DTensor instead and we are depreca
 
 MARKER = "complete.json"
 EXPORT = "accelerate_recipes.json"  # lists the files of an export; a later export recognises an export by this list
-MIRROR = "mirror.json"  # in an output directory: `id` of the run there, and `reading`, the checkpoint that is being sent
+MIRROR = "mirror.json"  # in an output directory: `id` of the run there, and `reading`, the checkpoint being sent
 NAME = re.compile(r"checkpoint-(\d+)")
 COPY = re.compile(r"checkpoint-(\d+)-([0-9a-f]{8})")  # in a mirror; see `checkpoint.store`
 SETTINGS = ("config.json", "adapter_config.json")  # of a model, and of adapters
