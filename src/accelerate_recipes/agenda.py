@@ -190,7 +190,7 @@ class Agenda:
         self.log.completed(step)
         tell(Observer.completed, step)
         watch.expect(f"what follows step {step}", self.args.ddp_timeout)
-        self.stopped = Stopped(stop.reason(self.accelerator)) if wants_stop else None
+        self.stopped = Stopped(stop.reason()) if wants_stop else None
 
     @property
     def log_is_due(self) -> bool:
