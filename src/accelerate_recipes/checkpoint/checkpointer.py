@@ -385,10 +385,9 @@ def remove_old(output_dir: Path, keep: set[int], is_read: str | None = None) -> 
 
 def best_score(checkpoint: Path, args: TrainArgs) -> float | None:
     """Return `files.score` of a checkpoint; None also if its metrics.jsonl is damaged."""
-    marker = files.read_marker(checkpoint)
-    if not args.metric_for_best_model or files.difference(checkpoint, "metrics.jsonl", marker):
+    if not args.metric_for_best_model or files.difference(checkpoint, "metrics.jsonl", files.read_marker(checkpoint)):
         return None
-    return files.score(read_json_lines(checkpoint / "metrics.jsonl"), marker["step"], args)
+    return files.score(read_json_lines(checkpoint / "metrics.jsonl"), files.step_of(checkpoint), args)
 
 
 def seek(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
