@@ -29,13 +29,14 @@ from store_with_faults import Faulty
 from accelerate_recipes import __main__
 from accelerate_recipes.arguments.mirror import url_problems
 from accelerate_recipes.checkpoint import files, mirror, store, uploader
+from accelerate_recipes.checkpoint.files import name_of_copy, step_of_copy
 from accelerate_recipes.checkpoint.resume import check_kind
-from accelerate_recipes.checkpoint.store import Gone, Pace, Store, StoreError, name_of_copy, step_of_copy
+from accelerate_recipes.checkpoint.store import Gone, Pace, Store, StoreError
 from accelerate_recipes.checkpoint.uploader import Uploader
 from accelerate_recipes.errors import ConfigError
 
 SCRIPT = CHILDREN / "toy.py"
-RULES = {"limit": 2, "every": 0, "metric": "", "greater": None}
+RULES = dict(zip(files.RULES, (2, 0, "", None), strict=True))
 
 
 def make_checkpoint(out: Path, step: int, seed: int = 0, ranks: int = 2, metrics: str = "") -> Path:
@@ -69,7 +70,7 @@ def make_uploader(url: str, out: Path, number: int = 0, rank: int = 0, **changes
     out.mkdir(parents=True, exist_ok=True)
     settings = {
         "url": url, "output_dir": str(out), "bandwidth": 0, "rank": rank, "world_size": 2, "owner": owner(number),
-        "fixed": {"seed": 1}, "rules": RULES, "has_own_disk": False,
+        "fixed": {"seed": 1}, "rules": RULES, "has_own_disk": False, "ranks": [0],
     }  # fmt: skip
     made = Uploader(settings | changes)
     made.heard = []
@@ -253,7 +254,7 @@ def test_a_part_of_another_number_of_machines_is_not_the_whole(tmp_path):
 def test_what_is_kept(tmp_path):
     """As in the output directory: the newest two, multiples, the best; never less than the newest complete one."""
     place, out = tmp_path / "place", tmp_path / "out"
-    rules = {"limit": 1, "every": 4, "metric": "loss", "greater": None}
+    rules = dict(zip(files.RULES, (1, 4, "loss", None), strict=True))
     first = make_uploader(str(place), out, rules=rules)
     first.begin()
     kept = []
@@ -524,7 +525,7 @@ def test_a_part_that_is_gone(tmp_path):
 def test_a_part_that_never_comes(tmp_path):
     """An export does not wait for ever for the part of a machine that is gone."""
     first, _ = two_disks(tmp_path, 3)
-    first.wanted, first.wanted_until = "checkpoint-3", 0.0
+    first.wanted = "checkpoint-3"
     with pytest.raises(StoreError, match=r"another machine has not sent rng-1\.pt of checkpoint-3-"):
         first.turn_of_first()
 
@@ -545,9 +546,9 @@ def test_a_store_that_is_down_at_the_end(tmp_path, monkeypatch):
 
     def wait(seconds: float) -> None:
         waits.append(seconds)
-        first.wanted, first.wanted_until = ("checkpoint-6" if len(waits) == 4 else ""), float("inf")
+        first.wanted, first.until = ("checkpoint-6" if len(waits) == 4 else ""), float("inf")
         if len(waits) == 6:
-            first.finish = {"step": 3, "is_finished": True, "until": 0.0}
+            first.finish, first.until = {"step": 3, "is_finished": True}, 0.0
 
     first.wake = SimpleNamespace(wait=wait, clear=lambda: None)
     first.watch()
@@ -609,12 +610,12 @@ def test_a_machine_that_loses_its_disk(undisturbed, tmp_path):
 def test_what_lies_on_the_disks(tmp_path, monkeypatch):
     """Which machines share the directory is seen from rank 0's lock; some of them alone is an error."""
     monkeypatch.setattr(mirror, "_has_own_disks", False)
-    monkeypatch.setattr(mirror, "on_all_ranks", lambda own: [own, (False, True), (True, False), (True, True)])
+    monkeypatch.setattr(mirror, "on_all_ranks", lambda own: [own, None, False, True])
     with pytest.raises(ConfigError, match=r"machines \[1\] do not see what the first one writes"):
         mirror.look_for_disks(tmp_path)
     full = SimpleNamespace(fsdp_plugin=SimpleNamespace(state_dict_type=SimpleNamespace(name="FULL_STATE_DICT")))
     check_kind(SimpleNamespace(state=full))
-    monkeypatch.setattr(mirror, "on_all_ranks", lambda own: [own, (False, True), (True, False), (True, False)])
+    monkeypatch.setattr(mirror, "on_all_ranks", lambda own: [own, None, False, False])
     mirror.look_for_disks(tmp_path)
     assert mirror.has_own_disks()
     with pytest.raises(ConfigError, match="FULL_STATE_DICT writes one file from the parts of all machines"):

@@ -6,6 +6,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from accelerate_recipes.life import stop, watch
 from accelerate_recipes.life.status import read_status, update_status
 from accelerate_recipes.life.stop import Stopped
 from accelerate_recipes.metrics import Flops, MetricsLog, Window, peak_memory_gib
-from accelerate_recipes.ranks import max_over_ranks
+from accelerate_recipes.ranks import is_first, max_over_ranks
 from accelerate_recipes.upstream import forget_evaluated_shapes
 
 EvaluateFn = Callable[[int], dict[str, float]]
@@ -75,6 +76,7 @@ def tracker_settings(output_dir: Path, resumed: int | None) -> dict[str, dict[st
     return {"wandb": {"name": name, "id": number, "resume": "allow"}, "trackio": trackio, "tensorboard": tensorboard}
 
 
+@dataclass
 class Agenda:
     """Does what is due before the first step and after each step; call its methods on every rank.
 
@@ -85,26 +87,22 @@ class Agenda:
     Make an Agenda when training begins: from then on, a signal makes the run save a checkpoint and stop.
     """
 
-    log: MetricsLog
-    step = 0  # completed
-    wants_save = False
-    begun_at = trained_at = 0  # steps completed when this run began, and at the last log line with a target
+    checkpointer: Checkpointer
+    total_steps: int
+    flops: Flops | None
+    evaluate_fn: EvaluateFn
+    data_state_fn: Callable[[], dict]
+    log: MetricsLog = field(init=False)
+    step: int = 0  # completed
+    wants_save: bool = False
+    begun_at: int = 0  # steps completed when this run began
+    trained_at: int = 0  # steps completed at the last log line with a target
+    step_timeout: float | None = None  # seconds; known after the first step
     stopped: Stopped | None = None  # set once a rank was asked to stop
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        total_steps: int,
-        flops: Flops | None,
-        evaluate_fn: EvaluateFn,
-        data_state_fn: Callable[[], dict],
-    ):
-        self.checkpointer, self.args, self.accelerator = checkpointer, checkpointer.args, checkpointer.accelerator
+    def __post_init__(self):
+        self.args, self.accelerator = self.checkpointer.args, self.checkpointer.accelerator
         self.output_dir = Path(self.args.output_dir)
-        self.total_steps, self.flops = total_steps, flops
-        self.evaluate_fn = evaluate_fn
-        self.data_state_fn = data_state_fn
-        self.step_timeout: float | None = None  # seconds; known after the first step
         if self.accelerator.is_main_process:
             self.output_dir.mkdir(parents=True, exist_ok=True)
         # Not earlier: before there is something to save, a signal should end the process at once, even while it waits.
@@ -178,9 +176,7 @@ class Agenda:
 
     def save_is_overdue(self) -> bool:
         """Tell whether --save_minutes have passed since the last save. The clock of rank 0 decides."""
-        return (
-            self.accelerator.is_main_process and 0 < 60 * self.args.save_minutes < time.perf_counter() - self.last_save
-        )
+        return is_first() and 0 < 60 * self.args.save_minutes < time.perf_counter() - self.last_save
 
     def completed(self, step: int, seconds: float, *, wants_save: bool, wants_stop: bool) -> None:
         """Record a completed step, its duration, and whether a rank wants a checkpoint.
@@ -194,7 +190,7 @@ class Agenda:
         self.log.completed(step)
         tell(Observer.completed, step)
         watch.expect(f"what follows step {step}", self.args.ddp_timeout)
-        self.stopped = Stopped(stop.reason(self.accelerator)) if wants_stop else None
+        self.stopped = Stopped(stop.reason()) if wants_stop else None
 
     @property
     def log_is_due(self) -> bool:
@@ -273,7 +269,7 @@ class Agenda:
         except ReplicaError as error:
             with contextlib.suppress(SaveError):
                 self.checkpointer.wait()
-            good = f"Last good checkpoint: {self.checkpointer.newest or 'none yet'}"
+            good = self.checkpointer.last_good()
             raise ReplicaError(f"step {self.step}: {error}. No checkpoint is saved. {good}") from None
 
     def end(self) -> list[dict]:

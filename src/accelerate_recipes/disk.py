@@ -58,9 +58,8 @@ def refusal(directory: str | Path) -> str | None:
     """Return why a directory, or its nearest existing parent, cannot be written to; None if it can."""
     path = Path(directory).absolute()
     try:
-        if broken := next(
-            (place for place in (path, *path.parents) if place.is_symlink() and not place.exists()), None
-        ):
+        links = (place for place in (path, *path.parents) if place.is_symlink() and not place.exists())
+        if broken := next(links, None):
             return f"{broken} is a link to {os.readlink(broken)}, which is not there"
         with tempfile.TemporaryFile(dir=existing(Path(directory))):
             return None

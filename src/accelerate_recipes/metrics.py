@@ -174,18 +174,12 @@ class MetricsLog:
         self.flops = flops
         self.peak_flops = None if flops is None else peak_flops(accelerator.device)
         if flops is not None and self.peak_flops is None:
-            accelerator.on_main_process(print)(
-                f"MFU is left out: the bf16 peak of {device_name(accelerator.device)} is not known"
-            )
+            device = device_name(accelerator.device)
+            accelerator.on_main_process(print)(f"MFU is left out: the bf16 peak of {device} is not known")
         self.records: list[dict] = []
         self.first: tuple[int, float] | None = None  # first step that this process completed, and when
-        self.progress = tqdm(
-            total=total_steps,
-            initial=begun_at,
-            unit="step",
-            disable=not (accelerator.is_main_process and sys.stderr.isatty()),
-            dynamic_ncols=True,
-        )
+        is_off = not (accelerator.is_main_process and sys.stderr.isatty())
+        self.progress = tqdm(total=total_steps, initial=begun_at, unit="step", disable=is_off, dynamic_ncols=True)
 
     def restore(self, checkpoint: Path | None) -> None:
         """Continue after the records of a checkpoint, or start anew. Later records of a killed run are dropped."""

@@ -116,18 +116,18 @@ def on_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list:
 
 def on_first_rank(compute: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call `compute` on rank 0. Return its result on every rank, or raise its error on every rank."""
+    if not dist.is_initialized():
+        return compute()
     found: list[Any] = [None, None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if dist.get_rank() == 0:
         try:
             found[0] = compute()
         except Exception as error:
             found[1] = error
-    if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0, group=group)
-    result, error = found
-    if error is not None:
-        raise error
-    return result
+    dist.broadcast_object_list(found, src=0, group=group)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
 
 
 def gather_when_done(compute: Callable[[], T] | None) -> list[T | None]:
@@ -139,9 +139,8 @@ def gather_when_done(compute: Callable[[], T] | None) -> list[T | None]:
         done = thread.submit(compute or (lambda: None))
         while not all(on_all_ranks(not wait([done], timeout=30).not_done)):
             pass
-    for error in on_all_ranks(done.exception()):
-        if error is not None:
-            raise error
+    if error := next(filter(None, on_all_ranks(done.exception())), None):
+        raise error
     return on_all_ranks(done.result())
 
 
@@ -158,9 +157,8 @@ def on_first_of_machine_before_others(compute: Callable[[], T]) -> T:
                 result = compute()
             except Exception as raised:
                 error = raised
-        for raised in on_all_ranks(error):
-            if raised is not None:
-                raise raised
+        if raised := next(filter(None, on_all_ranks(error)), None):
+            raise raised
     return result
 
 

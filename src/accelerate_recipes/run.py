@@ -252,17 +252,9 @@ class Run(Generic[Args]):
             self.print("Attention: by FlashAttention 3")
         self.total_steps = total_steps
         self.scheduler = make_scheduler(self.optimizer, self.args, total_steps)
-        self.checkpointer = Checkpointer(
-            self.accelerator,
-            self.model,
-            self.optimizer,
-            self.scheduler,
-            self.args,
-            self.artifacts,
-            self.resumed_from,
-            self.adapter,
-            self.adapter.base if self.adapter else rest,
-        )
+        trained = (self.accelerator, self.model, self.optimizer, self.scheduler)
+        base = self.adapter.base if self.adapter else rest
+        self.checkpointer = Checkpointer(*trained, self.args, self.artifacts, self.resumed_from, self.adapter, base)
 
 
 class DataReady(Exception):
@@ -287,7 +279,7 @@ def start(args: Args) -> Run[Args]:
         is_folder = os.path.isdir(name)
         same_on_machines("a folder" if is_folder else cache.revision("model", name), f"the commit of {name}")
     run = Run(args, accelerator, agree_on_resume(accelerator, args))
-    begin_copies(args)
+    begin_copies()
     if run.is_first:
         device = device_name(accelerator.device).removeprefix("this ")
         facts = {

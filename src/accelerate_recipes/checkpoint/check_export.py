@@ -45,11 +45,8 @@ def check_export(export: Path, prompts: Sequence[str] | None, max_new_tokens: in
         raise ConfigError(f"{export} is no export: {reason}")
     # What transformers, tokenizers, safetensors and PEFT raise for a damaged file has no common class.
     try:
-        names = read_json(export / "config.json").get("architectures") if (export / "config.json").is_file() else None
-        if any(name.endswith("ForImageClassification") for name in names or ()):
-            raise ConfigError(f"{export} holds a model of images, which answers no prompt; see docs/vision.md")
-        tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
         model: Any = load_export(export).eval()
+        tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
     except ConfigError:
         raise
     except Exception as error:
@@ -80,10 +77,8 @@ def check_export(export: Path, prompts: Sequence[str] | None, max_new_tokens: in
     if images or (known and "images" in known.rows[0]):
         asked = inputs_with_images(export, tokenizer, prompts, images, known)
     else:
-        ids = [prompt_ids(tokenizer, prompt, known) for prompt in prompts or [None]]
-        asked = [
-            {"input_ids": torch.tensor([one]), "attention_mask": torch.ones(1, len(one), dtype=int)} for one in ids
-        ]
+        rows = [torch.tensor([prompt_ids(tokenizer, prompt, known)]) for prompt in prompts or [None]]
+        asked = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
     most = max(inputs["input_ids"].shape[1] for inputs in asked)
     if not all(inputs["input_ids"].numel() for inputs in asked):
         raise ConfigError("--prompt has no tokens; give a text")
@@ -112,6 +107,8 @@ def load_export(export: Path) -> transformers.PreTrainedModel:
         adapted = kinds.get(task, AutoPeftModelForCausalLM)
         return adapted.from_pretrained(export)  # pyright: ignore[reportReturnType]
     names = read_json(export / "config.json").get("architectures") or []
+    if any(name.endswith("ForImageClassification") for name in names):
+        raise ConfigError(f"{export} holds a model of images, which answers no prompt; see docs/vision.md")
     if len(names) != 1 or not hasattr(transformers, names[0]):
         raise ConfigError(f"{export}/config.json names the architectures {names}, not one that transformers has")
     model, info = getattr(transformers, names[0]).from_pretrained(export, output_loading_info=True)

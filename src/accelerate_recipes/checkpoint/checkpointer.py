@@ -129,7 +129,7 @@ class Checkpointer:
         data_states, broken = zip(*on_all_ranks((data_state, broken_weight(self.model)), self.group), strict=True)
         if name := next(filter(None, broken), None):
             remedy = "lower --learning_rate, or look at what the last steps logged"
-            raise SaveError(f"{final.name} is not saved: {name} holds NaN or infinity; {remedy}. {self._last_good()}")
+            raise SaveError(f"{final.name} is not saved: {name} holds NaN or infinity; {remedy}. {self.last_good()}")
         # A save goes into `<name>.partial`, which no run resumes. A rename gives it its final name only when all files, and
         # the marker with their checksums, are on the disk. So a kill leaves a complete checkpoint or an unfinished name.
         with self._all_or_none(final):
@@ -141,10 +141,10 @@ class Checkpointer:
         state = self._trained_state()
         if self.args.async_save:
             write = dcp.async_save(state, async_stager=self.stager, **settings).result
-            self.in_flight = self.background.submit(self._complete, final, start, write, loadable(rng_state()))
+            self.in_flight = self.background.submit(self._complete, final, start, write, rng_state())
             self.in_flight.add_done_callback(ask_to_stop_if_failed)
         else:
-            self._complete(final, start, partial(dcp.save, state, **settings), loadable(rng_state()))
+            self._complete(final, start, partial(dcp.save, state, **settings), rng_state())
         return final
 
     def wait(self) -> None:
@@ -175,7 +175,7 @@ class Checkpointer:
             marker = on_first_rank(lambda: marker, self.group)
             with self._all_or_none(final):
                 if mirror.is_first_of_disk() and rank:
-                    publish(final, marker)
+                    files.publish(final, marker)
         self.newest = final
         longest = stop.save_took(time.perf_counter() - start)
         if rank == 0:
@@ -184,7 +184,8 @@ class Checkpointer:
         try:
             self.kept = on_first_rank(lambda: steps_to_keep(final.parent, self.args), self.group)
             if mirror.is_first_of_disk():
-                remove_old(final.parent, self.kept, mirror.read_now(final.parent) if self.args.mirror else None)
+                is_read = files.noted(final.parent).get("reading") if self.args.mirror else None
+                remove_old(final.parent, self.kept, is_read)
         except OSError as error:
             if mirror.is_first_of_disk():
                 warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=2)
@@ -209,9 +210,10 @@ class Checkpointer:
             if failure is not None and not files.is_of_the_disk(failure):
                 raise failure
             said = ", ".join(f"rank {rank}: {problem}" for rank, problem in sorted(problems.items()))
-            raise SaveError(f"{final} could not be written: {said}. {self._last_good()}")
+            raise SaveError(f"{final} could not be written: {said}. {self.last_good()}")
 
-    def _last_good(self) -> str:
+    def last_good(self) -> str:
+        """Write a sentence that names the last good checkpoint."""
         return f"Last good checkpoint: {self.newest or 'none yet'}"
 
     def _begin(self, final: Path, data_states: Sequence[dict]) -> None:
@@ -228,7 +230,9 @@ class Checkpointer:
             if self.args.mirror and shutil.disk_usage(final.parent).free < needed:
                 keep = steps_to_keep(final.parent, self.args) if self.kept is None else self.kept
                 remove_old(final.parent, keep)  # the mirror then stops reading it
-                mirror.wait_for_room(final.parent, needed)
+                until = time.monotonic() + 60  # for the senders to close the files
+                while shutil.disk_usage(final.parent).free < needed and time.monotonic() < until:
+                    time.sleep(0.1)
             if (free := shutil.disk_usage(final.parent).free) < needed:
                 remedy = "make room, or lower --save_total_limit"
                 raise OSError(f"{readable(free)} are free, the last checkpoint has {readable(needed)}; {remedy}")
@@ -266,7 +270,7 @@ class Checkpointer:
             "versions": library_versions(),
             "files": entries,
         } | ({"in_parts": True} if mirror.has_own_disks() else {})
-        publish(final, marker)
+        files.publish(final, marker)
         return marker
 
     def resume(self) -> int:
@@ -297,7 +301,10 @@ class Checkpointer:
             group.update(now)
         seek(self.scheduler, marker["step"])
         self.data_states = read_json(checkpoint / "data.json")
-        self.restore_rng()
+        if marker["world_size"] == self.accelerator.num_processes:
+            set_rng_state(torch.load(checkpoint / f"rng-{self.accelerator.process_index}.pt", weights_only=True))
+        else:  # another number of ranks: the checkpoint lacks generators for new ranks, so seed all by the step
+            set_seed(self.args.seed + marker["step"], device_specific=True)
         if is_first():
             saved_by = f"{marker['world_size']} x {marker['strategy']}"
             print(f"Resumed {checkpoint} (step {marker['step']}, saved by {saved_by})", flush=True)
@@ -312,24 +319,6 @@ class Checkpointer:
             trained = [WRAPPERS.sub("", name) for name, parameter in named if parameter.requires_grad]
             model_state = {name: model_state[name] for name in trained}
         return {"model": model_state, "optimizer": optimizer_state}
-
-    def restore_rng(self) -> None:
-        """Restore the random generators from `resumed_from`. Call it again if something has drawn numbers after `resume`."""
-        assert self.resumed_from is not None
-        marker = files.read_marker(self.resumed_from)
-        if marker["world_size"] == self.accelerator.num_processes:
-            file = self.resumed_from / f"rng-{self.accelerator.process_index}.pt"
-            state = torch.load(file, weights_only=True)
-            kind, keys, *rest = state["numpy"]
-            set_rng_state(state | {"numpy": (kind, keys.numpy(), *rest)})
-        else:  # another number of ranks: the checkpoint lacks generators for new ranks, so seed all by the step
-            set_seed(self.args.seed + marker["step"], device_specific=True)
-
-
-def loadable(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of random generators in a form that `weights_only=True` can load."""
-    kind, keys, *rest = state["numpy"]
-    return state | {"numpy": (kind, torch.from_numpy(keys), *rest)}
 
 
 def broken_weight(model: nn.Module) -> str | None:
@@ -380,19 +369,10 @@ def ask_to_stop_if_failed(save: Future) -> None:
         stop.ask("a save that failed")
 
 
-def publish(final: Path, marker: dict[str, Any]) -> None:
-    """Complete a checkpoint on this disk: write its marker, and give it its final name."""
-    unfinished = files.unfinished(final)
-    files.write_marker(unfinished, marker)
-    fsync(unfinished)
-    unfinished.rename(final)
-    fsync(final.parent)
-
-
 def steps_to_keep(output_dir: Path, args: TrainArgs) -> set[int]:
     """Return the newest `save_total_limit` of the steps that were saved, each `keep_every_n_steps`, and the best."""
     scores = {files.step_of(saved): best_score(saved, args) for saved in files.saved_checkpoints(output_dir)}
-    return files.kept(scores, args.save_total_limit, args.keep_every_n_steps)
+    return files.kept(scores, args)
 
 
 def remove_old(output_dir: Path, keep: set[int], is_read: str | None = None) -> None:
@@ -405,10 +385,9 @@ def remove_old(output_dir: Path, keep: set[int], is_read: str | None = None) -> 
 
 def best_score(checkpoint: Path, args: TrainArgs) -> float | None:
     """Return `files.score` of a checkpoint; None also if its metrics.jsonl is damaged."""
-    metric, step = args.metric_for_best_model, files.step_of(checkpoint)
-    if not metric or files.difference(checkpoint, "metrics.jsonl", files.read_marker(checkpoint)):
+    if not args.metric_for_best_model or files.difference(checkpoint, "metrics.jsonl", files.read_marker(checkpoint)):
         return None
-    return files.score(read_json_lines(checkpoint / "metrics.jsonl"), step, metric, args.greater_is_better)
+    return files.score(read_json_lines(checkpoint / "metrics.jsonl"), files.step_of(checkpoint), args)
 
 
 def seek(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:

@@ -108,16 +108,11 @@ class TrainedRows:
     ends: list[int]
     arguments: dict[str, Any]
 
-    @property
-    def date(self) -> str | None:
-        """Day that the chat template wrote; None if it writes none."""
-        return self.arguments.get("template_date")
-
     def problems(self, exported: Exported) -> list[str]:
         """List where an export differs from what was trained, one sentence each."""
         tokenizer, config, stops, processor = exported
         seen = {"processor": processor} if processor else {}
-        with frozen_date(self.date):
+        with frozen_date(self.arguments.get("template_date")):
             found = differences(self.trained, self.rows, tokenizer, **seen, **self.settings)
         if lost := {*self.ends} - stops:
             said, known = (shown_ends(tokenizer, sorted(ends)) for ends in (lost, stops))

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, count
 from pathlib import Path
@@ -26,12 +26,36 @@ warnings.filterwarnings("ignore", "Please use DTensor instead and we are depreca
 
 MARKER = "complete.json"
 EXPORT = "accelerate_recipes.json"  # lists the files of an export; a later export recognises an export by this list
+MIRROR = "mirror.json"  # in an output directory: `id` of the run there, and `reading`, the checkpoint being sent
 NAME = re.compile(r"checkpoint-(\d+)")
+COPY = re.compile(r"checkpoint-(\d+)-([0-9a-f]{8})")  # in a mirror; see `checkpoint.store`
 SETTINGS = ("config.json", "adapter_config.json")  # of a model, and of adapters
+RULES = ("save_total_limit", "keep_every_n_steps", "metric_for_best_model", "greater_is_better")  # of what is kept
 
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def name_of_copy(marker: dict) -> str:
+    return f"checkpoint-{marker['step']}-{checksum_of(marker)[:8]}"
+
+
+def step_of_copy(copy: str) -> int:
+    return int(copy.split("-")[1])
+
+
+def checkpoint_of(copy: str) -> str:
+    """Return the name of the checkpoint of a copy; "" of none."""
+    return copy.rpartition("-")[0]
+
+
+def noted(output_dir: Path) -> dict[str, Any]:
+    """Read mirror.json in an output directory; empty if there is none."""
+    try:
+        return read_json(output_dir / MIRROR)
+    except (OSError, ValueError):
+        return {}
 
 
 def defect(checkpoint: Path) -> str | None:
@@ -128,6 +152,14 @@ def write_marker(checkpoint: Path, marker: dict) -> None:
     fsync(checkpoint / MARKER)
 
 
+def publish(final: Path, marker: dict) -> None:
+    """Complete a checkpoint on this disk: write its marker, and give it its final name."""
+    write_marker(unfinished(final), marker)
+    fsync(unfinished(final))
+    unfinished(final).rename(final)
+    fsync(final.parent)
+
+
 def total_size(checkpoint: Path) -> int:
     """Add up the bytes of a checkpoint's files on this disk."""
     entries = read_marker(checkpoint)["files"]
@@ -165,46 +197,32 @@ def saved_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def complete_checkpoints(output_dir: Path) -> list[Path]:
-    """List the complete checkpoints, oldest first.
-
-    Rank 0 warns about each directory that has the name of a checkpoint but is not complete.
-    """
-    from accelerate_recipes.ranks import is_first  # torch, which the uploader of a mirror does without
-
-    complete = []
-    for checkpoint in candidates(output_dir):
-        reason = defect(checkpoint)
-        if reason is None:
-            complete.append(checkpoint)
-        elif is_first() and not is_part(checkpoint):
-            warnings.warn(f"skipping {checkpoint}: {reason}", stacklevel=2)
-    return complete
+    """List the complete checkpoints, oldest first."""
+    return [path for path in candidates(output_dir) if defect(path) is None]
 
 
-def kept(scores: Mapping[int, float | None], limit: int, every: int) -> set[int]:
-    """Choose the steps whose checkpoints are kept: the newest `limit` (0: all), multiples of `every`, and the best.
+def kept(scores: Mapping[int, float | None], rules: Any) -> set[int]:
+    """Choose the steps whose checkpoints are kept, by the arguments RULES: the newest (0: all), multiples, and the best.
 
     `scores` has the complete checkpoints by step; a higher score is better.
     """
-    keep = set(sorted(scores)[-limit:])
-    if every:
-        keep |= {step for step in scores if step % every == 0}
+    keep = set(sorted(scores)[-rules.save_total_limit :])
+    if rules.keep_every_n_steps:
+        keep |= {step for step in scores if step % rules.keep_every_n_steps == 0}
     found = {step: value for step, value in sorted(scores.items()) if value is not None}
     return keep | ({max(found, key=found.__getitem__)} if found else set())
 
 
-def score(records: Sequence[dict], step: int, metric: str, greater_is_better: bool | None) -> float | None:
+def score(records: Iterable[dict], step: int, rules: Any) -> float | None:
     """Return the value of the evaluation by which the best checkpoint is chosen, negated if a lower value is better.
 
-    None without a `metric`, if it was not measured at `step`, or if it is not finite.
+    None if it was not measured at `step`, or if it is not finite. `rules` has the arguments RULES.
     """
-    key = f"eval_{metric}"
-    values = [record[key] for record in records if metric and key in record and record["step"] == step]
+    key, is_greater = f"eval_{rules.metric_for_best_model}", rules.greater_is_better
+    values = [record[key] for record in records if key in record and record["step"] == step]
     if not values or not math.isfinite(values[-1]):
         return None
-    return (
-        values[-1] if greater_is_better or (greater_is_better is None and not metric.endswith("loss")) else -values[-1]
-    )
+    return values[-1] if is_greater or (is_greater is None and not key.endswith("loss")) else -values[-1]
 
 
 def set_aside(checkpoint: Path) -> None:

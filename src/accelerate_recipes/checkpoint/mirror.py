@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import queue
-import shutil
 import socket
 import subprocess
 import sys
@@ -28,8 +27,8 @@ from typing import Any
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.arguments.mirror import url_problems
 from accelerate_recipes.checkpoint import files
-from accelerate_recipes.checkpoint.store import COPY, LOCAL, Store, step_of_copy
-from accelerate_recipes.disk import existing, read_json
+from accelerate_recipes.checkpoint.store import Store
+from accelerate_recipes.disk import existing
 from accelerate_recipes.errors import ConfigError, printable, raise_problems
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import attempt, update_status
@@ -40,7 +39,7 @@ AFTER_FAILURE = 20.0  # seconds that a run which failed gives to its newest copy
 
 def is_copy(place: str) -> bool:
     """Tell whether a place is that of a copy, as `checkpoint list` names it, not that of a checkpoint."""
-    return "://" in place or COPY.fullmatch(PurePosixPath(place).name) is not None
+    return "://" in place or files.COPY.fullmatch(PurePosixPath(place).name) is not None
 
 
 def store_at(url: str) -> Store:
@@ -60,8 +59,8 @@ def fetched(place: str, folder: Path) -> Path:
         ConfigError: if there is no complete copy, or if it cannot be fetched.
     """
     url, _, copy = place.rstrip("/").rpartition("/")
-    url, copy = (url, copy) if COPY.fullmatch(copy) else (place, "")
-    checkpoint = folder / copy / f"checkpoint-{copy.split('-')[1] if copy else ''}"
+    url, copy = (url, copy) if files.COPY.fullmatch(copy) else (place, "")
+    checkpoint = folder / copy / files.checkpoint_of(copy)
     if files.defect(checkpoint) is not None:
         try:
             store = store_at(url)
@@ -88,11 +87,11 @@ def as_checkpoint(place: str, near: Path) -> Iterator[Path]:
 class Sender:
     """Process of this machine that talks to the store, and the conversation with it."""
 
-    def __init__(self, args: TrainArgs):
+    def __init__(self, args: TrainArgs, firsts: list[int]):
         self.output_dir = Path(args.output_dir)
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self.status: dict[str, Any] = {}  # `mirror` in status.json
-        self.is_ending = self.has_begun = False
+        self.is_ending = False
         self.process = subprocess.Popen(  # in its own session: a signal to the run's group must not end it
             [sys.executable, "-P", "-m", "accelerate_recipes.checkpoint.uploader"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
@@ -103,17 +102,13 @@ class Sender:
             output_dir=str(self.output_dir.absolute()),
             bandwidth=args.mirror_bandwidth * 2**20,
             rank=rank(),
+            ranks=firsts,
             has_own_disk=_has_own_disks,
             world_size=int(os.environ.get("WORLD_SIZE", 1)),
             parent=os.getpid(),
             owner={"host": socket.gethostname(), "process": os.getpid(), "run": uuid.uuid4().hex, **attempt()},
             fixed={name: values[name] for name in sorted(args.fixed_on_resume() & values.keys())},
-            rules={
-                "limit": args.save_total_limit,
-                "every": args.keep_every_n_steps,
-                "metric": args.metric_for_best_model,
-                "greater": args.greater_is_better,
-            },
+            rules={name: values[name] for name in files.RULES},
         )
         threading.Thread(target=self.listen, daemon=True, name="mirror").start()
 
@@ -142,7 +137,7 @@ class Sender:
             with contextlib.suppress(OSError):
                 update_status(self.output_dir, mirror=self.status)
 
-    def call(self, **command: Any) -> str:
+    def call(self, **command: Any) -> Any:
         """Give a command, and wait for its answer. Raises ConfigError if it cannot be done."""
         self.ask(**command)
         event = self.answers.get()
@@ -150,13 +145,6 @@ class Sender:
             self.is_ending = True
             raise ConfigError(f"--mirror: {event['error']}")
         return event["answer"]
-
-    def begin(self) -> str:
-        """Take the place at --mirror for this run, the first time."""
-        if self.has_begun:
-            return ""
-        self.has_begun = True
-        return self.call(do="begin")
 
 
 # Of this process, which has one output directory. There is no sender without --mirror, nor on other ranks of a machine.
@@ -184,9 +172,8 @@ def look_for_disks(output_dir: Path) -> None:
     output_dir.mkdir(parents=True, exist_ok=True)  # this asks the server of a network filesystem
     file = output_dir / "lock.json"
     owner = on_first_rank(lambda: lock.read(file))
-    sees = [
-        sees for is_its_first, sees in on_all_ranks((is_first_of_machine(), lock.read(file) == owner)) if is_its_first
-    ]
+    found = on_all_ranks(lock.read(file) == owner if is_first_of_machine() else None)
+    sees = [one for one in found if one is not None]
     if any(sees[1:]) and not all(sees):
         apart = [number for number, one in enumerate(sees) if not one]
         raise ConfigError(
@@ -217,48 +204,38 @@ def say_of_mirror(text: str) -> None:
         print(printable(f"Mirror: {text}"), flush=True)
 
 
-def fetch_from_mirror(args: TrainArgs) -> None:
-    """Bring the newest complete copy into the output directory, if it is further on; call it on all ranks.
-
-    The first call also takes the place at --mirror for this run.
+def take_place(args: TrainArgs) -> None:
+    """Take the place at --mirror for this run; call it on all ranks, after `look_for_disks`.
 
     Raises:
         ConfigError: if the place cannot be written to, or belongs to another run.
     """
     global _sender
-    if is_first_of_disk() and _sender is None:  # in the main thread: the process ends with the thread that starts it
-        _sender = Sender(args)
+    firsts = [number for number in on_all_ranks(rank() if is_first_of_machine() else None) if number is not None]
+    if is_first_of_machine():  # in the main thread: the process ends with the thread that starts it
+        _sender = Sender(args, firsts)
     for turn in (True, False):  # rank 0 takes the place, the others join
-        gather_when_done(_sender.begin if _sender and is_first() == turn else None)
-    if _has_own_disks and (newest := newest_of_all_disks(Path(args.output_dir))):
-        gather_when_done(partial(_sender.call, do="send", name=newest) if _sender else None)
+        gather_when_done(partial(_sender.call, do="begin") if _sender and is_first() == turn else None)
+
+
+def fetch_from_mirror(output_dir: Path) -> None:
+    """Bring the newest complete copy into the output directory, if it is further on; call it on all ranks."""
+    sender = _sender if is_first_of_disk() else None
+    if _has_own_disks and (newest := newest_of_all_disks(output_dir)):
+        gather_when_done(partial(sender.call, do="send", name=newest) if sender else None)
     wanted = ""
     while True:
-        found = gather_when_done(partial(_sender.call, do="fetch", copy=wanted) if _sender else None)
+        found = gather_when_done(partial(sender.call, do="fetch", copy=wanted) if sender else None)
         copies = {copy for copy in found if copy}
         if len(copies) < 2:
             return
-        wanted = min(copies, key=step_of_copy)  # one machine has found a newer copy damaged
+        wanted = min(copies, key=files.step_of_copy)  # one machine has found a newer copy damaged
 
 
-def begin_copies(args: TrainArgs) -> None:
-    """Send each new checkpoint from now on; call it on all ranks, when the run has begun."""
-    global _sender
-    if args.mirror:
-        firsts = [number for number in on_all_ranks(rank() if is_first_of_machine() else None) if number is not None]
-        if is_first_of_machine() and _sender is None:
-            _sender = Sender(args)
-            _sender.begin()
-        if _sender is not None:
-            _sender.ask(do="watch", ranks=firsts)
-
-
-def read_now(output_dir: Path) -> str | None:
-    """Return the name of the checkpoint that is being sent, which must not be removed."""
-    try:
-        return read_json(output_dir / LOCAL)["reading"]
-    except (OSError, ValueError, KeyError):
-        return None
+def begin_copies() -> None:
+    """Send each new checkpoint from now on: the run has begun."""
+    if _sender is not None:
+        _sender.ask(do="watch")
 
 
 def make_whole(checkpoint: Path) -> None:
@@ -270,13 +247,6 @@ def make_whole(checkpoint: Path) -> None:
     if files.is_part(checkpoint):
         assert _sender is not None
         _sender.call(do="make_whole", name=checkpoint.name)
-
-
-def wait_for_room(output_dir: Path, needed: int) -> None:
-    """Wait a little until the senders have closed the files that were removed."""
-    until = time.monotonic() + 60
-    while shutil.disk_usage(output_dir).free < needed and time.monotonic() < until:
-        time.sleep(0.1)
 
 
 def finish_copies(output_dir: Path, state: str) -> None:
@@ -291,16 +261,16 @@ def finish_copies(output_dir: Path, state: str) -> None:
     until = time.monotonic() + seconds
     steps = [files.step_of(path) for path in files.saved_checkpoints(output_dir)]
     _sender.ask(do="finish", step=max(steps, default=0), seconds=min(seconds, 1e6), is_finished=state == "finished")
-    event = None
+    event: dict[str, Any] = {}
     with contextlib.suppress(KeyboardInterrupt):
-        while event is None and stop.seconds_left() > 0 and time.monotonic() < until:
+        while not event and stop.seconds_left() > 0 and time.monotonic() < until:
             with contextlib.suppress(queue.Empty):
                 event = _sender.answers.get(timeout=0.2)
     if not is_first():
         return
-    if event and event.get("ended"):
+    if event.get("ended"):
         say_of_mirror(f"the copy is complete: {event['copy']}" if event["copy"] else "there is no checkpoint to copy")
     else:
-        problem = (event or {}).get("problem") or (event or {}).get("error") or "there was no time"
+        problem = event.get("problem") or event.get("error") or "there was no time"
         say_of_mirror(f"the copy of the newest checkpoint is NOT complete: {problem}")
         _sender.note({"problem": problem})

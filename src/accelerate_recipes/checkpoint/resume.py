@@ -33,6 +33,9 @@ def find_resume(args: TrainArgs) -> Path | None:
     output_dir, given = Path(args.output_dir), args.resume_from_checkpoint
     check_replaceable(output_dir / "export", args.base_model)
     present = files.complete_checkpoints(output_dir)
+    for other in files.candidates(output_dir):
+        if other not in present and not files.is_part(other):
+            warnings.warn(f"skipping {other}: {files.defect(other)}", stacklevel=2)
     # No changed argument: this same command has written the newest checkpoint, so it continues there.
     if given == "latest" or (present and not changed_arguments(present[-1], args)):
         chosen = present[-1] if present else None
@@ -80,14 +83,16 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
             output directory.
     """
     rank, world_size, output_dir = accelerator.process_index, accelerator.num_processes, Path(args.output_dir)
+    if args.mirror:
+        on_first_rank(lambda: take_directory(output_dir))
+        mirror.look_for_disks(output_dir)
+        gather_when_done(partial(take_directory, output_dir) if mirror.is_first_of_disk() else None)
+        check_kind(accelerator)
+        mirror.take_place(args)
     # A damaged checkpoint is renamed, so the next turn finds an older one.
     while True:
         if args.mirror:
-            on_first_rank(lambda: take_directory(output_dir))
-            mirror.look_for_disks(output_dir)
-            gather_when_done(partial(take_directory, output_dir) if mirror.is_first_of_disk() else None)
-            check_kind(accelerator)
-            mirror.fetch_from_mirror(args)
+            mirror.fetch_from_mirror(output_dir)
         chosen, *_ = gather_when_done(partial(find_in_own, args) if is_first() else None)
         if mirror.has_own_disks():
             gather_when_done(partial(tidy_disk, args, chosen) if mirror.is_first_of_disk() else None)

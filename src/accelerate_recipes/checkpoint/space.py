@@ -25,7 +25,7 @@ def space_needed(
 
     If the number of steps is not known, this is a lower bound.
     """
-    present = [path for path in files.candidates(Path(args.output_dir)) if files.defect(path) is None]
+    present = files.complete_checkpoints(Path(args.output_dir))
     # The size of a real checkpoint is better than a computed one.
     size = files.total_size(present[-1]) if present else checkpoint_bytes(args, trained, state_dict_type, by_muon)
     saves = math.ceil(args.max_steps / args.save_steps) if args.max_steps > 0 and args.save_steps else 1

@@ -49,9 +49,7 @@ from accelerate_recipes.disk import fsync, write_atomically
 
 T = TypeVar("T")
 
-COPY = re.compile(r"checkpoint-(\d+)-([0-9a-f]{8})")
 RUN, LEASE_FILE, GONE = "run.json", "lease.json", "gone.json"
-LOCAL = "mirror.json"  # in the output directory: `id` of the run, and the checkpoint that is being read (`reading`)
 WAITS = (0.5, 2.0, 8.0, 30.0)  # seconds before an attempt is repeated, on average
 PATIENCE = 120.0  # seconds for one call, and for a file at first;
 SLOWEST = 2**20  # bytes a second at which a file may come
@@ -234,18 +232,15 @@ class Store:
     def names(self, folder: str = "") -> list[str]:
         """List the names in a folder."""
         try:
-            return [
-                PurePosixPath(path).name for path in self._insist(partial(self.fs.ls, self._path(folder), detail=False))
-            ]
+            paths = self._insist(partial(self.fs.ls, self._path(folder), detail=False))
         except FileNotFoundError:
             return []
+        return [PurePosixPath(path).name for path in paths]
 
-    def remove(self, name: str, *, recursive: bool = False) -> None:
-        """Remove a small file, or a folder with all that is in it; nothing if there is none."""
+    def remove(self, name: str) -> None:
+        """Remove a small file; nothing if there is none."""
         with contextlib.suppress(FileNotFoundError):
-            if recursive:
-                self._insist(partial(self.fs.rm, recursive=True), self._path(name))
-            elif self.read(name) is not None:  # not every store takes that for removed which was never there
+            if self.read(name) is not None:  # not every store takes that for removed which was never there
                 self._insist(self.fs.rm_file, self._path(name))
 
     # Copies.
@@ -253,12 +248,12 @@ class Store:
     def copies(self) -> list[str]:
         """List the names of copies, complete or not, the newest step first."""
         named = self.named()
-        found = {name for name in self.names() if COPY.fullmatch(name)} | {*named}
-        return sorted(found, key=lambda name: (step_of_copy(name), name in named, name), reverse=True)
+        found = {name for name in self.names() if files.COPY.fullmatch(name)} | {*named}
+        return sorted(found, key=lambda name: (files.step_of_copy(name), name in named, name), reverse=True)
 
     def named(self) -> list[str]:
         """List the copies that the lease names."""
-        return [name for name in (self.read_json(LEASE_FILE) or {}).get("copies", ()) if COPY.fullmatch(name)]
+        return [name for name in (self.read_json(LEASE_FILE) or {}).get("copies", ()) if files.COPY.fullmatch(name)]
 
     def marker(self, copy: str) -> dict | None:
         """Return the marker of a complete copy; None for any other."""
@@ -266,7 +261,7 @@ class Store:
             marker = files.checked_marker(self.read_json(f"{copy}/{MARKER}"))
         except ValueError:
             return None
-        return marker if copy == name_of_copy(marker) else None
+        return marker if copy == files.name_of_copy(marker) else None
 
     def complete(self) -> Iterator[tuple[str, dict]]:
         """Yield name and marker of each complete copy, the newest first."""
@@ -284,11 +279,9 @@ class Store:
                 checkpoint.rename(unfinished)
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(lambda name: self.fetch(copy, name, unfinished, marker), marker["files"]))
-        files.write_marker(unfinished, marker)
         if checkpoint.exists():
             files.set_aside(checkpoint)
-        unfinished.rename(checkpoint)
-        fsync(checkpoint.parent)
+        files.publish(checkpoint, marker)
 
     def set_copy_aside(self, copy: str, reason: str) -> None:
         """Note why a copy is of no use, and make it incomplete."""
@@ -316,7 +309,8 @@ class Store:
         for name in (MARKER, *self.names(copy)):
             if name == MARKER or name.startswith("part-"):
                 self.remove(f"{copy}/{name}")
-        self.remove(copy, recursive=True)
+        with contextlib.suppress(FileNotFoundError):
+            self._insist(partial(self.fs.rm, recursive=True), self._path(copy))
 
     def abort_leftovers(self) -> None:
         """Abort the unfinished uploads that a killed writer has left here, which cost money and show in no list."""
@@ -326,16 +320,3 @@ class Store:
                 if found["Key"].startswith(f"{prefix}/"):
                     names = {"Bucket": bucket, "Key": found["Key"], "UploadId": found["UploadId"]}
                     within(PATIENCE, partial(self.fs.call_s3, "abort_multipart_upload", **names))
-
-
-def step_of_copy(copy: str) -> int:
-    return int(copy.split("-")[1])
-
-
-def checkpoint_of(copy: str) -> str:
-    """Return the name of the checkpoint of a copy; "" of none."""
-    return copy.rpartition("-")[0]
-
-
-def name_of_copy(marker: dict) -> str:
-    return f"checkpoint-{marker['step']}-{files.checksum_of(marker)[:8]}"

@@ -9,7 +9,6 @@ import contextlib
 import json
 import math
 import os
-import queue
 import re
 import signal
 import sys
@@ -18,26 +17,13 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.files import EXPORT, MARKER
-from accelerate_recipes.checkpoint.store import (
-    GONE,
-    LEASE_FILE,
-    LOCAL,
-    RUN,
-    Damaged,
-    Gone,
-    Pace,
-    Store,
-    StoreError,
-    checkpoint_of,
-    name_of_copy,
-    step_of_copy,
-    told,
-)
-from accelerate_recipes.disk import read_json, readable, size_and_times, write_atomically
+from accelerate_recipes.checkpoint.store import GONE, LEASE_FILE, RUN, Damaged, Gone, Pace, Store, StoreError, told
+from accelerate_recipes.disk import readable, size_and_times, write_atomically
 from accelerate_recipes.life import parent
 from accelerate_recipes.life.status import is_known_dead
 
@@ -55,22 +41,22 @@ OWNER = re.compile(r"(?:state/__|rng-)(\d+)")  # of a file: the rank that wrote 
 class Uploader:
     """Uploader of one machine. `rank` is the first of the machine; `ranks` are the first of all machines."""
 
-    ranks: tuple[int, ...] = (0,)
     copy = ""  # the newest that needs nothing more of this machine
     coming, good = "", []  # copies that the lease names: one that is about to be complete, and complete ones
     problem, failures, beat, shared_at, is_lost, is_over = "", 0, 0, 0.0, False, False
     reading: Path | None = None
     # Of other machines: owner of the lease; its last beat, and when it was seen.
     first, heard, heard_at = None, None, 0.0
-    wanted, wanted_until = "", 0.0  # checkpoint that is to be made whole
-    finish: dict[str, Any] | None = None
+    wanted = ""  # checkpoint that is to be made whole
+    until = 0.0  # how long the run waits for a store that fails, by time.monotonic
 
     def __init__(self, settings: dict[str, Any]):
         self.settings, self.rank, self.owner, self.url = settings, settings["rank"], settings["owner"], settings["url"]
-        self.output_dir, self.store = Path(settings["output_dir"]), Store(self.url)
+        self.output_dir, self.store, self.ranks = Path(settings["output_dir"]), Store(self.url), settings["ranks"]
         self.has_disk = self.rank == 0 or settings["has_own_disk"]  # the first machine takes care of a shared one
         self.pace, self.since, self.shared = Pace(settings["bandwidth"], self.check), time.time(), {}
         self.wake, self.leasing = threading.Event(), threading.Lock()
+        self.finish: dict[str, Any] = {}  # the command
 
     def tell(self, **event: Any) -> None:
         with contextlib.suppress(OSError):
@@ -78,13 +64,8 @@ class Uploader:
 
     def note(self, **changes: Any) -> None:
         """Change mirror.json in the output directory, which the run reads."""
-        write_atomically(self.output_dir / LOCAL, json.dumps(self.noted() | changes, indent=1) + "\n")
-
-    def noted(self) -> dict[str, Any]:
-        try:
-            return read_json(self.output_dir / LOCAL)
-        except (OSError, ValueError):
-            return {}
+        content = files.noted(self.output_dir) | changes
+        write_atomically(self.output_dir / files.MIRROR, json.dumps(content, indent=1) + "\n")
 
     def check(self) -> None:
         """Raise Gone if the checkpoint that is being sent was removed, and StoreError if another run has the lease."""
@@ -95,30 +76,28 @@ class Uploader:
 
     # The start, on the first machine.
 
-    def begin(self) -> str:
+    def begin(self) -> None:
         """Make the place that of this run. Raises StoreError if it belongs to another, or to one that is alive."""
-        run, mine, fixed = self.store.read_json(RUN), self.noted().get("id"), self.settings["fixed"]
+        run, mine, fixed = self.store.read_json(RUN), files.noted(self.output_dir).get("id"), self.settings["fixed"]
         if not self.has_disk:
-            return ""  # the store answers this machine too
+            return  # the store answers this machine too
         if run is None and (copies := self.store.copies()):
             raise StoreError(f"{self.url} holds {copies[0]}, but no {RUN}; give another place")
         if run and (mine or files.candidates(self.output_dir)) and run["id"] != mine:
             remedy = "give another --mirror, or another --output_dir"
             raise StoreError(f"{self.url} holds another run than {self.output_dir}; {remedy}")
-        before = run["fixed"] if run else {}
+        run = run or {"id": mine or uuid.uuid4().hex, "fixed": fixed}
         is_open = (None, "")  # it is settled later; and a model may have moved
-        for name in sorted(before.keys() & fixed.keys() - {"model_name_or_path"}):
-            was, now = before[name], fixed[name]
+        for name in sorted(run["fixed"].keys() & fixed.keys() - {"model_name_or_path"}):
+            was, now = run["fixed"][name], fixed[name]
             if was != now and was not in is_open and now not in is_open:
                 raise StoreError(f"{self.url} holds a run whose --{name} was {was!r} and is now {now!r}; set it back")
-        run = run or {"id": mine or uuid.uuid4().hex, "fixed": fixed}
         if self.rank == 0:
             self.take_lease()
             self.store.write_json(RUN, run)
             self.store.abort_leftovers()
             threading.Thread(target=self.keep_lease, daemon=True).start()
         self.note(id=run["id"], reading=None)
-        return ""
 
     def take_lease(self) -> None:
         """Wait until the lease of another process has expired, then write ours, and look whether it stays."""
@@ -143,9 +122,8 @@ class Uploader:
         with self.leasing:
             self.beat += 1
             copies = [*filter(None, [self.coming]), *self.good]
-            self.store.write_json(
-                LEASE_FILE, {"owner": owner, "beat": [self.owner["run"], self.beat], "copies": copies}
-            )
+            lease = {"owner": owner, "beat": [self.owner["run"], self.beat], "copies": copies}
+            self.store.write_json(LEASE_FILE, lease)
 
     def renew_lease(self) -> None:
         """Renew the lease, unless another run has it: then stop."""
@@ -167,12 +145,12 @@ class Uploader:
 
         Returns its name, or "". A machine with a disk of its own has nothing that is further on, but has files of the copy.
         """
-        wanted, found = copy, [path for path in files.candidates(self.output_dir) if files.defect(path) is None]
+        wanted, found = copy, files.complete_checkpoints(self.output_dir)
         for copy, marker in self.store.complete():
             if wanted not in ("", copy):
                 continue
             if self.settings["has_own_disk"]:
-                if copy in (name_of_copy(files.read_marker(path)) for path in found):
+                if copy in (files.name_of_copy(files.read_marker(path)) for path in found):
                     return copy
             elif marker["step"] <= max(map(files.step_of, found), default=0):
                 break
@@ -185,28 +163,26 @@ class Uploader:
                 self.store.set_copy_aside(copy, str(error))
         return ""
 
-    def send_now(self, name: str) -> str:
+    def send_now(self, name: str) -> None:
         """Send what this machine has of a checkpoint, which no machine has whole; the first one completes the copy."""
         checkpoint, rate = self.output_dir / name, self.pace.rate
         self.pace.rate = 0  # the run waits
         if checkpoint.exists():
             marker = files.read_marker(checkpoint)
-            copy = name_of_copy(marker)
+            copy = files.name_of_copy(marker)
             if self.rank:
-                with self.reads(checkpoint):
-                    self.send_part(checkpoint, copy, marker)
+                self.send_part(checkpoint, copy, marker)
             elif self.store.marker(copy) is None:
                 self.tell(say=f"making a copy of {name} from the disks of all machines")
                 self.send_copy(checkpoint, copy, marker)
         self.pace.rate = rate
-        return ""
 
     # Copies, while the run trains.
 
     def watch(self) -> None:
         """Send each newest checkpoint, until the run has ended; then its export, and what a person watches."""
         look = LOOK * (5 if self.rank else 1)
-        while not (self.finish and (self.is_complete() or (self.failures and time.monotonic() > self.finish["until"]))):
+        while not (self.finish and (self.is_complete() or (self.failures and time.monotonic() > self.until))):
             if self.finish:
                 time.sleep(look / 5)
             else:
@@ -215,7 +191,7 @@ class Uploader:
                 self.wake.clear()
             try:
                 self.turn_of_first() if self.rank == 0 else self.turn_of_other()
-                if self.wanted and self.wanted == checkpoint_of(self.copy):
+                if self.wanted and self.wanted == files.checkpoint_of(self.copy):
                     self.store.fetch_copy(self.copy, self.store.marker(self.copy), self.output_dir / self.wanted)
                     self.tell(answer="")
                     self.wanted = ""
@@ -224,11 +200,9 @@ class Uploader:
                 pass
             except Exception as error:
                 self.note_trouble(error)
-                if self.wanted and time.monotonic() > self.wanted_until:
-                    self.tell(
-                        error=f"there is no copy of {self.wanted}, from which the export is made: {self.problem}; the same "
-                        "command, given again, makes it when the store has all parts"
-                    )
+                if self.wanted and time.monotonic() > self.until:
+                    said = f"there is no copy of {self.wanted}, from which the export is made: {self.problem}"
+                    self.tell(error=f"{said}; the same command, given again, makes it when the store has all parts")
                     self.wanted = ""
         try:
             if self.rank == 0 and not self.failures:
@@ -238,17 +212,15 @@ class Uploader:
                     self.store.send(path, str(path.relative_to(self.output_dir)), self.pace)
                 self.share()
         except Exception as error:
-            self.note_trouble(
-                error, "the export, the report and the metrics are NOT all there", "the same command sends them"
-            )
+            self.note_trouble(error, "the export, the report and the metrics are NOT all there")
         self.leave()
 
     def turn_of_first(self) -> None:
-        present, done = reversed(files.candidates(self.output_dir)), checkpoint_of(self.copy)
+        present, done = reversed(files.candidates(self.output_dir)), files.checkpoint_of(self.copy)
         newest = next((c for c in present if c.name == done or files.defect(c) is None or files.is_part(c)), None)
         if newest is not None and newest.name != done:
             marker, start = files.read_marker(newest), time.monotonic()
-            copy = name_of_copy(marker)
+            copy = files.name_of_copy(marker)
             if self.store.marker(copy) is None:
                 self.send_copy(newest, copy, marker, PATIENCE_WITH_OTHERS)
                 seconds = time.monotonic() - start
@@ -270,7 +242,7 @@ class Uploader:
                 self.check()
                 has_newer = files.step_of(files.candidates(self.output_dir)[-1]) > marker["step"]
                 is_late = has_newer and time.monotonic() - begun > patience
-                if is_late or (self.wanted and time.monotonic() > self.wanted_until):
+                if is_late or (self.wanted and time.monotonic() > self.until):
                     raise StoreError(f"another machine has not sent {min(lacking)} of {copy}")
                 time.sleep(LOOK)
             self.renew_lease()  # only its owner completes a copy
@@ -312,31 +284,30 @@ class Uploader:
         self.first = self.first or lease["owner"]
         self.is_over = not lease["owner"] or lease["owner"] != self.first or time.monotonic() - self.heard_at > LEASE
         copy = next(iter(lease["copies"]), self.copy)
-        checkpoint = self.output_dir / checkpoint_of(copy)
-        if copy != self.copy and checkpoint.exists():
+        checkpoint = self.output_dir / files.checkpoint_of(copy)
+        if copy == self.copy:
+            return
+        if checkpoint.exists():
             with self.reads(checkpoint):
                 marker = files.read_marker(checkpoint)
-                if name_of_copy(marker) == copy:
+                if files.name_of_copy(marker) == copy:
                     self.send_part(checkpoint, copy, marker)
             self.copy = copy
-        elif copy != self.copy and any(
-            files.step_of(c) > step_of_copy(copy) for c in files.candidates(self.output_dir)
-        ):
+        elif any(files.step_of(c) > files.step_of_copy(copy) for c in files.candidates(self.output_dir)):
             if self.store.marker(copy) is None:
                 self.store.write_json(f"{copy}/{GONE}", self.rank)  # the first machine then takes a newer one
             self.copy = copy
 
     def remove_old(self) -> None:
         """Remove the copies that are not kept, by the rules of the output directory, and what was never completed."""
-        rules, complete = self.settings["rules"], dict(self.store.complete())
+        rules, complete = SimpleNamespace(**self.settings["rules"]), dict(self.store.complete())
         scores = {}
         for copy, marker in complete.items():
-            lines = (self.store.read(f"{copy}/metrics.jsonl") or b"").splitlines() if rules["metric"] else []
-            records = [json.loads(line) for line in lines]
-            scores[marker["step"]] = files.score(records, marker["step"], rules["metric"], rules["greater"])
-        keep = files.kept(scores, rules["limit"], rules["every"]) - {step_of_copy(self.copy)}
+            text = self.store.read(f"{copy}/metrics.jsonl") if rules.metric_for_best_model else None
+            scores[marker["step"]] = files.score(map(json.loads, (text or b"").splitlines()), marker["step"], rules)
+        keep = files.kept(scores, rules) - {files.step_of_copy(self.copy)}
         for copy in self.store.copies():
-            if copy != self.copy and (copy not in complete or step_of_copy(copy) not in keep):
+            if copy != self.copy and (copy not in complete or files.step_of_copy(copy) not in keep):
                 self.store.remove_copy(copy)
 
     def share(self) -> None:
@@ -348,15 +319,14 @@ class Uploader:
                     self.shared[name] = state
         self.shared_at = time.monotonic()
 
-    def note_trouble(
-        self, error: Exception, what: str = "", then: str = "the run goes on, and this is tried again"
-    ) -> None:
-        """Say since when there is no copy, or `what` is missing: at the first failure, and then less and less often."""
+    def note_trouble(self, error: Exception, missing: str = "") -> None:
+        """Say since when there is no copy, or what is `missing` in the end: at first, then less and less often."""
         self.failures += 1
         self.problem = str(error) if isinstance(error, StoreError) else told(error)
         if not self.is_lost and self.failures.bit_count() == 1:
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-            self.tell(say=f"{what or f'no new copy since {since}'}: {self.problem}; {then}")
+            then = "the same command sends them" if missing else "the run goes on, and this is tried again"
+            self.tell(say=f"{missing or f'no new copy since {since}'}: {self.problem}; {then}")
         self.tell_status()
 
     def tell_status(self) -> None:
@@ -367,18 +337,22 @@ class Uploader:
 
     def is_complete(self) -> bool:
         """Tell whether this machine has no more to do for the run's newest checkpoint."""
-        return self.is_over or step_of_copy(self.copy or "x-0") >= (self.finish or {"step": 0})["step"]
+        return self.is_over or files.step_of_copy(self.copy or "x-0") >= self.finish["step"]
 
-    def hurry(self, command: dict[str, Any]) -> None:
-        """Begin the end: no limit of the bandwidth any more, and a deadline."""
-        self.finish, self.pace.rate = command | {"until": time.monotonic() + PATIENCE_AT_END}, 0
+    def listen(self, commands: Iterator[dict[str, Any]]) -> None:
+        """Begin what the run then waits for, without a limit of the bandwidth: `make_whole`, or `finish` with its deadline.
 
-        def give_up() -> None:
-            threading.Timer(LAST_SECONDS, os._exit, (0,)).start()
-            self.leave()
-
-        threading.Timer(max(0.0, command["seconds"] - LAST_SECONDS), give_up).start()
-        self.wake.set()
+        The run ends at the deadline too, and the kernel ends this process with it.
+        """
+        for command in commands:
+            self.pace.rate, self.until = 0, time.monotonic() + PATIENCE_AT_END
+            if command["do"] == "make_whole":
+                self.wanted = command["name"]
+            else:
+                self.finish = command
+                threading.Timer(max(0.0, command["seconds"] - LAST_SECONDS), self.leave).start()
+            self.wake.set()
+        os._exit(1)  # the run is gone
 
     def leave(self) -> None:
         """Release the lease, and end this process."""
@@ -395,33 +369,20 @@ def run_uploader() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     parent.ask_kernel(signal.SIGKILL)
-    settings = json.loads(sys.stdin.readline())
+    commands = map(json.loads, sys.stdin)
+    settings = next(commands)
     if os.getppid() != settings["parent"]:
         os._exit(1)
     os.nice(10)
-    commands: queue.SimpleQueue = queue.SimpleQueue()
     try:
         uploader = Uploader(settings)
-
-        def listen() -> None:
-            for line in sys.stdin:
-                command = json.loads(line)
-                if command["do"] == "finish":
-                    uploader.hurry(command)
-                if command["do"] == "make_whole":
-                    uploader.wanted, uploader.wanted_until = command["name"], time.monotonic() + PATIENCE_AT_END
-                    uploader.pace.rate = 0
-                    uploader.wake.set()
-                commands.put(command)
-            os._exit(1)  # the run is gone
-
-        threading.Thread(target=listen, daemon=True).start()
         actions = {"begin": uploader.begin, "send": uploader.send_now, "fetch": uploader.fetch_newest}
-        while action := actions.get((command := commands.get()).pop("do")):
-            uploader.tell(answer=action(**command))
-        if uploader.finish:  # the run was refused
+        while (do := (command := next(commands)).pop("do")) in actions:
+            uploader.tell(answer=actions[do](**command))
+        if do == "finish":  # the run was refused
+            uploader.finish = command
             uploader.leave()
-        uploader.ranks = command["ranks"]
+        threading.Thread(target=uploader.listen, args=(commands,), daemon=True).start()
         uploader.watch()
     except Exception as error:
         is_plain = isinstance(error, StoreError)

@@ -11,7 +11,6 @@
 """
 
 import glob
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -136,7 +135,7 @@ def manifests() -> Iterator[dict]:
 def parsed_manifest(file: Path) -> dict:
     """Read a manifest. Raises ConfigError for a damaged one."""
     try:
-        manifest = json.loads(file.read_bytes())
+        manifest = read_json(file)
         files, asked = manifest["files"], manifest["asked"].values()
         texts = [manifest[name] for name in ("type", "name", "branch", "revision")]
         texts += [text for entry in asked for text in (*entry["files"], *entry["recipes"])]
@@ -273,9 +272,7 @@ def without_weights(place: Path) -> str:
     names = sorted(path.name for path in place.iterdir() if path.is_file() and not is_pointer(path))
     if shards := [name for name in names if SHARD.fullmatch(name)]:
         stem, end = shards[0].split("-")[0], shards[0].rpartition(".")[2]
-        return (
-            f"{stem}.{end}.index.json (it says which weights are in {shards[0]} and its like; copy or download it too)"
-        )
+        return f"{stem}.{end}.index.json (it names the weights in {shards[0]} and its like; copy or download it too)"
     if other := next((name for name in names if name.endswith(FORMATS)), None):
         said = "is for llama.cpp" if other.endswith(".gguf") else "is in a format that is not read here"
         return f"{WEIGHTS[0]} ({other} {said}; give the same model in the format of transformers)"

@@ -115,9 +115,8 @@ def commit(api: HfApi, export: Path, files: Sequence[str], repo: str, public: bo
     changes = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(export / name)) for name in files]
     changes += [CommitOperationDelete(path_in_repo=name) for name in stale]
     # With the parent, nothing is pushed if somebody else has pushed since.
-    made = api.create_commit(
-        repo, changes, commit_message="Push an export of accelerate-recipes", parent_commit=info.sha
-    )
+    message = "Push an export of accelerate-recipes"
+    made = api.create_commit(repo, changes, commit_message=message, parent_commit=info.sha)
     now = tree(api, "model", repo, made.oid)
     if lost := [name for name in files if name not in now or now[name]["size"] != (export / name).stat().st_size]:
         raise ConfigError(f"{', '.join(lost)} did not arrive; a .gitignore there may name them")

@@ -104,10 +104,8 @@ def tell_launcher(message: str) -> bool:
         write_atomically(Path(file), json.dumps({"message": said}))
         # Before it restarts its processes, it prints no message.
         restarts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
-        is_last = int(restarts[0]) >= int(restarts[1])
-        return (
-            is_last and os.getppid() == _launcher and os.path.samestat(os.fstat(2), os.stat(f"/proc/{_launcher}/fd/2"))
-        )
+        if int(restarts[0]) >= int(restarts[1]) and os.getppid() == _launcher:
+            return os.path.samestat(os.fstat(2), os.stat(f"/proc/{_launcher}/fd/2"))
     return False
 
 

@@ -62,26 +62,21 @@ def plot(axes: Any, records: Sequence[dict], name: str, label: str | None = None
     style |= {"marker": "o"} if is_heldout or len(points) == 1 else {}
     if points:
         is_asked = name.endswith("_asked")
-        line, style = (
-            ("--" if is_heldout else ":" if is_asked else "-"),
-            ({"color": "black"} if is_asked else {}) | style,
-        )
+        line = "--" if is_heldout else ":" if is_asked else "-"
+        style = ({"color": "black"} if is_asked else {}) | style
         axes.plot(*zip(*points, strict=True), line, label=label, linewidth=1.2, **style)
         axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def points_of(records: Sequence[dict], name: str) -> list[tuple[int, float]]:
     """List the steps that have a value, with the value."""
-    return [(record["step"], record[name]) for record in records if is_finite(record.get(name))]
+    found = [(record["step"], record.get(name)) for record in records]
+    return [(step, value) for step, value in found if isinstance(value, int | float) and math.isfinite(value)]
 
 
 def spoken(name: str) -> str:
     """Return the name of a value of an evaluation as people say it."""
     return name.removeprefix("eval_").replace("_", " ").replace("/", ", ")
-
-
-def is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def draw_bars(chart: Any, bars: Bars) -> None:

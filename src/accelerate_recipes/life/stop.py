@@ -102,10 +102,10 @@ def raise_if_requested(accelerator: Accelerator) -> None:
     global _batches
     _batches += 1
     if sum_over_ranks(torch.tensor(int(requested() is not None), device=accelerator.device)).item():
-        raise Stopped(reason(accelerator))
+        raise Stopped(reason())
 
 
-def reason(accelerator: Accelerator) -> str:
+def reason() -> str:
     """Return on all ranks the causes of the stop; remove the file `stop`, so that the next run may start."""
     found = on_all_ranks(requested())
     if is_first_of_machine() and _file is not None:  # each machine may have an output directory of its own
