@@ -49,7 +49,7 @@ def main() -> None:
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
     args = TrainArgs(max_steps=10**6, total_batch_size=16, per_device_train_batch_size=4)
-    collate = Numbered(make_collator(SimpleNamespace(has_boundaries=True), 0, None))
+    collate = Numbered(make_collator(SimpleNamespace(has_boundaries=True, pad_to_multiple_of=None), 0))
     names = ["first", "second", "third", "fourth"]
     with tempfile.TemporaryDirectory() as folder:
         whole = packed_rows(Path(folder, "whole"), flags.rows, flags.max_length)

@@ -33,7 +33,7 @@ from accelerate_recipes.posttraining.distillation import (
     with_access,
 )
 from accelerate_recipes.posttraining.own_answers import OwnAnswers, prepare_to_answer
-from accelerate_recipes.posttraining.settings import make_config, make_model, set_up_by_trl, switch_off_dropout
+from accelerate_recipes.posttraining.settings import make_model, set_up_by_trl, switch_off_dropout
 from accelerate_recipes.posttraining.supervised_loss import nll_sum
 from accelerate_recipes.posttraining.trained_rows import AnswerArgs, compare_finished
 from accelerate_recipes.recipe import Requirements, run_recipe
@@ -62,16 +62,15 @@ def main(args: Args) -> None:
     names = args.model_name_or_path, args.teacher_model_name_or_path
     tokenizer = load_tokenizer(names[0])
     check_vocabularies(tokenizer, load_tokenizer(names[1]), names)
-    config = make_config(run)
     model = make_model(args)
     run.adapter = add_adapters(model, args)
-    base_stops = set_up_by_trl(args, config, model, tokenizer)
+    base_stops = set_up_by_trl(args, model, tokenizer)
     if args.disable_dropout:
         switch_off_dropout(model)
 
     # Rows as the student reads them
     args.settle_date(tokenizer)
-    rows, prompts = prepare_to_answer(run, config, model, tokenizer, base_stops)
+    rows, prompts = prepare_to_answer(run, model, tokenizer, base_stops)
     own = OwnAnswers(run, tokenizer, rows, model.config, prompts) if args.lmbda else None
     run.show_rows(tokenizer, rows.first, rows.num_targets, rows.counts)
     run.print(

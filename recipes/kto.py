@@ -26,13 +26,7 @@ from accelerate_recipes.life.picture import Curves
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.objective import reference_of
-from accelerate_recipes.posttraining.settings import (
-    TrainerArgs,
-    make_config,
-    make_model,
-    set_up_by_trl,
-    switch_off_dropout,
-)
+from accelerate_recipes.posttraining.settings import TrainerArgs, make_model, set_up_by_trl, switch_off_dropout
 from accelerate_recipes.posttraining.supervised import prepare_supervised
 from accelerate_recipes.posttraining.trained_rows import AnswerArgs, compare_finished
 from accelerate_recipes.posttraining.unpaired import UnpairedLoss, advice_on_weights, make_loaders, unpaired_trial
@@ -96,17 +90,16 @@ def main(args: Args) -> None:
 
     # Tokenizer and model, before the rows: these are made, and compared with the export, by the settings of both
     tokenizer = load_tokenizer(args.model_name_or_path)
-    config = make_config(run)
     model = make_model(args)
     run.adapter = add_adapters(model, args)
-    base_stops = set_up_by_trl(args, config, model, tokenizer)
+    base_stops = set_up_by_trl(args, model, tokenizer)
     if args.disable_dropout:
         switch_off_dropout(model)
     loss = UnpairedLoss(args, model.config)
 
     # Rows as the model reads them
     args.settle_date(tokenizer)
-    rows = prepare_supervised(run, config, model, tokenizer, base_stops)
+    rows = prepare_supervised(run, model, tokenizer, base_stops)
     labels = rows.train[LABEL]
     run.print(
         f"Data: {len(labels):,} answers to train on, {sum(labels):,} of them good; {len(rows.heldout):,} held out"

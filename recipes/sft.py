@@ -27,7 +27,7 @@ from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.optim import multiply_in_phases
 from accelerate_recipes.posttraining.mixtures import evaluate_sources, prepare_sources
-from accelerate_recipes.posttraining.settings import NewModelArgs, make_config, make_or_load_model, set_up_by_trl
+from accelerate_recipes.posttraining.settings import NewModelArgs, make_or_load_model, set_up_by_trl
 from accelerate_recipes.posttraining.supervised import prepare_supervised
 from accelerate_recipes.posttraining.supervised_loss import SupervisedLoss, flops_of_rows, nll_sum, supervised_trial
 from accelerate_recipes.posttraining.trained_rows import TEMPLATES, AnswerArgs, compare_finished
@@ -108,16 +108,15 @@ def main(args: Args) -> None:
     # Tokenizer and model, before the rows: these are made, and compared with the export, by the tokens and settings of both
     tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path)
     tokenizer.add_tokens(args.new_tokens, special_tokens=True)
-    config = make_config(run)
     model, new_tokens = make_or_load_model(args, tokenizer, args.new_tokens)
     run.adapter = add_adapters(model, args, new_tokens)
-    base_stops = set_up_by_trl(args, config, model, tokenizer)
+    base_stops = set_up_by_trl(args, model, tokenizer)
     loss = SupervisedLoss(args, model.config, args.read.names)
 
     # Rows as the model reads them
     args.settle_date(tokenizer)
     prepare = prepare_sources if args.mixture else prepare_supervised
-    rows = prepare(run, config, model, tokenizer, base_stops)
+    rows = prepare(run, model, tokenizer, base_stops)
     run.show_rows(tokenizer, rows.first, rows.num_targets, rows.counts)
     num_train, num_heldout = rows.num_read["train"], rows.num_read["test"]
     run.print(

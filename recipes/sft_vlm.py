@@ -24,7 +24,7 @@ from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.images import IMAGES_AND_TEXT, ImageModelArgs, load_image_model
 from accelerate_recipes.models.processors import load_image_tokenizer, load_processor
 from accelerate_recipes.models.shared_rows import balance_weight
-from accelerate_recipes.posttraining.settings import TrainerArgs, make_config, set_up_by_trl
+from accelerate_recipes.posttraining.settings import TrainerArgs, set_up_by_trl
 from accelerate_recipes.posttraining.supervised_images import flops_with_images, prepare_with_images
 from accelerate_recipes.posttraining.supervised_loss import SupervisedLoss, nll_sum
 from accelerate_recipes.posttraining.trained_rows import AnswerArgs, compare_finished
@@ -89,10 +89,9 @@ def main(args: Args) -> None:
 
     # Processor and model
     tokenizer = load_image_tokenizer(args.model_name_or_path)
-    config = make_config(run)
     model = load_image_model(args)
     run.adapter = add_adapters(model, args)
-    base_stops = set_up_by_trl(args, config, model, tokenizer)
+    base_stops = set_up_by_trl(args, model, tokenizer)
     processor = load_processor(args.model_name_or_path, tokenizer, args.image_max_pixels)
     if balance_weight(model.config, None):
         run.print("Experts are not balanced: the tokens of blank images would count")
@@ -100,7 +99,7 @@ def main(args: Args) -> None:
 
     # Rows as the model reads them
     args.settle_date(tokenizer)
-    rows = prepare_with_images(run, config, model, processor, base_stops)
+    rows = prepare_with_images(run, model, processor, base_stops)
     run.show_rows(tokenizer, rows.first, rows.num_targets, rows.counts)
     num_train, num_heldout = rows.num_read["train"], rows.num_read["test"]
     run.print(

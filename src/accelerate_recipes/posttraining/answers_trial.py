@@ -42,7 +42,7 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
     config = config_of(args)
     dtype = load_settings(args)["dtype"]
     attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
-    rows, multiple = args.per_device_train_batch_size, pad_multiple(args) or 1
+    rows, multiple = args.per_device_train_batch_size, pad_multiple(args)
     lengths = {"prompt": room_for_prompts(args, config, answer_length), "completion": answer_length}
     batch: dict[str, Any] = {"advantages": torch.zeros(rows)}
     for name, length in lengths.items():

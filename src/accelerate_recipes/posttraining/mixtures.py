@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl import SFTConfig
 
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.data.files import text_hash
@@ -102,7 +101,7 @@ class MixedSupervisedRows(SupervisedRows):
 
 
 def prepare_sources(
-    run: Run[Any], config: SFTConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base_stops: set[int]
+    run: Run[Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base_stops: set[int]
 ) -> MixedSupervisedRows:
     """Prepare the rows of each source of --mixture as `prepare_supervised` does, and put them behind each other.
 
@@ -117,7 +116,7 @@ def prepare_sources(
         of_source = copy.copy(run)
         of_source.args = alone
         try:
-            parts[source.name] = prepare_supervised(of_source, config, model, tokenizer, base_stops)
+            parts[source.name] = prepare_supervised(of_source, model, tokenizer, base_stops)
         except (ConfigError, DataError) as error:
             raise type(error)(f"{mixture.file}, source {source.name}: {error}") from error
     check_sources_apart(run, parts)

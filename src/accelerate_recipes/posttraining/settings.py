@@ -20,7 +20,7 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer_utils import align_special_tokens
-from trl import SFTConfig, clone_chat_template
+from trl import clone_chat_template
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from accelerate_recipes.args import OWNED_ELSEWHERE, TrainArgs, arg
@@ -176,17 +176,7 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
     return model
 
 
-def make_config(run: Run[Any]) -> Any:
-    """Make the settings by which trl prepares rows."""
-    args = run.args
-    # Give trl the folder of the template's model at its pinned commit; by its name, trl would ask the Hub.
-    template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
-    padding = {"pad_to_multiple_of": math.lcm(pad_multiple(args) or 1, ranks_a_row())} if ranks_a_row() > 1 else {}
-    # `supervised.rendered` finds the answers itself; trl would use another template.
-    return trl_config(run, SFTConfig, chat_template_path=template, assistant_only_loss=False, **padding)
-
-
-def set_up_by_trl(args: Any, config: SFTConfig, model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def set_up_by_trl(args: Any, model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Give a model trl's forward pass of the loss; set chat template, end and padding of the arguments, as trl would.
 
     A template may be that of another model, whose tokens are then added to the tokenizer and to the model, by trl. The
@@ -201,9 +191,9 @@ def set_up_by_trl(args: Any, config: SFTConfig, model: Any, tokenizer: PreTraine
     """
     base_stops = stops_of(model.generation_config)
     text, generation = model.config.get_text_config(), model.generation_config
-    if config.eos_token is not None:
-        check_is_token("eos_token", config.eos_token, tokenizer)
-        tokenizer.eos_token = config.eos_token
+    if args.eos_token is not None:
+        check_is_token("eos_token", args.eos_token, tokenizer)
+        tokenizer.eos_token = args.eos_token
         text.eos_token_id = end = tokenizer.eos_token_id
         ends = generation.eos_token_id
         ends = ends if isinstance(ends, list) else sorted(stops_of(generation))
@@ -213,7 +203,8 @@ def set_up_by_trl(args: Any, config: SFTConfig, model: Any, tokenizer: PreTraine
         num_tokens, num_embeddings = len(tokenizer), model.get_input_embeddings().num_embeddings
         set_seed(args.seed)  # for rows of new tokens
         try:
-            clone_chat_template(model, tokenizer, config.chat_template_path)
+            # Its folder at the pinned commit; by its name, trl would ask the Hub.
+            clone_chat_template(model, tokenizer, str(cache.folder("model", args.template_model)))
         except ValueError as error:  # it has no template
             raise ConfigError(f"--chat_template_path {args.chat_template_path}: {error}") from None
         # Even if the embedding has spare rows for new tokens, these rows mean nothing while they are not trained.
@@ -225,9 +216,9 @@ def set_up_by_trl(args: Any, config: SFTConfig, model: Any, tokenizer: PreTraine
                 f"{num_tokens:,}, and has {len(tokenizer):,}. --use_peft neither trains nor saves their rows of the "
                 "embedding; give the template as a .jinja file"
             )
-    elif config.chat_template_path:
-        tokenizer.chat_template = Path(config.chat_template_path).read_text(encoding="utf-8")
-    padding = config.pad_token or tokenizer.pad_token or tokenizer.eos_token
+    elif args.chat_template_path:
+        tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
+    padding = args.pad_token or tokenizer.pad_token or tokenizer.eos_token
     check_is_token("pad_token", padding, tokenizer)
     tokenizer.pad_token = padding
     text.pad_token_id = generation.pad_token_id = tokenizer.pad_token_id
@@ -377,7 +368,7 @@ def switch_off_dropout(model: nn.Module) -> None:
         vars(module).update(dict.fromkeys(rates, 0.0))
 
 
-def pad_multiple(args: Any) -> int | None:
-    """Return the number whose multiples trl's batches have as lengths; None if there is none."""
+def pad_multiple(args: Any) -> int:
+    """Return the number whose multiples trl's batches have as lengths; ranks that share a row get equal parts of it."""
     multiple = str(args.pad_to_multiple_of)
-    return int(multiple) if multiple.isdecimal() else None
+    return math.lcm(int(multiple) if multiple.isdecimal() else 1, ranks_a_row())

@@ -83,10 +83,10 @@ class SupervisedLoss:
         return means | (means_of_sources(self.sources, of_sources) if self.sources else {})
 
 
-def make_collator(args: Any, pad_token_id: int, multiple: int | None) -> DataCollatorForLanguageModeling:
-    """Make trl's collator. The lengths of its batches are multiples of `multiple`, if there is one."""
+def make_collator(args: Any, pad_token_id: int) -> DataCollatorForLanguageModeling:
+    """Make trl's collator."""
     return DataCollatorForLanguageModeling(
-        pad_token_id=pad_token_id, padding_free=args.has_boundaries, pad_to_multiple_of=multiple
+        pad_token_id=pad_token_id, padding_free=args.has_boundaries, pad_to_multiple_of=pad_multiple(args)
     )
 
 
@@ -131,7 +131,7 @@ def supervised_trial(args: Any) -> Trial:
     row, shorter = {"input_ids": [0] * length}, {"input_ids": [0] * (length - 1)}
     if args.has_boundaries:
         row["seq_lengths"] = [length - 1, 1]
-    collate = make_collator(args, 0, pad_multiple(args))
+    collate = make_collator(args, 0)
     batch = collate([row] * rows if args.has_boundaries or rows == 1 else [*[row] * (rows - 1), shorter])
     if rows == 1 and batch.pop("attention_mask", None) is not None:  # one row has no padding, and attention no mask
         batch["position_ids"] = torch.arange(length)[None]
