@@ -85,11 +85,8 @@ def bare(trainer_class: type["Objective"], args: Any, config: PreTrainedConfig, 
         _metrics={"train": defaultdict(list)},
         _total_train_tokens=0,
         _tp_size=1,
-        compute_loss_func=None,
-        label_smoother=None,
         **attributes,
     )
-    trainer.args.average_tokens_across_devices = False
     if args.disable_dropout:
         args.lora_dropout = 0.0  # the trial's model gets its adapters later, by these `args`
     return trainer
@@ -139,9 +136,6 @@ class Objective:
         self.balance = weight_of_balance(self.model.config, run.args.router_aux_loss_coef)
         self.router_aux_loss_coef, self.aux_loss_enabled = 0.0, self.balance > 0
 
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Do nothing: `run.prepare` moves the model; under FSDP, only this process's shard of it."""
-
     def create_accelerator_and_postprocess(self) -> None:
         """Do nothing: the run has its Accelerator. If trl saw FSDP, it would load a second model, whole on each rank."""
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
@@ -186,12 +180,10 @@ class Objective:
 
     def mark(self) -> Callable[[], None]:
         """Return a function that forgets the micro-batches from here on, and what trl has gathered of them."""
-        counted, gathered = [*self.counted], {name: [*values] for name, values in self._metrics["train"].items()}
+        counted, gathered = [*self.counted], copy.deepcopy(self._metrics["train"])
 
         def forget() -> None:
-            self.counted[:] = counted
-            self._metrics["train"].clear()
-            self._metrics["train"].update({name: [*values] for name, values in gathered.items()})
+            self.counted[:], self._metrics["train"] = counted, copy.deepcopy(gathered)
 
         return forget
 

@@ -140,21 +140,15 @@ def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **d
         "bf16": computes_in_bf16(accelerator.mixed_precision),
         "gradient_accumulation_steps": args.accumulation_steps(accelerator.num_processes),
         "activation_checkpointing": False,  # trl would turn it on, whatever the YAML says
-        "average_tokens_across_devices": False,  # the engine divides the sum over all ranks
-        "eval_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
         "disable_tqdm": True,
     }
-    values |= decided
+    # For one process without torch.distributed, transformers 5.23 counts all GPUs of the machine and wants DataParallel; trl
+    # refuses that. And `run.prepare` moves the model; under FSDP, only this process's shard of it.
+    ours = type(config_class.__name__, (config_class,), {"n_gpu": 1, "place_model_on_device": False})
     try:
-        config = config_class(**values)
+        return ours(**values | decided)
     except ValueError as error:
         raise ConfigError(f"trl's {config_class.__name__} refuses these arguments: {error}") from error
-    # For one process without torch.distributed, transformers 5.23 counts all GPUs of the machine and wants DataParallel; trl
-    # refuses that.
-    config._n_gpu = min(config.n_gpu, 1)
-    return config
 
 
 def make_model(args: TrainerArgs) -> PreTrainedModel:
