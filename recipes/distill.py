@@ -35,14 +35,14 @@ from accelerate_recipes.posttraining.distillation import (
 from accelerate_recipes.posttraining.own_answers import OwnAnswers, prepare_to_answer
 from accelerate_recipes.posttraining.settings import make_model, set_up_by_trl, switch_off_dropout
 from accelerate_recipes.posttraining.supervised_loss import nll_sum
-from accelerate_recipes.posttraining.trained_rows import AnswerArgs, compare_finished
+from accelerate_recipes.posttraining.trained_rows import compare_finished
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start
 from accelerate_recipes.trial import Trial
 
 
 @dataclass
-class Args(FormatArgs, AnswerArgs, DistillArgs, trl.SFTConfig):
+class Args(FormatArgs, DistillArgs, trl.SFTConfig):
     output_dir: str = "outputs/distill"
     tokenizes_first = True
 

@@ -18,7 +18,6 @@ from typing import Any
 import trl
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.data.formats import LABEL
 from accelerate_recipes.data.judged import JudgedArgs
 from accelerate_recipes.engine import train
@@ -58,12 +57,11 @@ class Args(JudgedArgs, AnswerArgs, TrainerArgs, trl.SFTConfig):
     new_tokens = ()
 
     fixed = frozenset({"chat_template_path", "eos_token", "max_length"})
-    owned_elsewhere = TrainerArgs.owned_elsewhere | dict.fromkeys(
-        ("packing", "packing_strategy", "padding_free", "eval_packing", "shuffle_dataset", "accept_training_template",
-         "dataset_kwargs", "dataset_text_field", "truncation_mode", "completion_only_loss"),
+    owned_elsewhere = AnswerArgs.owned_elsewhere | dict.fromkeys(
+        ("packing", "packing_strategy", "padding_free", "eval_packing", "shuffle_dataset", "dataset_text_field",
+         "truncation_mode", "completion_only_loss"),
         "remove it: a row is one answer, which is trained whole, without padding-free rows",
     )  # fmt: skip
-    ranges = TrainerArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)

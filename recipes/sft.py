@@ -18,7 +18,6 @@ from pathlib import Path
 import trl
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.data.formats import FormatArgs
 from accelerate_recipes.data.mixture import MixtureArgs
 from accelerate_recipes.engine import evaluate_loss, train
@@ -49,13 +48,6 @@ class Args(MixtureArgs, FormatArgs, AnswerArgs, NewModelArgs, trl.SFTConfig):
         "dataset_text_field", "chat_template_path", "eos_token", "max_length", "truncation_mode",
         "packing", "packing_strategy", "shuffle_dataset", "completion_only_loss",
     })  # fmt: skip
-    owned_elsewhere = NewModelArgs.owned_elsewhere | {
-        "accept_training_template": "remove it: answers are found with the model's own template",
-        "dataset_kwargs": "remove it: rows are always prepared here",
-    }
-    groups = NewModelArgs.groups | dict.fromkeys(("packing", "completion_only_loss"), "task")
-    ranges = NewModelArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
-
     pads_rows = True
 
     @property

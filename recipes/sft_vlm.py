@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import trl
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.checkpoint.processor_files import processor_files
 from accelerate_recipes.data.image_rows import ImageRowArgs
 from accelerate_recipes.data.rows import num_steps
@@ -47,9 +46,7 @@ class Args(ImageRowArgs, AnswerArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig)
     )
 
     fixed = frozenset({"chat_template_path", "eos_token", "max_length", "packing", "image_max_pixels"})
-    owned_elsewhere = TrainerArgs.owned_elsewhere | {
-        "accept_training_template": "remove it: answers are found with the model's own template",
-        "dataset_kwargs": "remove it: rows are always prepared here",
+    owned_elsewhere = AnswerArgs.owned_elsewhere | {
         "dataset_text_field": "remove it: rows are conversations",
         "shuffle_dataset": "remove it: the order of the rows follows from --seed",
         "truncation_mode": "remove it: a row is cut at its end, behind a whole image",
@@ -58,8 +55,6 @@ class Args(ImageRowArgs, AnswerArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig)
         "router_aux_loss_coef": "remove it: the tokens of blank images would count in the balance of experts",
         "pad_to_multiple_of": "remove it: rows have no padding",
     }
-    groups = TrainerArgs.groups | {"packing": "task"}
-    ranges = dict.fromkeys(("dataset_num_proc",), Range(min=1)) | {"max_length": Range(min=2)}
     router_aux_loss_coef = 0.0
 
     @property

@@ -20,7 +20,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import Gathered, count_next_tokens
@@ -34,6 +33,7 @@ from accelerate_recipes.posttraining.prompts import PromptArgs
 from accelerate_recipes.posttraining.rewards import reward_problems
 from accelerate_recipes.posttraining.settings import make_model
 from accelerate_recipes.posttraining.supervised_loss import supervised_trial
+from accelerate_recipes.posttraining.trained_rows import AnswerArgs
 from accelerate_recipes.ranks import data_world_size, on_all_data_ranks
 from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial, config_of, refuse
@@ -42,7 +42,7 @@ DIVERGENCES = {"forward_kl": 0.0, "reverse_kl": 1.0}  # names in the log, and va
 
 
 @dataclass
-class DistillArgs(PromptArgs):
+class DistillArgs(AnswerArgs, PromptArgs):
     """Arguments about teacher and answers. Put it before trl's SFTConfig, which has those about rows."""
 
     teacher_model_name_or_path: str = arg("", "Model to learn from: a name on the Hub, or a folder.", group="essential")
@@ -91,14 +91,12 @@ class DistillArgs(PromptArgs):
     fixed = frozenset({
         "chat_template_path", "dataset_text_field", "eos_token", "max_length", "truncation_mode", "completion_only_loss",
     })  # fmt: skip
-    owned_elsewhere = PromptArgs.owned_elsewhere | dict.fromkeys(
-        ("packing", "packing_strategy", "padding_free", "eval_packing", "shuffle_dataset", "dataset_kwargs",
-         "accept_training_template", "loss_type", "router_aux_loss_coef"),
+    owned_elsewhere = AnswerArgs.owned_elsewhere | dict.fromkeys(
+        ("packing", "packing_strategy", "padding_free", "eval_packing", "shuffle_dataset", "loss_type",
+         "router_aux_loss_coef"),
         "remove it: rows are padded, and the divergence from the teacher is the whole loss",
     )  # fmt: skip
-    groups = PromptArgs.groups | {"completion_only_loss": "task"}
     reward_weights = None  # each has the weight 1
-    ranges = dict.fromkeys(("dataset_num_proc",), Range(min=1)) | {"max_length": Range(min=2)}
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
+from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.checkpoint.exported import (
     NUM_SHOWN,
     Exported,
@@ -35,7 +36,7 @@ from accelerate_recipes.errors import ConfigError, DataError, raise_problems
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.composites import placeholders, stands_for_image
 from accelerate_recipes.models.pretrained import load_config, read_tokenizer
-from accelerate_recipes.posttraining.settings import refused_by_trl
+from accelerate_recipes.posttraining.settings import TrainerArgs, refused_by_trl
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.run import Run
 
@@ -111,7 +112,7 @@ class ReadRows:
 
 @dataclass
 class AnswerArgs:
-    """Arguments of a recipe that trains answers of conversations. Put it before TrainArgs in the bases of its arguments."""
+    """Arguments of a recipe on rows of SFT. Put it before TrainerArgs in the bases of its arguments."""
 
     assistant_only_loss: str = arg(
         "auto",
@@ -122,6 +123,12 @@ class AnswerArgs:
     )
 
     template_model = ""  # name or folder of a model whose chat template is used
+    groups = TrainerArgs.groups | dict.fromkeys(("packing", "completion_only_loss"), "task")
+    ranges = TrainerArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
+    owned_elsewhere = TrainerArgs.owned_elsewhere | {
+        "accept_training_template": "remove it: answers are found with the model's own template",
+        "dataset_kwargs": "remove it: rows are always prepared here",
+    }
 
     def problems(self, world_size: int) -> list[str]:
         args: Any = self
