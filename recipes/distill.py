@@ -33,7 +33,7 @@ from accelerate_recipes.posttraining.distillation import (
     with_access,
 )
 from accelerate_recipes.posttraining.own_answers import OwnAnswers, prepare_to_answer
-from accelerate_recipes.posttraining.settings import make_model, set_up_by_trl, switch_off_dropout
+from accelerate_recipes.posttraining.settings import make_model, set_up_by_trl
 from accelerate_recipes.posttraining.supervised_loss import nll_sum
 from accelerate_recipes.posttraining.trained_rows import compare_finished
 from accelerate_recipes.recipe import Requirements, run_recipe
@@ -65,8 +65,6 @@ def main(args: Args) -> None:
     model = make_model(args)
     run.adapter = add_adapters(model, args)
     base_stops = set_up_by_trl(args, model, tokenizer)
-    if args.disable_dropout:
-        switch_off_dropout(model)
 
     # Rows as the student reads them
     args.settle_date(tokenizer)

@@ -25,7 +25,7 @@ from accelerate_recipes.life.picture import Curves
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.objective import reference_of
-from accelerate_recipes.posttraining.settings import TrainerArgs, make_model, set_up_by_trl, switch_off_dropout
+from accelerate_recipes.posttraining.settings import TrainerArgs, make_model, set_up_by_trl
 from accelerate_recipes.posttraining.supervised import prepare_supervised
 from accelerate_recipes.posttraining.trained_rows import AnswerArgs, compare_finished
 from accelerate_recipes.posttraining.unpaired import UnpairedLoss, advice_on_weights, make_loaders, unpaired_trial
@@ -91,8 +91,6 @@ def main(args: Args) -> None:
     model = make_model(args)
     run.adapter = add_adapters(model, args)
     base_stops = set_up_by_trl(args, model, tokenizer)
-    if args.disable_dropout:
-        switch_off_dropout(model)
     loss = UnpairedLoss(args, model.config)
 
     # Rows as the model reads them

@@ -24,14 +24,11 @@ from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import Gathered, count_next_tokens
 from accelerate_recipes.models import IGNORE_INDEX
-from accelerate_recipes.models.adapters import load_settings
-from accelerate_recipes.models.attention import choose
-from accelerate_recipes.models.loading import new_model
 from accelerate_recipes.models.probes import unwrapped
 from accelerate_recipes.posttraining.drawing_trial import draw_answers
 from accelerate_recipes.posttraining.prompts import PromptArgs
 from accelerate_recipes.posttraining.rewards import reward_problems
-from accelerate_recipes.posttraining.settings import make_model
+from accelerate_recipes.posttraining.settings import make_model, model_on_meta
 from accelerate_recipes.posttraining.supervised_loss import supervised_trial
 from accelerate_recipes.posttraining.trained_rows import AnswerArgs
 from accelerate_recipes.ranks import data_world_size, on_all_data_ranks
@@ -289,8 +286,7 @@ def distilled_trial(args: Any) -> Trial:
     trial, frozen = supervised_trial(of_rows), frozen_args(args)
     if args.lmbda:
         trial.batch["labels"][:, : of_rows.max_length - targets] = IGNORE_INDEX
-    teacher, dtype = config_of(frozen), load_settings(frozen)["dtype"]
-    attention, _ = choose(args.attn_implementation, teacher, dtype, args.has_boundaries)
+    teacher = config_of(frozen)
     loss = DistillationLoss(args, trial.config, teacher)
     passes = math.ceil(args.lmbda * args.total_batch_size / data_world_size() / args.per_device_eval_batch_size)
 
@@ -306,5 +302,5 @@ def distilled_trial(args: Any) -> Trial:
         tokens=int(count_next_tokens(trial.batch)),
         before_fn=draw if args.lmbda else None,
         keep_reference=loss.use_teacher,
-        make_reference=lambda: with_access(new_model(teacher, attention, dtype, args.has_boundaries)),
+        make_reference=lambda: with_access(model_on_meta(frozen, teacher)),
     )

@@ -29,8 +29,7 @@ from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop
-from accelerate_recipes.models.adapters import load_settings, without_adapters
-from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.adapters import without_adapters
 from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.posttraining.objective import Objective, Outputs, bare
 from accelerate_recipes.posttraining.references import REFERENCE, with_reference
@@ -351,22 +350,19 @@ def preference_trial(args: Any) -> Trial:
     }
     refuse("DPO", others)
     config = config_of(args)
-    dtype = load_settings(args)["dtype"]
-    attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
     length = min(args.max_length, max_positions(config))
     pair = {"prompt_ids": [0], "chosen_ids": [0] * (length - 1), "rejected_ids": [0] * (length - 2)}
     collator = DataCollatorForPreference(pad_token_id=0, max_length=length, pad_to_multiple_of=pad_multiple(args))
     batch = collator([pair | dict.fromkeys(REFERENCE, 0.0)] * rows)
     batch["completion_mask"][:, 1:] = 1  # the largest possible number of targets
     outputs = ("log_probs", "entropy", "mean_logits", "is_top1") + ("log_sum_sq_probs",) * args.use_weighting
-    head = {"outputs": outputs, "disable_dropout": args.disable_dropout}
     names = ("beta", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing", "use_weighting")
     trainer = bare(PairTrainer, args, config, **{name: getattr(args, name) for name in names})
     trainer.loss_types, trainer.loss_weights, trainer.weight_of_sft = without_sft(args)
     trainer.precompute_ref_logps = args.precompute_ref_log_probs
     return Trial(
         config,
-        partial(with_fused_head, attn_implementation=attention, dtype=dtype, **head),
+        partial(with_fused_head, args, outputs),
         trainer.sum_parts,
         trainer.count_parts,
         batch,

@@ -68,6 +68,7 @@ class TrainerArgs(TrainArgs):
     groups = TrainArgs.groups | dict.fromkeys(("chat_template_path", "dataset_num_proc"), "data")
     ranges = dict.fromkeys(("router_aux_loss_coef",), Range(min=0))
     from_scratch = False  # in recipes that always begin with a pretrained model
+    disable_dropout = False  # in recipes without that argument
     owned_elsewhere = (
         dict.fromkeys(REPLACED, "it is of the loop of transformers' Trainer; this loop is that of all recipes, see --help")
         | dict.fromkeys(("save_strategy", "eval_strategy", "logging_strategy"), WHEN)
@@ -171,7 +172,7 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
 
 
 def set_up_by_trl(args: Any, model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Give a model trl's forward pass of the loss; set chat template, end and padding of the arguments, as trl would.
+    """Give a model trl's forward pass of the loss; set dropout, chat template, end and padding of the arguments, as trl would.
 
     A template may be that of another model, whose tokens are then added to the tokenizer and to the model, by trl. The
     special tokens of the tokenizer are written into the configurations of the model.
@@ -218,6 +219,8 @@ def set_up_by_trl(args: Any, model: Any, tokenizer: PreTrainedTokenizerBase) -> 
     text.pad_token_id = generation.pad_token_id = tokenizer.pad_token_id
     align_special_tokens(model, tokenizer)
     add_fused_lm_head(model, outputs=OUTPUTS)
+    if args.disable_dropout:
+        switch_off_dropout(model)
     return base_stops
 
 
@@ -335,19 +338,19 @@ def make_or_load_model(
     return model if args.data_only else initialize(model, args.seed, "cpu"), []
 
 
+def model_on_meta(args: TrainerArgs, config: PreTrainedConfig) -> PreTrainedModel:
+    """Make a model of a trial, as a run with these arguments would load it."""
+    return new_model(config, args.attn_implementation, load_settings(args)["dtype"], args.has_boundaries)
+
+
 def with_fused_head(
-    config: PreTrainedConfig,
-    attn_implementation: str,
-    dtype: torch.dtype,
-    outputs: tuple[str, ...],
-    temperature: float = 1.0,
-    disable_dropout: bool = False,
+    args: TrainerArgs, outputs: Sequence[str], config: PreTrainedConfig, temperature: float = 1.0
 ) -> PreTrainedModel:
-    """Make a model on the meta device, with the forward pass that trl's trainers give a model to compute `outputs`."""
-    model = new_model(config, attn_implementation, dtype)
-    if disable_dropout:
+    """Make a model of a trial with the forward pass that trl's trainers give a model to compute `outputs`."""
+    model = model_on_meta(args, config)
+    if args.disable_dropout:
         switch_off_dropout(model)
-    add_fused_lm_head(model, outputs=outputs, temperature=temperature)
+    add_fused_lm_head(model, outputs=tuple(outputs), temperature=temperature)
     return model
 
 

@@ -16,8 +16,6 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.losses import Gathered, count_next_tokens, means_of_sources, sums_by_source
 from accelerate_recipes.metrics import Flops, flops_per_token
-from accelerate_recipes.models.adapters import load_settings
-from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.configurations import new_config
 from accelerate_recipes.posttraining.settings import OUTPUTS, pad_multiple, weight_of_balance, with_fused_head
 from accelerate_recipes.trial import Trial, config_of, refuse
@@ -124,8 +122,6 @@ def supervised_trial(args: Any) -> Trial:
     }
     refuse("SFT", others)
     config = new_config(args, max_length=args.max_length) if args.from_scratch else config_of(args)
-    dtype = load_settings(args)["dtype"]
-    attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
     loss = SupervisedLoss(args, config)
     length, rows = args.max_length, args.per_device_train_batch_size
     row, shorter = {"input_ids": [0] * length}, {"input_ids": [0] * (length - 1)}
@@ -137,7 +133,7 @@ def supervised_trial(args: Any) -> Trial:
         batch["position_ids"] = torch.arange(length)[None]
     return Trial(
         config,
-        partial(with_fused_head, attn_implementation=attention, dtype=dtype, outputs=OUTPUTS),
+        partial(with_fused_head, args, OUTPUTS),
         loss.sum_parts,
         loss.count_parts,
         batch,

@@ -257,7 +257,6 @@ def unpaired_trial(args: Any) -> Trial:
 
     return replace(
         trial,
-        make_model=partial(trial.make_model, disable_dropout=args.disable_dropout),  # pyright: ignore[reportCallIssue]
         loss_fn=loss.sum_parts,
         count_fn=loss.count_parts,
         batch=trial.batch | foreign | judged,
