@@ -16,7 +16,7 @@ from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.data.files import text_hash
 from accelerate_recipes.data.heldout import MOST_REPEATED, beginning, repeated
 from accelerate_recipes.data.mixed_rows import MixedTable, MixtureLoader, MixtureOrder
-from accelerate_recipes.data.rows import RowLoader, Rows, StepLoader, make_eval_loader
+from accelerate_recipes.data.rows import RowLoader, StepLoader
 from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.engine import batches_to_evaluate
@@ -24,7 +24,7 @@ from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.losses import means_of_sources, sums_by_source
 from accelerate_recipes.posttraining.supervised import SupervisedRows, columns_said, prepare_supervised
 from accelerate_recipes.posttraining.supervised_loss import inputs_of
-from accelerate_recipes.posttraining.trained_rows import FirstRows, Numbered, numbered_row, remedy_of_date
+from accelerate_recipes.posttraining.trained_rows import FirstRows, Numbered, remedy_of_date
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
 from accelerate_recipes.run import Run
 
@@ -93,11 +93,11 @@ class MixedSupervisedRows(SupervisedRows):
         loader.table = self.table
         return loader
 
-    def make_heldout_loader(self) -> RowLoader:
-        run, ends = self.run, np.cumsum([len(part.heldout) for part in self.parts.values()])  # pyright: ignore
-        collate = OfSources(Numbered(self.collate), partial(np.searchsorted, ends, side="right"))
-        place = run.args, run.data_rank, run.data_world_size
-        return make_eval_loader(Rows(self.heldout, numbered_row), *place, collate_fn=collate)
+    def make_heldout_loader(self, num_workers: int = 0) -> RowLoader:
+        ends = np.cumsum([len(part.heldout) for part in self.parts.values()])  # pyright: ignore
+        loader: Any = super().make_heldout_loader(num_workers)
+        loader.collate_fn = OfSources(loader.collate_fn, partial(np.searchsorted, ends, side="right"))
+        return loader
 
 
 def prepare_sources(

@@ -299,7 +299,7 @@ class PairTrainer(Objective, DPOTrainer):
 
 @torch.no_grad()
 def evaluate_pairs(trainer: Any, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Evaluate a DPOTrainer's model on held-out pairs, which `collate` has marked.
+    """Evaluate a DPOTrainer's model on held-out pairs; `row` of a batch is negative for one that only fills it.
 
     Returns:
         `loss`: DPO's original loss (`sigmoid`), whatever --loss_type is trained. `accuracy`: share of the pairs in which the
@@ -313,12 +313,12 @@ def evaluate_pairs(trainer: Any, batches: Iterable[dict[str, Any]]) -> dict[str,
     accelerator, model, beta = trainer.accelerator, trainer.run.model, trainer.beta
     sums = torch.zeros(6, device=accelerator.device, dtype=torch.float64)
     for batch in batches_to_evaluate(accelerator, model, batches):
-        is_pair = batch.pop("is_pair")
+        is_pair = batch.pop("row") >= 0
         chosen, rejected = trainer.compute_ref_log_probs(model, batch)
         if trainer.precompute_ref_logps:
             references = (batch["ref_chosen_logps"], batch["ref_rejected_logps"])
         else:
-            references = trainer.compute_ref_log_probs(trainer.ref_model or trainer.model, batch)
+            references = trainer.compute_ref_log_probs(trainer.ref_model, batch)
         margin = beta * ((chosen - references[0]) - (rejected - references[1]))
         values = [-functional.logsigmoid(margin), margin > 0, margin, chosen, rejected, torch.ones_like(margin)]
         sums += torch.stack([(value.double() * is_pair).sum() for value in values])

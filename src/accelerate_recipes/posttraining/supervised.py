@@ -22,7 +22,7 @@ from accelerate_recipes.data.messages import NUM_COMPARED, TEXT, has_unweighted,
 from accelerate_recipes.data.passes import chosen_rows, made_of, rows_in
 from accelerate_recipes.data.prepared import lengths_of
 from accelerate_recipes.data.rendering import Rendering, render_read, texts_read
-from accelerate_recipes.data.rows import RowLoader, Rows, make_eval_loader, num_steps
+from accelerate_recipes.data.rows import num_steps
 from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.errors import ConfigError, printable
 from accelerate_recipes.models import IGNORE_INDEX
@@ -45,7 +45,6 @@ from accelerate_recipes.posttraining.trained_rows import (
     tell_of_parts,
     tell_of_prompts,
     tokenized_rows,
-    without_targets,
 )
 from accelerate_recipes.ranks import is_first, on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.run import Run
@@ -91,12 +90,6 @@ class SupervisedRows(ReadRows):
     def seen(self, step: int) -> dict[str, float]:
         """Return what the log tells of the sources of a mixture after a step."""
         return {}
-
-    def make_heldout_loader(self, num_workers: int = 0) -> RowLoader:
-        run = self.run
-        place = run.args, run.data_rank, run.data_world_size
-        rows = Rows(self.heldout, without_targets)
-        return make_eval_loader(rows, *place, collate_fn=self.collate, num_workers=num_workers)
 
 
 def prepare_supervised(

@@ -29,7 +29,7 @@ from accelerate_recipes.data.messages import TEXT
 from accelerate_recipes.data.passes import made_of
 from accelerate_recipes.data.prepared import check_content, chunks_of, content_of, lengths_of
 from accelerate_recipes.data.rendering import Rendering
-from accelerate_recipes.data.rows import Rows, StepLoader, make_train_loader
+from accelerate_recipes.data.rows import RowLoader, Rows, StepLoader, make_eval_loader, make_train_loader
 from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.errors import ConfigError, DataError, raise_problems
@@ -108,6 +108,12 @@ class ReadRows:
         run, rows = self.run, Rows(self.items, numbered_row)
         settings |= {"collate_fn": Numbered(self.collate), "content": self.content}
         return make_train_loader(rows, run.args, run.data_rank, run.data_world_size, **settings)
+
+    def make_heldout_loader(self, num_workers: int = 0) -> RowLoader:
+        """Make the loader of this rank's batches of held-out rows; in `row`, a negative number only fills a batch."""
+        run, rows = self.run, Rows(self.heldout, numbered_row)  # pyright: ignore[reportArgumentType]
+        place = run.args, run.data_rank, run.data_world_size
+        return make_eval_loader(rows, *place, collate_fn=Numbered(self.collate), num_workers=num_workers)
 
 
 @dataclass

@@ -89,7 +89,7 @@ def make_loaders(run: Run[Any], rows: SupervisedRows) -> tuple[StepLoader, RowLo
     heldout: Any = rows.heldout
     train = NeighbourRows(rows.train, with_answer_of)
     loader = make_train_loader(train, *place, collate_fn=collate, content=rows.content, order_class=WithNeighbours)
-    evaluated = Rows(heldout, lambda row, n: with_answer_of(row, heldout[(n - 1) % len(heldout)]) | {"is_row": n >= 0})
+    evaluated = Rows(heldout, lambda row, n: with_answer_of(row, heldout[(n - 1) % len(heldout)]) | {"row": n})
     return loader, make_eval_loader(evaluated, *place, collate_fn=collate)
 
 
@@ -100,9 +100,7 @@ class Collator:
         self.collate, self.longest = collate, longest
 
     def __call__(self, rows: list[dict]) -> dict[str, Any]:
-        batch = {
-            name: torch.tensor([row[name] for row in rows]) for name in ("row", "is_row", LABEL) if name in rows[0]
-        }
+        batch = {name: torch.tensor([row[name] for row in rows]) for name in ("row", LABEL)}
         for begin in ("", FOREIGN):
             names = ("input_ids", "labels")
             read = [{name: row[begin + name][: self.longest] for name in names} for row in rows]
@@ -180,7 +178,7 @@ class UnpairedLoss:
         return values | named_rewards(good, bad, *rewards)
 
     def evaluate(self, run: Run[Any], batches: Iterable[dict[str, Any]]) -> dict[str, float]:
-        """Evaluate the model on held-out answers; batches mark by `is_row` those that do not only fill them.
+        """Evaluate the model on held-out answers; in `row` of a batch, a negative number only fills it.
 
         Returns:
             `loss`, with the KL divergence over all of them; `kl`; `accuracy`: share of the answers whose log-probability has
@@ -194,7 +192,7 @@ class UnpairedLoss:
         for batch in batches_to_evaluate(run.accelerator, run.model, batches):
             ratios = self.log_ratios(run.model, batch).double()
             foreign = self.log_ratios(run.model, batch, FOREIGN).double() if self.has_kl else torch.zeros_like(ratios)
-            found.append(torch.stack([ratios, foreign, batch[LABEL].double(), batch["is_row"].double()]))
+            found.append(torch.stack([ratios, foreign, batch[LABEL].double(), (batch["row"] >= 0).double()]))
         ratios, foreign, labels, are_rows = torch.cat(found, 1)
         labels, number = labels.bool(), sum_over_ranks(are_rows.sum())
         kl = (sum_over_ranks((foreign * are_rows).sum()) / number).clamp(min=0)
