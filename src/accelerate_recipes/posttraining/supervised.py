@@ -119,9 +119,7 @@ def prepare_supervised(
     for side, rows in sides.items():
         found = render_side(run, side, rows, tokenizer, settings[side])
         if side == "train":
-            sources = found.data.column("source").to_numpy()
-            added = tell_of_parts(run, found, sources)
-            first = [as_rendered(row) for row in found.select(range(int((sources < NUM_COMPARED).sum())))]
+            added, first = tell_of_parts(run, found), first_rendered(found)
         whole[side] = found.remove_columns(["source", "opened"])
         prepared[side] = on_first_of_machine_before_others(partial(cut_or_packed, args, side, whole[side]))
     check_rows_are_left(sides, prepared, args.max_length)
@@ -218,14 +216,30 @@ def render_side(
     """
     use = f"rows to {USES[side]} on"
     found = tokenized_rows(run, rows, rendered, RENDERED, tokenizer, f"Tokenizing {use}", **settings)
-    if not len(found):
-        raise ConfigError(
-            f"none of {len(rows):,} {use} has an answer that is a target, which is a message of the role "
-            "'assistant' with a text; give rows with answers, see roles and weights of the messages, or train everything by "
-            "--assistant_only_loss false"
-        )
+    check_answers_are_left(rows, found, use)
     check_no_placeholders(found, tokenizer, run.args.base_model)
     return found
+
+
+def check_answers_are_left(rows: datasets.Dataset, found: datasets.Dataset, use: str) -> None:
+    """Check that some of the rows for a `use` have a target once they are rendered.
+
+    Raises:
+        ConfigError: if none has.
+    """
+    if not len(found):
+        raise ConfigError(
+            f"none of {len(rows):,} {use} has an answer that is a target, which is a message of the role 'assistant' with a "
+            "text; give rows with answers, see roles and weights of the messages, or train everything by "
+            "--assistant_only_loss false"
+        )
+
+
+def first_rendered(whole: datasets.Dataset) -> list[Rendering]:
+    """Return the renderings of the first NUM_COMPARED rows that rows are made of, by their column `source`."""
+    number = int((whole.data.column("source").to_numpy() < NUM_COMPARED).sum())
+    rows = whole.select(range(number))
+    return [Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]) for row in rows]
 
 
 def rendered(
@@ -307,10 +321,6 @@ def kept_part(args: Any) -> slice:
         return EVERYTHING
     at_end = args.truncation_mode == "keep_end" and not args.packing
     return slice(-args.max_length, None) if at_end else slice(args.max_length)
-
-
-def as_rendered(row: dict) -> Rendering:
-    return Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]])
 
 
 def ends_of(args: Any, whole: datasets.Dataset, first: list[Rendering], exported: Exported) -> tuple[int, set[int]]:

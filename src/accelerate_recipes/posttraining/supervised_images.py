@@ -21,7 +21,6 @@ from accelerate_recipes.data import image_texts, rendering
 from accelerate_recipes.data.image_rows import load_image_sides
 from accelerate_recipes.data.image_sizes import Patches, known_sizes
 from accelerate_recipes.data.image_texts import DOCUMENTS, ImageTexts, Size, cut_documents, rendered_documents
-from accelerate_recipes.data.messages import NUM_COMPARED
 from accelerate_recipes.data.packing import pack
 from accelerate_recipes.data.passes import made_of
 from accelerate_recipes.data.pictures import Pictures, checked_image, decoded, image_bytes, image_checksum, pixels_shown
@@ -33,7 +32,7 @@ from accelerate_recipes.models.composites import weights_by_part
 from accelerate_recipes.models.documents import text_positions
 from accelerate_recipes.models.image_probe import check_whole
 from accelerate_recipes.models.images import image_model_on_meta, join_documents
-from accelerate_recipes.posttraining.supervised import SupervisedRows, as_rendered, ends_of, is_packed
+from accelerate_recipes.posttraining.supervised import SupervisedRows, check_answers_are_left, ends_of, first_rendered, is_packed
 from accelerate_recipes.posttraining.supervised_loss import flops_of_rows
 from accelerate_recipes.posttraining.trained_rows import (
     USES,
@@ -218,9 +217,7 @@ def prepare_with_images(
         whole[side] = found = render_image_side(run, side, rows, tokenizer, texts, how)
         check_room(found, longest)
         if side == "train":
-            sources = found.data.column("source").to_numpy()
-            added = tell_of_parts(run, found, sources)
-            first = [as_rendered(row) for row in found.select(range(int((sources < NUM_COMPARED).sum())))]
+            added, first = tell_of_parts(run, found), first_rendered(found)
         cut_all = partial(made_of, found, partial(cut_documents, longest=longest), DOCUMENTS, desc="Cutting documents")
         cut[side] = on_first_of_machine_before_others(cut_all)
         check_rows_are_left(sides, {side: cut[side]}, args.max_length)
@@ -331,11 +328,7 @@ def render_image_side(
     use = f"rows to {USES[side]} on"
     how = {"code": (image_texts, rendering), "num_proc": args.dataset_num_proc, "desc": f"Tokenizing {use}"}
     found = on_first_of_machine_before_others(partial(made_of, rows, make, DOCUMENTS, **how))
-    if not len(found):
-        raise ConfigError(
-            f"none of {len(rows):,} {use} has an answer that is a target, which is a message of the role 'assistant' with a "
-            "text; give rows with answers, or train everything by --assistant_only_loss false"
-        )
+    check_answers_are_left(rows, found, use)
     return found
 
 

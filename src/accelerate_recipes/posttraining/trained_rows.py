@@ -236,14 +236,15 @@ def tell_of_prompts(run: Run[Any], sides: dict[str, datasets.Dataset], tokenizer
         )
 
 
-def tell_of_parts(run: Run[Any], whole: datasets.Dataset, sources: np.ndarray) -> int:
+def tell_of_parts(run: Run[Any], whole: datasets.Dataset) -> int:
     """Tell of rows that are cut after an earlier answer, and of answers that lack a part of their prompt, if any.
 
-    `sources` are the numbers of the rows that the rows to train on are made of.
+    `source` of the rows to train on numbers those that they are made of.
 
     Returns:
         The number of rows that are cut after an earlier answer.
     """
+    sources = whole.data.column("source").to_numpy()
     added = np.flatnonzero(sources[:-1] == sources[1:])  # the last row of a conversation is the whole one
     if len(added):
         tokens = lengths_of(whole)[added].sum()
