@@ -282,19 +282,13 @@ class PairTrainer(Objective, DPOTrainer):
             self.keep_reference()
             return
         stop.listen(self.run.output_dir)
-        args = self.args
-        sizes = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
-        size, eval_size = (args.precompute_ref_batch_size or size for size in sizes)
+        size, args = self.args.precompute_ref_batch_size, self.args
         self.model.eval()
         # The loader draws a seed for its workers. This must not change the random numbers of training.
         with torch.random.fork_rng([]), without_adapters(self.model):
-            rows.train = with_reference(self, rows.train, size)
+            rows.train = with_reference(self, rows.train, size or args.per_device_train_batch_size)
             if rows.heldout is not None:
-                rows.heldout = with_reference(self, rows.heldout, eval_size)
-
-    def compute_ref_log_probs(self, model: nn.Module, batch: dict[str, torch.Tensor]):
-        stop.raise_if_requested(self.accelerator)
-        return super().compute_ref_log_probs(model, batch)
+                rows.heldout = with_reference(self, rows.heldout, size or args.per_device_eval_batch_size)
 
 
 @torch.no_grad()
