@@ -179,7 +179,6 @@ TOUCHED = [
     (GRPOTrainer, "_entropy_bonus_enabled", "answers", "the entropy is a part of its own", None),
     (GRPOTrainer, "_entropy_bonus_enabled", "answers_trial", "the same", None),
     (GRPOTrainer, "_logs", "answers", "answers of a step", None),
-    (GRPOTrainer, "_pending_extra_logs", "answers", "what a row expects, beside its answers", None),
     (torch.cuda.memory, "_record_memory_history", "profile", "a GPU's memory over some steps", "enabled context stacks max_entries *"),
     (torch.cuda.memory, "_dump_snapshot", "profile", "the same, as a file", "filename augment_with_fx_traces"),
     (datasets.Dataset, "_indices", "prepared", "rows that only point to a table", None),

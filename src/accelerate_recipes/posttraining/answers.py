@@ -29,7 +29,7 @@ from accelerate_recipes.posttraining.objective import Objective, Outputs
 from accelerate_recipes.posttraining.prompts import PromptArgs, as_object, compare_prompts
 from accelerate_recipes.posttraining.settings import SYNC_REFERENCE
 from accelerate_recipes.posttraining.trained_rows import ReadRows, content_of_sides
-from accelerate_recipes.ranks import on_first_rank
+from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank
 from accelerate_recipes.report.samples import Samples, expected
 from accelerate_recipes.run import Run
 
@@ -57,7 +57,6 @@ DECIDED = (
     | dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), "changes what `generate` returns")
 )
 NO_SETTING = "is no setting of `generate`"
-EXPECTED = "expected by the rewards"  # a column of trl's log that no reward has
 
 # Values of --loss_type that average over the tokens of all answers. The others average over answers.
 OVER_TOKENS = {"bnpo", "cispo", "dapo", "vespo"}
@@ -251,7 +250,7 @@ def as_rows(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 class RewardTrainer(AnswerTrainer):
-    """AnswerTrainer of prompts by a chat template. It logs, beside each answer, what is EXPECTED of it."""
+    """AnswerTrainer of prompts by a chat template. It shows, beside each answer, what the rewards expect of it."""
 
     samples: Samples | None = None  # pages of answers, given on rank 0
     shown = 0  # last step whose answers were written
@@ -268,7 +267,7 @@ class RewardTrainer(AnswerTrainer):
         on_first_rank(lambda: compare_prompts(self.run, as_exported(self.model, self.processing_class), *given))
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        self._pending_extra_logs[EXPECTED].extend(map(expected, inputs))
+        self.expected = [value for part in on_all_data_ranks([*map(expected, inputs)]) for value in part]
         return super()._generate_and_score_completions(inputs)
 
     def log(self, logs: dict[str, float], *others: Any) -> None:
@@ -278,14 +277,12 @@ class RewardTrainer(AnswerTrainer):
         if self.samples and number and step != self.shown:  # once, even if a step is logged twice
             drawn, self.shown = self._logs, step
             every = max(1, len(drawn["prompt"]) // number)
-            texts = (drawn["prompt"], drawn["completion"], drawn["extra"][EXPECTED])
-            answers = list(zip(*texts, zip(*drawn["rewards"].values(), strict=True), strict=True))
-            rows = [
-                dict(zip(("prompt", "completion", "expected"), said, strict=True))
-                | {"rewards": dict(zip(drawn["rewards"], values, strict=True))}
-                for *said, values in answers[::every]
-            ]
-            self.samples.add(step, "drawn in training", rows[:number])
+            of_each = zip(*drawn["rewards"].values(), strict=True)
+            rewards = [dict(zip(drawn["rewards"], values, strict=True)) for values in of_each]
+            columns = (drawn["prompt"], drawn["completion"], self.expected, rewards)
+            names = ("prompt", "completion", "expected", "rewards")
+            rows = [dict(zip(names, said, strict=True)) for said in zip(*columns, strict=True)]
+            self.samples.add(step, "drawn in training", rows[::every][:number])
 
 
 def rows_of_prompts(
