@@ -44,14 +44,10 @@ class Args(JudgedArgs, AnswerArgs, TrainerArgs, trl.SFTConfig):
         "kto", "Loss: of KTO, or of APO-zero, which needs no KL divergence.", choices=("kto", "apo_zero_unpaired")
     )
     beta: float = arg(
-        0.1,
-        "Weight of the distance to the reference: with more, the model stays nearer to it.",
-        above=0,
-        fixed=False,
-        group="task",
+        0.1, "Weight of the distance to the reference: with more, the model stays nearer to it.", above=0, fixed=False
     )
-    desirable_weight: float = arg(1.0, "Weight of the loss of good answers.", min=0, fixed=False, group="task")
-    undesirable_weight: float = arg(1.0, "Weight of the loss of bad answers.", min=0, fixed=False, group="task")
+    desirable_weight: float = arg(1.0, "Weight of the loss of good answers.", min=0, fixed=False)
+    undesirable_weight: float = arg(1.0, "Weight of the loss of bad answers.", min=0, fixed=False)
     disable_dropout: bool = arg(True, "Train without dropout.", fixed=False, group="rare")
     tokenizes_first = True
     new_tokens = ()

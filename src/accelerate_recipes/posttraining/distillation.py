@@ -44,12 +44,7 @@ class DistillArgs(AnswerArgs, PromptArgs):
 
     teacher_model_name_or_path: str = arg("", "Model to learn from: a name on the Hub, or a folder.", group="essential")
     beta: float = arg(
-        1.0,
-        "Divergence: 0 is forward KL, 1 reverse KL, between them Jensen-Shannon.",
-        min=0,
-        max=1,
-        fixed=False,
-        group="task",
+        1.0, "Divergence: 0 is forward KL, 1 reverse KL, between them Jensen-Shannon.", min=0, max=1, fixed=False
     )
     lmbda: float = arg(
         1.0,
@@ -57,14 +52,9 @@ class DistillArgs(AnswerArgs, PromptArgs):
         min=0,
         max=1,
         fixed=False,
-        group="task",
     )
     temperature: float = arg(
-        1.0,
-        "Temperature at which answers are drawn, and of both models' probabilities in the loss.",
-        min=1e-4,
-        fixed=False,
-        group="task",
+        1.0, "Temperature at which answers are drawn, and of both models' probabilities in the loss.", min=1e-4, fixed=False
     )
     max_completion_length: int = arg(512, "Longest answer to draw, in tokens.", min=1, group="essential")
     num_eval_prompts: int = arg(

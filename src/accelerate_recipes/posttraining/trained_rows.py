@@ -125,7 +125,6 @@ class AnswerArgs:
         "Train the answers of conversations alone (true), or everything (false); auto: true, but false for texts.",
         choices=("auto", "true", "false"),
         fixed=False,
-        group="task",
     )
 
     template_model = ""  # name or folder of a model whose chat template is used
