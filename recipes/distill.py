@@ -90,18 +90,9 @@ def main(args: Args) -> None:
         values |= {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, nll_sum, count_next_tokens)}
         return values | mean_divergences(loss.of_rows(run, heldout_loader))
 
-    given = {"draw_fn": own.draw} if own else {}
-    loss_fn, count_fn = loss.sum_parts, count_next_tokens
-    records = train(
-        run,
-        loader,
-        loss_fn=loss_fn,
-        count_fn=count_fn,
-        evaluate_fn=evaluate_fn,
-        values_fn=loss.values,
-        mark_fn=loss.gathered.mark,
-        **given,
-    )
+    loss_fn, count_fn, draw_fn = loss.sum_parts, count_next_tokens, own.draw if own else None
+    given = {"values_fn": loss.values, "mark_fn": loss.gathered.mark}
+    records = train(run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, draw_fn=draw_fn, **given)
 
     # Result
     def result(before: dict, after: dict) -> Result:

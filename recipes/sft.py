@@ -115,7 +115,7 @@ def main(args: Args) -> None:
         f"Data: {num_train:,} rows to train on, {num_heldout:,} held out; {len(rows.train):,} sequences of at most "
         f"{args.max_length} tokens"
     )
-    train_loader, heldout_loader = rows.make_loader(lengths=rows.lengths), rows.make_heldout_loader()
+    loader, heldout_loader = rows.make_loader(lengths=rows.lengths), rows.make_heldout_loader()
 
     # Training and evaluation
     num_targets = (rows.num_targets * rows.visits).sum()
@@ -132,13 +132,7 @@ def main(args: Args) -> None:
 
     loss_fn, count_fn, mark_fn = loss.sum_parts, loss.count_parts, loss.gathered.mark
     records = train(
-        run,
-        train_loader,
-        loss_fn=loss_fn,
-        count_fn=count_fn,
-        evaluate_fn=evaluate_fn,
-        values_fn=values_fn,
-        mark_fn=mark_fn,
+        run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, values_fn=values_fn, mark_fn=mark_fn
     )
 
     # Result

@@ -101,7 +101,7 @@ def main(args: Args) -> None:
         f"Data: {num_train:,} rows to train on, {num_heldout:,} held out; {len(rows.train):,} sequences of at most "
         f"{args.max_length} tokens"
     )
-    train_loader, heldout_loader = rows.make_loader(), rows.make_heldout_loader(args.dataloader_num_workers)
+    loader, heldout_loader = rows.make_loader(), rows.make_heldout_loader(args.dataloader_num_workers)
 
     # Training and evaluation
     flops_fn = flops_with_images(args, rows.train, rows.num_targets.sum())
@@ -113,13 +113,7 @@ def main(args: Args) -> None:
 
     loss_fn, count_fn, values_fn, mark_fn = loss.sum_parts, loss.count_parts, loss.values, loss.gathered.mark
     records = train(
-        run,
-        train_loader,
-        loss_fn=loss_fn,
-        count_fn=count_fn,
-        evaluate_fn=evaluate_fn,
-        values_fn=values_fn,
-        mark_fn=mark_fn,
+        run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, values_fn=values_fn, mark_fn=mark_fn
     )
 
     # Result

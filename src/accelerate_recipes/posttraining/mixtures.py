@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
@@ -24,31 +24,30 @@ from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.losses import means_of_sources, sums_by_source
 from accelerate_recipes.posttraining.supervised import SupervisedRows, columns_said, prepare_supervised
 from accelerate_recipes.posttraining.supervised_loss import inputs_of
-from accelerate_recipes.posttraining.trained_rows import FirstRows, Numbered, remedy_of_date
+from accelerate_recipes.posttraining.trained_rows import FirstRows, remedy_of_date
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
 from accelerate_recipes.run import Run
 
 READ = ("input_ids", "labels", "seq_lengths")  # columns that are trained
 
 
-class OfSources(NamedTuple):
-    """Collator of numbered rows, which also tells the source of each token, (B, T), as `source`."""
-
-    collate: Numbered
-    source_of: Callable[[np.ndarray], np.ndarray]
-
-    def __call__(self, rows: list[tuple[int, dict]]) -> dict[str, Any]:
-        batch = self.collate(rows)
-        # A place without a row, number -1, has no targets: its source does not matter.
-        sources = self.source_of(np.array([number for number, _ in rows])).astype(np.int16)
-        size, length = batch["input_ids"].shape
-        if size == len(rows):
-            lengths = [length] * size
-        else:  # rows behind each other in one, with padding behind the last
-            lengths = [len(row["input_ids"]) for _, row in rows]
-            lengths[-1] += length - sum(lengths)
-        tokens = np.repeat(sources, lengths).reshape(size, length)
-        return batch | {"source": torch.from_numpy(tokens)}
+def with_sources(
+    collate: Callable[[list], dict[str, Any]],
+    source_of: Callable[[np.ndarray], np.ndarray],
+    rows: list[tuple[int, dict]],
+) -> dict[str, Any]:
+    """Return what `collate` makes of numbered rows, and the source of each token, (B, T), as `source`."""
+    batch = collate(rows)
+    # A place without a row, number -1, has no targets: its source does not matter.
+    sources = source_of(np.array([number for number, _ in rows])).astype(np.int16)
+    size, length = batch["input_ids"].shape
+    if size == len(rows):
+        lengths = [length] * size
+    else:  # rows behind each other in one, with padding behind the last
+        lengths = [len(row["input_ids"]) for _, row in rows]
+        lengths[-1] += length - sum(lengths)
+    tokens = np.repeat(sources, lengths).reshape(size, length)
+    return batch | {"source": torch.from_numpy(tokens)}
 
 
 @dataclass(kw_only=True)
@@ -89,14 +88,15 @@ class MixedSupervisedRows(SupervisedRows):
     def make_loader(self, **settings: Any) -> StepLoader:
         order = partial(MixtureOrder, self.table, settings.pop("lengths"))
         loader: Any = super().make_loader(order_class=order, loader_class=MixtureLoader, **settings)
-        loader.collate_fn = OfSources(loader.collate_fn, self.table.source_of)
+        loader.collate_fn = partial(with_sources, loader.collate_fn, self.table.source_of)
         loader.table = self.table
         return loader
 
     def make_heldout_loader(self, num_workers: int = 0) -> RowLoader:
         ends = np.cumsum([len(part.heldout) for part in self.parts.values()])  # pyright: ignore
         loader: Any = super().make_heldout_loader(num_workers)
-        loader.collate_fn = OfSources(loader.collate_fn, partial(np.searchsorted, ends, side="right"))
+        source_of = partial(np.searchsorted, ends, side="right")
+        loader.collate_fn = partial(with_sources, loader.collate_fn, source_of)
         return loader
 
 

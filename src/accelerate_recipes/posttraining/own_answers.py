@@ -201,7 +201,8 @@ class OwnAnswers:
         loader = make_eval_loader(rows, args, run.data_rank, run.data_world_size, collate_fn=self.rows.collate)
         sums = loss.of_rows(run, loader)
         of_each = {name: (sums[:, i] / np.maximum(sums[:, 2], 1)).tolist() for i, name in enumerate(DIVERGENCES)}
-        measured = mean_divergences(sums) | self.heldout.score(step, drawn, "held out, drawn", of_each)
+        scored = on_first_rank(lambda: self.heldout.score(step, drawn, "held out, drawn", of_each))
+        measured = mean_divergences(sums) | scored
         return {f"drawn_{name}": value for name, value in measured.items()}
 
 

@@ -106,14 +106,14 @@ class ReadRows:
     def make_loader(self, **settings: Any) -> StepLoader:
         """Make the loader of this rank's micro-batches; `settings` are those of `make_train_loader`."""
         run, rows = self.run, Rows(self.items, numbered_row)
-        settings |= {"collate_fn": Numbered(self.collate), "content": self.content}
+        settings |= {"collate_fn": partial(numbered, self.collate), "content": self.content}
         return make_train_loader(rows, run.args, run.data_rank, run.data_world_size, **settings)
 
     def make_heldout_loader(self, num_workers: int = 0) -> RowLoader:
         """Make the loader of this rank's batches of held-out rows; in `row`, a negative number only fills a batch."""
         run, rows = self.run, Rows(self.heldout, numbered_row)  # pyright: ignore[reportArgumentType]
         place = run.args, run.data_rank, run.data_world_size
-        return make_eval_loader(rows, *place, collate_fn=Numbered(self.collate), num_workers=num_workers)
+        return make_eval_loader(rows, *place, collate_fn=partial(numbered, self.collate), num_workers=num_workers)
 
 
 @dataclass
@@ -208,13 +208,9 @@ def content_of_sides(run: Run[Any], train: datasets.Dataset, heldout: datasets.D
     return content_of(train, train.column_names)
 
 
-class Numbered(NamedTuple):
-    """Collator of numbered rows: returns what `collate` makes of the rows, and their numbers as `row`."""
-
-    collate: Callable[[list[dict]], dict[str, Any]]
-
-    def __call__(self, rows: list[tuple[int, dict]]) -> dict[str, Any]:
-        return self.collate([row for _, row in rows]) | {"row": torch.tensor([number for number, _ in rows])}
+def numbered(collate: Callable[[list[dict]], dict[str, Any]], rows: list[tuple[int, dict]]) -> dict[str, Any]:
+    """Return what `collate` makes of numbered rows, and their numbers as `row`."""
+    return collate([row for _, row in rows]) | {"row": torch.tensor([number for number, _ in rows])}
 
 
 def numbered_row(row: dict, number: int) -> tuple[int, dict]:
@@ -397,16 +393,10 @@ def cut_at(lengths: np.ndarray, max_length: int | None) -> dict[str, int]:
     return {"cut": int((over > 0).sum()), "tokens cut off": int(over.sum()), "longest": int(lengths.max())}
 
 
-class TargetCounts(NamedTuple):
-    """Number of targets of each row, number of rows that end with a token that stops generation, and these tokens."""
-
-    targets: np.ndarray
-    num_ended: int
-    ends: set[int]
-
-
-def count_targets_of(rows: datasets.Dataset, ends: set[int], kept: slice = EVERYTHING) -> TargetCounts:
-    """Count the targets of each row, and the rows that end with one of `ends`, from their `labels`.
+def count_targets_of(
+    rows: datasets.Dataset, ends: set[int], kept: slice = EVERYTHING
+) -> tuple[np.ndarray, int, set[int]]:
+    """Count the targets of each row, and the rows that end with one of `ends`, from their `labels`; also return these ends.
 
     An end token counts if it is among the last NUM_LAST targets of a row: a template may write a line break after it, and
     end tokens of the user's messages are further from the end. `kept` is the part of each row that is trained, its beginning
@@ -428,7 +418,7 @@ def count_targets_of(rows: datasets.Dataset, ends: set[int], kept: slice = EVERY
             has_end[numbers[is_end]] = True
             seen |= {*found[is_end].tolist()}
         num_ended += int(has_end.sum())
-    return TargetCounts(np.concatenate(counts), num_ended, seen)
+    return np.concatenate(counts), num_ended, seen
 
 
 def have_targets(rows: datasets.Dataset) -> np.ndarray:

@@ -85,7 +85,7 @@ def with_answer_of(row: dict, other: dict) -> dict:
 def make_loaders(run: Run[Any], rows: SupervisedRows) -> tuple[StepLoader, RowLoader]:
     """Make the loaders of this rank's judged answers, to train and to evaluate on."""
     place = run.args, run.data_rank, run.data_world_size
-    collate = Collator(rows.collate, run.args.max_length)
+    collate = partial(judged_batch, rows.collate, run.args.max_length)
     heldout: Any = rows.heldout
     train = NeighbourRows(rows.train, with_answer_of)
     loader = make_train_loader(train, *place, collate_fn=collate, content=rows.content, order_class=WithNeighbours)
@@ -93,19 +93,15 @@ def make_loaders(run: Run[Any], rows: SupervisedRows) -> tuple[StepLoader, RowLo
     return loader, make_eval_loader(evaluated, *place, collate_fn=collate)
 
 
-class Collator:
-    """Collator of rows by `with_answer_of`. `collate` pads rows of SFT, of which each keeps `longest` tokens."""
-
-    def __init__(self, collate: Callable[[list[dict]], dict[str, Any]], longest: int | None):
-        self.collate, self.longest = collate, longest
-
-    def __call__(self, rows: list[dict]) -> dict[str, Any]:
-        batch = {name: torch.tensor([row[name] for row in rows]) for name in ("row", LABEL)}
-        for begin in ("", FOREIGN):
-            names = ("input_ids", "labels")
-            read = [{name: row[begin + name][: self.longest] for name in names} for row in rows]
-            batch |= {begin + name: value for name, value in self.collate(read).items()}
-        return batch
+def judged_batch(
+    collate: Callable[[list[dict]], dict[str, Any]], longest: int | None, rows: list[dict]
+) -> dict[str, Any]:
+    """Make a batch of rows by `with_answer_of`. `collate` pads rows of SFT, of which each keeps `longest` tokens."""
+    batch = {name: torch.tensor([row[name] for row in rows]) for name in ("row", LABEL)}
+    for begin in ("", FOREIGN):
+        read = [{name: row[begin + name][:longest] for name in ("input_ids", "labels")} for row in rows]
+        batch |= {begin + name: value for name, value in collate(read).items()}
+    return batch
 
 
 # Loss
