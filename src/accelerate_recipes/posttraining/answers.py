@@ -25,7 +25,7 @@ from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.messages import NUM_COMPARED
 from accelerate_recipes.models.generation import drawn_by, numbers_of, own_draws
 from accelerate_recipes.models.weights import seed_of
-from accelerate_recipes.posttraining.objective import Objective, Outputs
+from accelerate_recipes.posttraining.objective import Objective, Outputs, reference_of
 from accelerate_recipes.posttraining.prompts import PromptArgs, as_object, compare_prompts
 from accelerate_recipes.posttraining.settings import SYNC_REFERENCE
 from accelerate_recipes.posttraining.trained_rows import ReadRows, content_of_sides
@@ -165,7 +165,7 @@ class AnswerTrainer(Objective, GRPOTrainer):
     def add_reference(self) -> None:
         """Keep a reference model for the KL divergence, if its weight --beta is not 0."""
         if self.beta:
-            self.keep_reference()
+            self.ref_model = reference_of(self.run, self.temperature)
 
     def draw(self, step: int, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Draw and score answers to the prompts of the step after `step`, or return those drawn for an earlier step."""

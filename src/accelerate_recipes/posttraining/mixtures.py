@@ -1,6 +1,7 @@
 """Mixtures for supervised fine-tuning: each source is prepared by itself, as in a run on it alone."""
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -173,18 +174,16 @@ def check_sources_apart(run: Run[Any], parts: Mapping[str, SupervisedRows]) -> N
         return [text_hash(beginning(row, asked)) for row in rows.select_columns([asked])]
 
     def found() -> list[str]:
-        trained, told = {name: {*begin(name, "train")} for name in parts}, []
-        for name in parts:
-            evaluated = begin(name, "test")
-            for other in parts:
-                both = repeated(trained[other], evaluated) if other != name else []
-                said = f"{len(both):,} of {len(evaluated):,} held-out rows of {name} begin as rows to train on of {other} do"
-                if len(both) > MOST_REPEATED * len(evaluated):
-                    raise ConfigError(
-                        f"{run.args.read.file}: {said}; remove them from one side (at most "
-                        f"{MOST_REPEATED:.0%} may lie on both)"
-                    )
-                told += [said] if both else []
+        trained, evaluated = ({name: begin(name, side) for name in parts} for side in ("train", "test"))
+        told = []
+        for name, other in itertools.permutations(parts, 2):
+            both, number = repeated(trained[other], evaluated[name]), len(evaluated[name])
+            said = f"{len(both):,} of {number:,} held-out rows of {name} begin as rows to train on of {other} do"
+            if len(both) > MOST_REPEATED * number:
+                raise ConfigError(
+                    f"{run.args.read.file}: {said}; remove them from one side (at most {MOST_REPEATED:.0%} may lie on both)"
+                )
+            told += [said] if both else []
         return told
 
     for said in on_first_rank(found):

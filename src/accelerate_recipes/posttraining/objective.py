@@ -54,18 +54,11 @@ ROUTING = ("output_router_logits", "router_aux_loss_coef")  # fields of a config
 class Collectives:
     """Stand-in for an Accelerator, with the attributes that trl's losses use."""
 
-    is_main_process, parallelism_config = False, None
     autocast = nullcontext  # the model's forward pass has autocast itself
     gather = gather_for_metrics = staticmethod(gather)
     pad_across_processes, reduce = staticmethod(pad_across_processes), staticmethod(reduce)
-
-    @property
-    def device(self) -> torch.device:
-        return PartialState().device  # pyright: ignore[reportReturnType]
-
-    @property
-    def num_processes(self) -> int:
-        return data_world_size()
+    device = property(lambda _: PartialState().device)
+    num_processes = property(lambda _: data_world_size())
 
 
 def bare(trainer_class: type["Objective"], args: Any, config: PreTrainedConfig, **attributes: Any) -> Any:
@@ -123,7 +116,6 @@ class Objective:
     left_out: ClassVar[set[str]] = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"}
     # The engine divides the loss, so trl must not divide it too; transformers' loop, which sets this, does not run.
     current_gradient_accumulation_steps = 1
-    temperature = 1.0  # of the model's chances, in the loss
 
     def __init__(
         self,
@@ -175,10 +167,6 @@ class Objective:
         self.model_wrapped = self.run.model
         if self.accelerator.distributed_type == DistributedType.FSDP:
             self.model = self.run.model
-
-    def keep_reference(self) -> None:
-        """Keep a reference model that equals the run's base; see `reference_of`."""
-        self.ref_model = reference_of(self.run, self.temperature)
 
     def balances(self, outputs: Outputs) -> list[torch.Tensor]:
         """Return the weighted loss that balances experts in a micro-batch, as a list; the list is empty without experts."""

@@ -31,7 +31,7 @@ from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop
 from accelerate_recipes.models.adapters import without_adapters
 from accelerate_recipes.models.positions import max_positions
-from accelerate_recipes.posttraining.objective import Objective, Outputs, bare
+from accelerate_recipes.posttraining.objective import Objective, Outputs, bare, reference_of
 from accelerate_recipes.posttraining.references import REFERENCE, with_reference
 from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs, pad_multiple, with_fused_head
 from accelerate_recipes.posttraining.trained_rows import ReadRows
@@ -279,7 +279,7 @@ class PairTrainer(Objective, DPOTrainer):
         if self.run.args.exclude_rows:
             self.loss_of_none = self.loss_of_filling()
         if not self.precompute_ref_logps:
-            self.keep_reference()
+            self.ref_model = reference_of(self.run)
             return
         stop.listen(self.run.output_dir)
         size, args = self.args.precompute_ref_batch_size, self.args

@@ -134,9 +134,8 @@ def prepare_supervised(
     left_out = {"left out": len(sides["train"]) - len(train) + added}
     counts = {"with an end": num_ended} | ({"packed from": len(whole["train"])} if args.packing else left_out)
     counts |= cut_at(lengths_of(whole["train"]), args.max_length if kept_part(args) != EVERYTHING else None)
-    collate = make_collator(args, tokenizer.pad_token_id)
     counted = {"sides": sides, "num_targets": num_targets, "counts": counts}
-    return SupervisedRows(run, train, heldout, collate, content, **counted)
+    return SupervisedRows(run, train, heldout, make_collator(args, tokenizer.pad_token_id), content, **counted)
 
 
 def load_sides(

@@ -228,9 +228,8 @@ def prepare_with_images(
         packed[side] = PackedDocuments(cut[side], rows, documents, source, patches_in(cut[side], rows, patches))
     content = content_of_sides(run, cut["train"], cut["test"])
     exported = Exported(*as_exported(model, tokenizer)[:3], processor)
-    targets, num_ended, ends = count_targets_of(cut["train"], exported.stops)
-    if not num_ended:
-        num_ended, ends = ends_of(args, cut["train"], first, exported)
+    targets, *_ = count_targets_of(cut["train"], exported.stops)
+    num_ended, ends = ends_of(args, cut["train"], first, exported)
     place = run, exported, base_stops
 
     def compare() -> None:
