@@ -32,7 +32,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
-    TrainerState,
     TrainingArguments,
 )
 from transformers.trainer_utils import align_special_tokens
@@ -65,7 +64,7 @@ def bare(trainer_class: type["Objective"], args: Any, config: PreTrainedConfig, 
     """Make a trainer for a trial: it can only compute its loss. If the loss reads an attribute that is missing, it fails."""
     trainer: Any = trainer_class.__new__(trainer_class)
     model: Any = nn.Module()  # in training
-    model.is_gradient_checkpointing = model.is_activation_checkpointing = False  # its name since transformers 5.23
+    model.is_gradient_checkpointing = False
     weight = weight_of_balance(config, args.router_aux_loss_coef)
     vars(trainer).update(
         args=copy.copy(args),
@@ -74,7 +73,6 @@ def bare(trainer_class: type["Objective"], args: Any, config: PreTrainedConfig, 
         balance=weight,
         router_aux_loss_coef=0.0,
         aux_loss_enabled=weight > 0,
-        state=TrainerState(),
         _metrics={"train": defaultdict(list)},
         _total_train_tokens=0,
         _tp_size=1,

@@ -304,10 +304,8 @@ def cut_tokens(table: pa.Table, first: int, longest: int, at_end: bool) -> pa.Ta
         column = table.column(name).combine_chunks()
         lengths, tokens = np.asarray(column.value_lengths()), np.asarray(column.flatten())
         kept = np.minimum(lengths, longest)
-        begins, offsets = (
-            np.cumsum(lengths) - kept * at_end - lengths * (not at_end),
-            np.cumsum([0, *kept], dtype=np.int32),
-        )
+        begins = np.cumsum(lengths) - (kept if at_end else lengths)
+        offsets = np.cumsum([0, *kept], dtype=np.int32)
         places = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], kept)
         cut_column = pa.ListArray.from_arrays(offsets, tokens[places])
         table = table.set_column(table.column_names.index(name), name, cut_column)

@@ -232,11 +232,8 @@ def unpaired_trial(args: Any) -> Trial:
     of_rows = copy.copy(args)
     of_rows.loss_type = "nll"
     trial = supervised_trial(of_rows)
-    loss, rows, passes = (
-        UnpairedLoss(args, trial.config),
-        len(trial.batch["labels"]),
-        args.accumulation_steps(data_world_size()),
-    )
+    loss, passes = UnpairedLoss(args, trial.config), args.accumulation_steps(data_world_size())
+    rows = len(trial.batch["labels"])
     foreign = {FOREIGN + name: value for name, value in trial.batch.items()}
     judged = {LABEL: torch.ones(rows, dtype=torch.bool), "reference": torch.zeros(rows), "kl": torch.zeros(())}
     judged["row"] = torch.zeros(rows, dtype=torch.int64)
