@@ -21,6 +21,7 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.data.formats import LABEL
 from accelerate_recipes.data.judged import JudgedArgs
 from accelerate_recipes.engine import train
+from accelerate_recipes.errors import that_apply
 from accelerate_recipes.life.picture import Curves
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
@@ -60,15 +61,13 @@ class Args(JudgedArgs, AnswerArgs, TrainerArgs, trl.SFTConfig):
     )  # fmt: skip
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
-        if self.loss_type == "kto" and self.total_batch_size < 2:
-            found.append(
-                f"--total_batch_size {self.total_batch_size}: KTO reads each prompt with the answer of another row of the "
-                "step; raise it, or give --loss_type apo_zero_unpaired"
-            )
-        if not (self.desirable_weight or self.undesirable_weight):
-            found.append("--desirable_weight and --undesirable_weight are both 0; raise one")
-        return found
+        problems = {
+            f"--total_batch_size {self.total_batch_size}: KTO reads each prompt with the answer of another row of the step; "
+            "raise it, or give --loss_type apo_zero_unpaired": self.loss_type == "kto" and self.total_batch_size < 2,
+            "--desirable_weight and --undesirable_weight are both 0; raise one": not self.desirable_weight
+            and not self.undesirable_weight,
+        }
+        return super().problems(world_size) + that_apply(problems)
 
 
 def requirements(args: Args) -> Requirements:

@@ -21,6 +21,7 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.data.formats import FormatArgs
 from accelerate_recipes.data.mixture import MixtureArgs
 from accelerate_recipes.engine import evaluate_loss, train
+from accelerate_recipes.errors import that_apply
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
@@ -59,20 +60,17 @@ class Args(MixtureArgs, FormatArgs, AnswerArgs, NewModelArgs, trl.SFTConfig):
         return self.padding_free or (self.packing and self.packing_strategy != "wrapped")
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
-        if self.new_tokens and self.use_peft and self.template_model:
-            found.append(
-                f"--chat_template_path {self.chat_template_path} is a model, whose tokens trl would add to the embedding "
-                "after --use_peft has chosen the rows of --new_tokens; give the template as a .jinja file"
-            )
-        if self.padding_free and not self.packing and self.max_length:
-            found.append(
-                f"--padding_free without --packing would not cut rows at --max_length {self.max_length}; add --packing, or "
-                "remove --padding_free"
-            )
-        if "" in self.new_tokens or len({*self.new_tokens}) < len(self.new_tokens):
-            found.append(f"--new_tokens has an empty token, or one twice: {', '.join(map(repr, self.new_tokens))}")
-        return found
+        problems = {
+            f"--chat_template_path {self.chat_template_path} is a model, whose tokens trl would add to the embedding after "
+            "--use_peft has chosen the rows of --new_tokens; give the template as a .jinja file": self.new_tokens
+            and self.use_peft
+            and self.template_model,
+            f"--padding_free without --packing would not cut rows at --max_length {self.max_length}; add --packing, or remove "
+            "--padding_free": self.padding_free and not self.packing and self.max_length,
+            f"--new_tokens has an empty token, or one twice: {', '.join(map(repr, self.new_tokens))}": "" in self.new_tokens
+            or len({*self.new_tokens}) < len(self.new_tokens),
+        }
+        return super().problems(world_size) + that_apply(problems)
 
     @property
     def template_model(self) -> str:

@@ -23,6 +23,7 @@ from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.checkpoint.exported import as_exported
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.messages import NUM_COMPARED
+from accelerate_recipes.errors import that_apply
 from accelerate_recipes.models.generation import drawn_by, numbers_of, own_draws
 from accelerate_recipes.models.weights import seed_of
 from accelerate_recipes.posttraining.objective import Objective, Outputs, reference_of
@@ -103,44 +104,28 @@ class GRPOArgs(PromptArgs):
     )
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
-        if self.total_batch_size % self.num_generations:
-            found.append(
-                f"--total_batch_size {self.total_batch_size} is not a multiple of --num_generations "
-                f"{self.num_generations}, the answers to one prompt"
-            )
-        if self.save_steps % self.num_iterations:
-            found.append(
-                f"--save_steps {self.save_steps} is not a multiple of --num_iterations {self.num_iterations}, the steps "
-                "on the same answers, which a checkpoint does not hold"
-            )
-        num_micro_batches = self.total_batch_size // world_size // self.per_device_train_batch_size
-        if self.top_entropy_quantile < 1 and num_micro_batches > 1:
-            found.append(
-                f"--top_entropy_quantile compares the tokens of a micro-batch, of which a process has {num_micro_batches} a "
-                f"step: make --per_device_train_batch_size {self.total_batch_size // world_size}, or leave it out"
-            )
-        if self.top_entropy_quantile < 1 and self.entropy_coef:
-            found.append(
-                "--entropy_coef is for all tokens, --top_entropy_quantile leaves some out; remove one of the two"
-            )
-        if self.exclude_rows:
-            found.append(
-                "--exclude_rows: GRPO draws and scores the answers of a step together, in whole groups, so no place of it "
-                "can stay empty. Leave out steps that go wrong by --on_spike skip; or remove the prompts from the files, "
-                "and begin a new run at the export of a checkpoint"
-            )
-        if as_object(self.generation_kwargs) is None:
-            found.append(
-                f"--generation_kwargs is {self.generation_kwargs!r}; it must be a JSON object, such as "
-                "'{\"renormalize_logits\": false}'"
-            )
-        found += [
-            f"--generation_kwargs has {key}, which {why}; remove it"
-            for key in as_object(self.generation_kwargs) or ()
-            if (why := DECIDED.get(key) or ("" if self.use_vllm or hasattr(GenerationConfig(), key) else NO_SETTING))
-        ]
-        return found
+        answers, given = self.total_batch_size // world_size, as_object(self.generation_kwargs)
+        num_micro_batches = answers // self.per_device_train_batch_size
+        problems = {
+            f"--total_batch_size {self.total_batch_size} is not a multiple of --num_generations {self.num_generations}, the "
+            "answers to one prompt": self.total_batch_size % self.num_generations,
+            f"--save_steps {self.save_steps} is not a multiple of --num_iterations {self.num_iterations}, the steps on the "
+            "same answers, which a checkpoint does not hold": self.save_steps % self.num_iterations,
+            f"--top_entropy_quantile compares the tokens of a micro-batch, of which a process has {num_micro_batches} a "
+            f"step: make --per_device_train_batch_size {answers}, or leave it out": self.top_entropy_quantile < 1
+            and num_micro_batches > 1,
+            "--entropy_coef is for all tokens, --top_entropy_quantile leaves some out; remove one of the "
+            "two": self.top_entropy_quantile < 1 and self.entropy_coef,
+            "--exclude_rows: GRPO draws and scores the answers of a step together, in whole groups, so no place of it can "
+            "stay empty. Leave out steps that go wrong by --on_spike skip; or remove the prompts from the files, and begin a "
+            "new run at the export of a checkpoint": self.exclude_rows,
+            f"--generation_kwargs is {self.generation_kwargs!r}; it must be a JSON object, such as "
+            "'{\"renormalize_logits\": false}'": given is None,
+        }
+        for key in given or ():
+            why = DECIDED.get(key) or ("" if self.use_vllm or hasattr(GenerationConfig(), key) else NO_SETTING)
+            problems[f"--generation_kwargs has {key}, which {why}; remove it"] = why
+        return super().problems(world_size) + that_apply(problems)
 
 
 class AnswerTrainer(Objective, GRPOTrainer):

@@ -27,7 +27,7 @@ from accelerate_recipes.data.formats import JUDGED, PAIR, SCORES
 from accelerate_recipes.data.messages import select, without_added_nulls
 from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.engine import batches_to_evaluate
-from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.errors import ConfigError, DataError, that_apply
 from accelerate_recipes.life import stop
 from accelerate_recipes.models.adapters import without_adapters
 from accelerate_recipes.models.positions import max_positions
@@ -69,26 +69,20 @@ class DPOArgs(TrainerArgs):
     )
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
-        num_micro_batches = self.total_batch_size // self.per_device_train_batch_size
-        sorts = [name for name in self.loss_type if name in ("aot", "aot_unpaired")]
-        if self.use_weighting and "sft" in self.loss_type:
-            found.append(
-                "--loss_type sft has a mean over tokens, --use_weighting weighs the pairs of a micro-batch; remove one"
-            )
-        if sorts and self.exclude_rows:
-            found.append(
-                f"--exclude_rows: --loss_type {sorts[0]} compares the pairs of a step with each other, so no place of it "
-                "can stay empty; choose another loss, or remove the pairs from the files and begin a new run at the export "
-                "of a checkpoint"
-            )
-        if num_micro_batches > 1:
-            found += [
-                f"--loss_type {name} compares the pairs of a micro-batch, of which a step has {num_micro_batches}: make "
-                f"--per_device_train_batch_size {self.total_batch_size}, on one process, or choose another loss"
-                for name in sorts
-            ]
-        return found
+        number = self.total_batch_size // self.per_device_train_batch_size
+        problems = {
+            "--loss_type sft has a mean over tokens, --use_weighting weighs the pairs of a micro-batch; remove "
+            "one": self.use_weighting and "sft" in self.loss_type
+        }
+        for name in (name for name in self.loss_type if name in ("aot", "aot_unpaired")):
+            problems |= {
+                f"--exclude_rows: --loss_type {name} compares the pairs of a step with each other, so no place of it can "
+                "stay empty; choose another loss, or remove the pairs from the files and begin a new run at the export of a "
+                "checkpoint": self.exclude_rows,
+                f"--loss_type {name} compares the pairs of a micro-batch, of which a step has {number}: make "
+                f"--per_device_train_batch_size {self.total_batch_size}, on one process, or choose another loss": number > 1,
+            }
+        return super().problems(world_size) + that_apply(problems)
 
 
 def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets.Dataset:

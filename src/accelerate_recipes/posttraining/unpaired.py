@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from accelerate_recipes.data.formats import LABEL
 from accelerate_recipes.data.rows import RowLoader, Rows, StepLoader, make_eval_loader, make_train_loader
 from accelerate_recipes.engine import batches_to_evaluate
-from accelerate_recipes.losses import Gathered
+from accelerate_recipes.losses import Gathered, count_next_tokens
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.posttraining.settings import weight_of_balance
 from accelerate_recipes.posttraining.supervised import SupervisedRows
@@ -161,9 +161,8 @@ class UnpairedLoss:
 
     def count_parts(self, batch: dict[str, Any]) -> torch.Tensor:
         """Count the micro-batch itself if there are experts, the answers, and their tokens."""
-        one = torch.ones((), dtype=torch.int64, device=batch[LABEL].device)
-        tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
-        return torch.stack([*[one] * bool(self.balance), (batch["row"] >= 0).sum(), tokens])
+        tokens = count_next_tokens(batch)
+        return torch.stack([*[torch.ones_like(tokens)] * bool(self.balance), (batch["row"] >= 0).sum(), tokens])
 
     def values(self, step: int) -> dict[str, float]:
         """Return the means since the last log line: rewards, KL divergence from the reference, and entropy."""
