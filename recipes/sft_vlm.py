@@ -55,7 +55,7 @@ class Args(ImageRowArgs, AnswerArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig)
         "router_aux_loss_coef": "remove it: the tokens of blank images would count in the balance of experts",
         "pad_to_multiple_of": "remove it: rows have no padding",
     }
-    router_aux_loss_coef = 0.0
+    router_aux_loss_coef: float = 0.0
 
     @property
     def has_boundaries(self) -> bool:
