@@ -60,15 +60,15 @@ class Args(MixtureArgs, FormatArgs, AnswerArgs, NewModelArgs, trl.SFTConfig):
         return self.padding_free or (self.packing and self.packing_strategy != "wrapped")
 
     def problems(self, world_size: int) -> list[str]:
+        adds_rows = self.use_peft and self.template_model
+        is_wrong = "" in self.new_tokens or len({*self.new_tokens}) < len(self.new_tokens)
         problems = {
             f"--chat_template_path {self.chat_template_path} is a model, whose tokens trl would add to the embedding after "
             "--use_peft has chosen the rows of --new_tokens; give the template as a .jinja file": self.new_tokens
-            and self.use_peft
-            and self.template_model,
-            f"--padding_free without --packing would not cut rows at --max_length {self.max_length}; add --packing, or remove "
-            "--padding_free": self.padding_free and not self.packing and self.max_length,
-            f"--new_tokens has an empty token, or one twice: {', '.join(map(repr, self.new_tokens))}": "" in self.new_tokens
-            or len({*self.new_tokens}) < len(self.new_tokens),
+            and adds_rows,
+            f"--padding_free without --packing would not cut rows at --max_length {self.max_length}; add --packing, or "
+            "remove --padding_free": self.padding_free and not self.packing and self.max_length,
+            f"--new_tokens has an empty token, or one twice: {', '.join(map(repr, self.new_tokens))}": is_wrong,
         }
         return super().problems(world_size) + that_apply(problems)
 

@@ -117,8 +117,8 @@ class GRPOArgs(PromptArgs):
             "--entropy_coef is for all tokens, --top_entropy_quantile leaves some out; remove one of the "
             "two": self.top_entropy_quantile < 1 and self.entropy_coef,
             "--exclude_rows: GRPO draws and scores the answers of a step together, in whole groups, so no place of it can "
-            "stay empty. Leave out steps that go wrong by --on_spike skip; or remove the prompts from the files, and begin a "
-            "new run at the export of a checkpoint": self.exclude_rows,
+            "stay empty. Leave out steps that go wrong by --on_spike skip; or remove the prompts from the files, and begin "
+            "a new run at the export of a checkpoint": self.exclude_rows,
             f"--generation_kwargs is {self.generation_kwargs!r}; it must be a JSON object, such as "
             "'{\"renormalize_logits\": false}'": given is None,
         }

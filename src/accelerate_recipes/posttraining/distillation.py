@@ -54,7 +54,10 @@ class DistillArgs(AnswerArgs, PromptArgs):
         fixed=False,
     )
     temperature: float = arg(
-        1.0, "Temperature at which answers are drawn, and of both models' probabilities in the loss.", min=1e-4, fixed=False
+        1.0,
+        "Temperature at which answers are drawn, and of both models' probabilities in the loss.",
+        min=1e-4,
+        fixed=False,
     )
     max_completion_length: int = arg(512, "Longest answer to draw, in tokens.", min=1, group="essential")
     num_eval_prompts: int = arg(

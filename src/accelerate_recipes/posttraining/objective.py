@@ -27,13 +27,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType, gather, pad_across_processes, reduce
 from huggingface_hub import constants
 from torch import nn
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PrinterCallback,
-    TrainingArguments,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 from transformers.trainer_utils import align_special_tokens
 from trl.trainer.utils import add_fused_lm_head
 

@@ -70,6 +70,7 @@ class DPOArgs(TrainerArgs):
 
     def problems(self, world_size: int) -> list[str]:
         number = self.total_batch_size // self.per_device_train_batch_size
+        is_divided = number > 1
         problems = {
             "--loss_type sft has a mean over tokens, --use_weighting weighs the pairs of a micro-batch; remove "
             "one": self.use_weighting and "sft" in self.loss_type
@@ -80,7 +81,7 @@ class DPOArgs(TrainerArgs):
                 "stay empty; choose another loss, or remove the pairs from the files and begin a new run at the export of a "
                 "checkpoint": self.exclude_rows,
                 f"--loss_type {name} compares the pairs of a micro-batch, of which a step has {number}: make "
-                f"--per_device_train_batch_size {self.total_batch_size}, on one process, or choose another loss": number > 1,
+                f"--per_device_train_batch_size {self.total_batch_size}, on one process, or choose another loss": is_divided,
             }
         return super().problems(world_size) + that_apply(problems)
 

@@ -172,7 +172,7 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
 
 
 def set_up_by_trl(args: Any, model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Give a model trl's forward pass of the loss; set dropout, chat template, end and padding of the arguments, as trl would.
+    """Give a model trl's forward pass of the loss; set dropout, chat template, end and padding of the arguments.
 
     A template may be that of another model, whose tokens are then added to the tokenizer and to the model, by trl. The
     special tokens of the tokenizer are written into the configurations of the model.

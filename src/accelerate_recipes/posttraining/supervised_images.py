@@ -32,7 +32,13 @@ from accelerate_recipes.models.composites import weights_by_part
 from accelerate_recipes.models.documents import text_positions
 from accelerate_recipes.models.image_probe import check_whole
 from accelerate_recipes.models.images import image_model_on_meta, join_documents
-from accelerate_recipes.posttraining.supervised import SupervisedRows, check_answers_are_left, ends_of, first_rendered, is_packed
+from accelerate_recipes.posttraining.supervised import (
+    SupervisedRows,
+    check_answers_are_left,
+    ends_of,
+    first_rendered,
+    is_packed,
+)
 from accelerate_recipes.posttraining.supervised_loss import flops_of_rows
 from accelerate_recipes.posttraining.trained_rows import (
     USES,

@@ -132,10 +132,5 @@ def supervised_trial(args: Any) -> Trial:
     if rows == 1 and batch.pop("attention_mask", None) is not None:  # one row has no padding, and attention no mask
         batch["position_ids"] = torch.arange(length)[None]
     return Trial(
-        config,
-        partial(with_fused_head, args, OUTPUTS),
-        loss.sum_parts,
-        loss.count_parts,
-        batch,
-        rows * (length - 1),
+        config, partial(with_fused_head, args, OUTPUTS), loss.sum_parts, loss.count_parts, batch, rows * (length - 1)
     )
