@@ -26,7 +26,7 @@ from accelerate_recipes.data.mixture import MixedSource, Mixture
 from accelerate_recipes.data.rows import Rows, make_train_loader
 from accelerate_recipes.posttraining.mixtures import with_sources
 from accelerate_recipes.posttraining.supervised_loss import make_collator
-from accelerate_recipes.posttraining.trained_rows import numbered, numbered_row
+from accelerate_recipes.posttraining.trained_rows import numbered_batch, numbered_row
 
 
 def packed_rows(folder: Path, number: int, length: int) -> datasets.Dataset:
@@ -50,7 +50,7 @@ def main() -> None:
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
     args = TrainArgs(max_steps=10**6, total_batch_size=16, per_device_train_batch_size=4)
-    collate = partial(numbered, make_collator(SimpleNamespace(has_boundaries=True, pad_to_multiple_of=None), 0))
+    collate = partial(numbered_batch, make_collator(SimpleNamespace(has_boundaries=True, pad_to_multiple_of=None), 0))
     names = ["first", "second", "third", "fourth"]
     with tempfile.TemporaryDirectory() as folder:
         whole = packed_rows(Path(folder, "whole"), flags.rows, flags.max_length)

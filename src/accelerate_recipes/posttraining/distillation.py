@@ -28,7 +28,7 @@ from accelerate_recipes.models.probes import unwrapped
 from accelerate_recipes.posttraining.drawing_trial import draw_answers
 from accelerate_recipes.posttraining.prompts import PromptArgs
 from accelerate_recipes.posttraining.rewards import reward_problems
-from accelerate_recipes.posttraining.settings import make_model, model_on_meta
+from accelerate_recipes.posttraining.settings import make_model, trial_model
 from accelerate_recipes.posttraining.supervised_loss import supervised_trial
 from accelerate_recipes.posttraining.trained_rows import AnswerArgs
 from accelerate_recipes.ranks import data_world_size, on_all_data_ranks
@@ -295,5 +295,5 @@ def distilled_trial(args: Any) -> Trial:
         tokens=int(count_next_tokens(trial.batch)),
         before_fn=draw if args.lmbda else None,
         keep_reference=loss.use_teacher,
-        make_reference=lambda: with_access(model_on_meta(frozen, teacher)),
+        make_reference=lambda: with_access(trial_model(frozen, teacher)),
     )

@@ -27,7 +27,14 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType, gather, pad_across_processes, reduce
 from huggingface_hub import constants
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import align_special_tokens
 from trl.trainer.utils import add_fused_lm_head
 
@@ -67,6 +74,7 @@ def bare(trainer_class: type["Objective"], args: Any, config: PreTrainedConfig, 
         balance=weight,
         router_aux_loss_coef=0.0,
         aux_loss_enabled=weight > 0,
+        state=TrainerState(),
         _metrics={"train": defaultdict(list)},
         _total_train_tokens=0,
         _tp_size=1,

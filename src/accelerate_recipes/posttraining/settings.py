@@ -338,7 +338,7 @@ def make_or_load_model(
     return model if args.data_only else initialize(model, args.seed, "cpu"), []
 
 
-def model_on_meta(args: TrainerArgs, config: PreTrainedConfig) -> PreTrainedModel:
+def trial_model(args: TrainerArgs, config: PreTrainedConfig) -> PreTrainedModel:
     """Make a model of a trial, as a run with these arguments would load it."""
     return new_model(config, args.attn_implementation, load_settings(args)["dtype"], args.has_boundaries)
 
@@ -347,7 +347,7 @@ def with_fused_head(
     args: TrainerArgs, outputs: Sequence[str], config: PreTrainedConfig, temperature: float = 1.0
 ) -> PreTrainedModel:
     """Make a model of a trial with the forward pass that trl's trainers give a model to compute `outputs`."""
-    model = model_on_meta(args, config)
+    model = trial_model(args, config)
     if args.disable_dropout:
         switch_off_dropout(model)
     add_fused_lm_head(model, outputs=tuple(outputs), temperature=temperature)

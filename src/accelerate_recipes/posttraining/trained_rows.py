@@ -106,14 +106,14 @@ class ReadRows:
     def make_loader(self, **settings: Any) -> StepLoader:
         """Make the loader of this rank's micro-batches; `settings` are those of `make_train_loader`."""
         run, rows = self.run, Rows(self.items, numbered_row)
-        settings |= {"collate_fn": partial(numbered, self.collate), "content": self.content}
+        settings |= {"collate_fn": partial(numbered_batch, self.collate), "content": self.content}
         return make_train_loader(rows, run.args, run.data_rank, run.data_world_size, **settings)
 
     def make_heldout_loader(self, num_workers: int = 0) -> RowLoader:
         """Make the loader of this rank's batches of held-out rows; in `row`, a negative number only fills a batch."""
         run, rows = self.run, Rows(self.heldout, numbered_row)  # pyright: ignore[reportArgumentType]
         place = run.args, run.data_rank, run.data_world_size
-        return make_eval_loader(rows, *place, collate_fn=partial(numbered, self.collate), num_workers=num_workers)
+        return make_eval_loader(rows, *place, collate_fn=partial(numbered_batch, self.collate), num_workers=num_workers)
 
 
 @dataclass
@@ -208,7 +208,7 @@ def content_of_sides(run: Run[Any], train: datasets.Dataset, heldout: datasets.D
     return content_of(train, train.column_names)
 
 
-def numbered(collate: Callable[[list[dict]], dict[str, Any]], rows: list[tuple[int, dict]]) -> dict[str, Any]:
+def numbered_batch(collate: Callable[[list[dict]], dict[str, Any]], rows: list[tuple[int, dict]]) -> dict[str, Any]:
     """Return what `collate` makes of numbered rows, and their numbers as `row`."""
     return collate([row for _, row in rows]) | {"row": torch.tensor([number for number, _ in rows])}
 
