@@ -47,17 +47,10 @@ class DistillArgs(AnswerArgs, PromptArgs):
         1.0, "Divergence: 0 is forward KL, 1 reverse KL, between them Jensen-Shannon.", min=0, max=1, fixed=False
     )
     lmbda: float = arg(
-        1.0,
-        "Share of the answers that the student draws itself; the others are those of the rows.",
-        min=0,
-        max=1,
-        fixed=False,
+        1.0, "Share of the answers that the student draws; the others are those of the rows.", min=0, max=1, fixed=False
     )
     temperature: float = arg(
-        1.0,
-        "Temperature at which answers are drawn, and of both models' probabilities in the loss.",
-        min=1e-4,
-        fixed=False,
+        1.0, "Temperature of drawn answers, and of both models' probabilities in the loss.", min=1e-4, fixed=False
     )
     max_completion_length: int = arg(512, "Longest answer to draw, in tokens.", min=1, group="essential")
     num_eval_prompts: int = arg(
