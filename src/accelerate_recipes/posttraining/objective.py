@@ -54,6 +54,7 @@ ROUTING = ("output_router_logits", "router_aux_loss_coef")  # fields of a config
 class Collectives:
     """Stand-in for an Accelerator, with the attributes that trl's losses use."""
 
+    is_main_process = False
     autocast = nullcontext  # the model's forward pass has autocast itself
     gather = gather_for_metrics = staticmethod(gather)
     pad_across_processes, reduce = staticmethod(pad_across_processes), staticmethod(reduce)
