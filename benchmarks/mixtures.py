@@ -9,6 +9,7 @@ of the mixture, round by round: 1 is as fast, less is slower.
 
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -23,9 +24,9 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.mixed_rows import MixedTable, MixtureLoader, MixtureOrder
 from accelerate_recipes.data.mixture import MixedSource, Mixture
 from accelerate_recipes.data.rows import Rows, make_train_loader
-from accelerate_recipes.posttraining.mixtures import OfSources
+from accelerate_recipes.posttraining.mixtures import with_sources
 from accelerate_recipes.posttraining.supervised_loss import make_collator
-from accelerate_recipes.posttraining.trained_rows import Numbered, numbered_row
+from accelerate_recipes.posttraining.trained_rows import numbered_batch, numbered_row
 
 
 def packed_rows(folder: Path, number: int, length: int) -> datasets.Dataset:
@@ -49,7 +50,7 @@ def main() -> None:
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
     args = TrainArgs(max_steps=10**6, total_batch_size=16, per_device_train_batch_size=4)
-    collate = Numbered(make_collator(SimpleNamespace(has_boundaries=True), 0, None))
+    collate = partial(numbered_batch, make_collator(SimpleNamespace(has_boundaries=True, pad_to_multiple_of=None), 0))
     names = ["first", "second", "third", "fourth"]
     with tempfile.TemporaryDirectory() as folder:
         whole = packed_rows(Path(folder, "whole"), flags.rows, flags.max_length)
@@ -57,7 +58,7 @@ def main() -> None:
         sources = [MixedSource(*source, float("inf"), {}) for source in zip(names, (4, 3, 2, 1), strict=True)]
         table = MixedTable(args, Mixture("mixture.yaml", sources), [len(part) for part in parts], names)
         mixed = {
-            "collate_fn": OfSources(collate, table.source_of),
+            "collate_fn": partial(with_sources, collate, table.source_of),
             "order_class": lambda *place: MixtureOrder(table, None, *place),
             "loader_class": MixtureLoader,
         }

@@ -33,16 +33,16 @@ from accelerate_recipes.posttraining.distillation import (
     with_access,
 )
 from accelerate_recipes.posttraining.own_answers import OwnAnswers, prepare_to_answer
-from accelerate_recipes.posttraining.settings import make_config, make_model, set_up_by_trl, switch_off_dropout
+from accelerate_recipes.posttraining.settings import make_model, set_up_by_trl
 from accelerate_recipes.posttraining.supervised_loss import nll_sum
-from accelerate_recipes.posttraining.trained_rows import AnswerArgs, compare_finished
+from accelerate_recipes.posttraining.trained_rows import compare_finished
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start
 from accelerate_recipes.trial import Trial
 
 
 @dataclass
-class Args(FormatArgs, AnswerArgs, DistillArgs, trl.SFTConfig):
+class Args(FormatArgs, DistillArgs, trl.SFTConfig):
     output_dir: str = "outputs/distill"
     tokenizes_first = True
 
@@ -62,16 +62,13 @@ def main(args: Args) -> None:
     names = args.model_name_or_path, args.teacher_model_name_or_path
     tokenizer = load_tokenizer(names[0])
     check_vocabularies(tokenizer, load_tokenizer(names[1]), names)
-    config = make_config(run)
     model = make_model(args)
     run.adapter = add_adapters(model, args)
-    base_stops = set_up_by_trl(args, config, model, tokenizer)
-    if args.disable_dropout:
-        switch_off_dropout(model)
+    base_stops = set_up_by_trl(args, model, tokenizer)
 
     # Rows as the student reads them
     args.settle_date(tokenizer)
-    rows, prompts = prepare_to_answer(run, config, model, tokenizer, base_stops)
+    rows, prompts = prepare_to_answer(run, model, tokenizer, base_stops)
     own = OwnAnswers(run, tokenizer, rows, model.config, prompts) if args.lmbda else None
     run.show_rows(tokenizer, rows.first, rows.num_targets, rows.counts)
     run.print(
@@ -93,18 +90,9 @@ def main(args: Args) -> None:
         values |= {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, nll_sum, count_next_tokens)}
         return values | mean_divergences(loss.of_rows(run, heldout_loader))
 
-    given = {"draw_fn": own.draw} if own else {}
-    loss_fn, count_fn = loss.sum_parts, count_next_tokens
-    records = train(
-        run,
-        loader,
-        loss_fn=loss_fn,
-        count_fn=count_fn,
-        evaluate_fn=evaluate_fn,
-        values_fn=loss.values,
-        mark_fn=loss.gathered.mark,
-        **given,
-    )
+    loss_fn, count_fn, draw_fn = loss.sum_parts, count_next_tokens, own.draw if own else None
+    given = {"values_fn": loss.values, "mark_fn": loss.gathered.mark}
+    records = train(run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, draw_fn=draw_fn, **given)
 
     # Result
     def result(before: dict, after: dict) -> Result:

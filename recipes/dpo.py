@@ -13,26 +13,20 @@ a prompt lie on one side.
 """
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import datasets
-import torch
 import trl
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.chats import check_written, without_controls
 from accelerate_recipes.data.formats import PAIR, PairFormatArgs
-from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.engine import train
 from accelerate_recipes.life.picture import Bars, Curves
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.objective import give_model_to_trl
 from accelerate_recipes.posttraining.preferences import DPOArgs, PairTrainer, evaluate_pairs, preference_trial, to_pairs
 from accelerate_recipes.posttraining.settings import make_model, stops_of_run, trl_config
 from accelerate_recipes.posttraining.trained_pairs import compare_pairs, count_pairs, prepare_preferences
@@ -78,11 +72,6 @@ def load_pairs(
     return args.sides(pairs, "prompt"), sum(map(len, rows.values())), left_out
 
 
-def marked(collate: Callable[[list[dict]], dict[str, Any]], rows: list[dict]) -> dict[str, Any]:
-    """Make a batch in which `is_pair` is false for a row that only fills it."""
-    return collate(rows) | {"is_pair": torch.tensor([row["is_pair"] for row in rows])}
-
-
 def trial(args: Args) -> Trial:
     return preference_trial(args)
 
@@ -99,7 +88,7 @@ def main(args: Args) -> None:
     pairs, num_rows, left_out = on_first_of_machine_before_others(lambda: load_pairs(args, tokenizer, stops))
     tell_of_prompts(run, pairs, tokenizer)
     config = trl_config(run, trl.DPOConfig, max_length=min(args.max_length or sys.maxsize, max_positions(model.config)))
-    trainer = give_model_to_trl(PairTrainer, run, config, model, tokenizer, train_dataset=pairs["train"])
+    trainer = PairTrainer(run, config, model, tokenizer, train_dataset=pairs["train"])
 
     # Pairs as the model reads them
     rows = prepare_preferences(trainer, pairs, tokenizer)
@@ -116,9 +105,7 @@ def main(args: Args) -> None:
     run.prepare(model, tokenizer, num_whole_steps(args, len(rows.train)))
     trainer.use_sharded_model()
     trainer.add_reference(rows)
-    loader = rows.make_loader(order_class=WholeSteps)
-    heldout = Rows(rows.heldout, lambda row, number: row | {"is_pair": number >= 0})
-    heldout_loader = make_eval_loader(heldout, args, run.rank, run.world_size, collate_fn=partial(marked, rows.collate))
+    loader, heldout_loader = rows.make_loader(order_class=WholeSteps), rows.make_heldout_loader()
 
     def evaluate_fn(step: int) -> dict[str, float]:
         return evaluate_pairs(trainer, heldout_loader)

@@ -18,21 +18,15 @@ from typing import Any
 import trl
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.data.formats import LABEL
 from accelerate_recipes.data.judged import JudgedArgs
 from accelerate_recipes.engine import train
+from accelerate_recipes.errors import that_apply
 from accelerate_recipes.life.picture import Curves
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.objective import reference_of
-from accelerate_recipes.posttraining.settings import (
-    TrainerArgs,
-    make_config,
-    make_model,
-    set_up_by_trl,
-    switch_off_dropout,
-)
+from accelerate_recipes.posttraining.settings import TrainerArgs, make_model, set_up_by_trl
 from accelerate_recipes.posttraining.supervised import prepare_supervised
 from accelerate_recipes.posttraining.trained_rows import AnswerArgs, compare_finished
 from accelerate_recipes.posttraining.unpaired import UnpairedLoss, advice_on_weights, make_loaders, unpaired_trial
@@ -51,36 +45,29 @@ class Args(JudgedArgs, AnswerArgs, TrainerArgs, trl.SFTConfig):
         "kto", "Loss: of KTO, or of APO-zero, which needs no KL divergence.", choices=("kto", "apo_zero_unpaired")
     )
     beta: float = arg(
-        0.1,
-        "Weight of the distance to the reference: with more, the model stays nearer to it.",
-        above=0,
-        fixed=False,
-        group="task",
+        0.1, "Weight of the distance to the reference: with more, the model stays nearer to it.", above=0, fixed=False
     )
-    desirable_weight: float = arg(1.0, "Weight of the loss of good answers.", min=0, fixed=False, group="task")
-    undesirable_weight: float = arg(1.0, "Weight of the loss of bad answers.", min=0, fixed=False, group="task")
+    desirable_weight: float = arg(1.0, "Weight of the loss of good answers.", min=0, fixed=False)
+    undesirable_weight: float = arg(1.0, "Weight of the loss of bad answers.", min=0, fixed=False)
     disable_dropout: bool = arg(True, "Train without dropout.", fixed=False, group="rare")
     tokenizes_first = True
     new_tokens = ()
 
     fixed = frozenset({"chat_template_path", "eos_token", "max_length"})
-    owned_elsewhere = TrainerArgs.owned_elsewhere | dict.fromkeys(
-        ("packing", "packing_strategy", "padding_free", "eval_packing", "shuffle_dataset", "accept_training_template",
-         "dataset_kwargs", "dataset_text_field", "truncation_mode", "completion_only_loss"),
+    owned_elsewhere = AnswerArgs.owned_elsewhere | dict.fromkeys(
+        ("packing", "packing_strategy", "padding_free", "eval_packing", "shuffle_dataset", "dataset_text_field",
+         "truncation_mode", "completion_only_loss"),
         "remove it: a row is one answer, which is trained whole, without padding-free rows",
     )  # fmt: skip
-    ranges = TrainerArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
-        if self.loss_type == "kto" and self.total_batch_size < 2:
-            found.append(
-                f"--total_batch_size {self.total_batch_size}: KTO reads each prompt with the answer of another row of the "
-                "step; raise it, or give --loss_type apo_zero_unpaired"
-            )
-        if not (self.desirable_weight or self.undesirable_weight):
-            found.append("--desirable_weight and --undesirable_weight are both 0; raise one")
-        return found
+        problems = {
+            f"--total_batch_size {self.total_batch_size}: KTO reads each prompt with the answer of another row of the step; "
+            "raise it, or give --loss_type apo_zero_unpaired": self.loss_type == "kto" and self.total_batch_size < 2,
+            "--desirable_weight and --undesirable_weight are both 0; raise one": not self.desirable_weight
+            and not self.undesirable_weight,
+        }
+        return super().problems(world_size) + that_apply(problems)
 
 
 def requirements(args: Args) -> Requirements:
@@ -96,17 +83,14 @@ def main(args: Args) -> None:
 
     # Tokenizer and model, before the rows: these are made, and compared with the export, by the settings of both
     tokenizer = load_tokenizer(args.model_name_or_path)
-    config = make_config(run)
     model = make_model(args)
     run.adapter = add_adapters(model, args)
-    base_stops = set_up_by_trl(args, config, model, tokenizer)
-    if args.disable_dropout:
-        switch_off_dropout(model)
+    base_stops = set_up_by_trl(args, model, tokenizer)
     loss = UnpairedLoss(args, model.config)
 
     # Rows as the model reads them
     args.settle_date(tokenizer)
-    rows = prepare_supervised(run, config, model, tokenizer, base_stops)
+    rows = prepare_supervised(run, model, tokenizer, base_stops)
     labels = rows.train[LABEL]
     run.print(
         f"Data: {len(labels):,} answers to train on, {sum(labels):,} of them good; {len(rows.heldout):,} held out"

@@ -18,16 +18,16 @@ from pathlib import Path
 import trl
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.data.formats import FormatArgs
 from accelerate_recipes.data.mixture import MixtureArgs
 from accelerate_recipes.engine import evaluate_loss, train
+from accelerate_recipes.errors import that_apply
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.optim import multiply_in_phases
 from accelerate_recipes.posttraining.mixtures import evaluate_sources, prepare_sources
-from accelerate_recipes.posttraining.settings import NewModelArgs, make_config, make_or_load_model, set_up_by_trl
+from accelerate_recipes.posttraining.settings import NewModelArgs, make_or_load_model, set_up_by_trl
 from accelerate_recipes.posttraining.supervised import prepare_supervised
 from accelerate_recipes.posttraining.supervised_loss import SupervisedLoss, flops_of_rows, nll_sum, supervised_trial
 from accelerate_recipes.posttraining.trained_rows import TEMPLATES, AnswerArgs, compare_finished
@@ -49,13 +49,6 @@ class Args(MixtureArgs, FormatArgs, AnswerArgs, NewModelArgs, trl.SFTConfig):
         "dataset_text_field", "chat_template_path", "eos_token", "max_length", "truncation_mode",
         "packing", "packing_strategy", "shuffle_dataset", "completion_only_loss",
     })  # fmt: skip
-    owned_elsewhere = NewModelArgs.owned_elsewhere | {
-        "accept_training_template": "remove it: answers are found with the model's own template",
-        "dataset_kwargs": "remove it: rows are always prepared here",
-    }
-    groups = NewModelArgs.groups | dict.fromkeys(("packing", "completion_only_loss"), "task")
-    ranges = NewModelArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
-
     pads_rows = True
 
     @property
@@ -67,20 +60,17 @@ class Args(MixtureArgs, FormatArgs, AnswerArgs, NewModelArgs, trl.SFTConfig):
         return self.padding_free or (self.packing and self.packing_strategy != "wrapped")
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
-        if self.new_tokens and self.use_peft and self.template_model:
-            found.append(
-                f"--chat_template_path {self.chat_template_path} is a model, whose tokens trl would add to the embedding "
-                "after --use_peft has chosen the rows of --new_tokens; give the template as a .jinja file"
-            )
-        if self.padding_free and not self.packing and self.max_length:
-            found.append(
-                f"--padding_free without --packing would not cut rows at --max_length {self.max_length}; add --packing, or "
-                "remove --padding_free"
-            )
-        if "" in self.new_tokens or len({*self.new_tokens}) < len(self.new_tokens):
-            found.append(f"--new_tokens has an empty token, or one twice: {', '.join(map(repr, self.new_tokens))}")
-        return found
+        adds_rows = self.use_peft and self.template_model
+        is_wrong = "" in self.new_tokens or len({*self.new_tokens}) < len(self.new_tokens)
+        problems = {
+            f"--chat_template_path {self.chat_template_path} is a model, whose tokens trl would add to the embedding after "
+            "--use_peft has chosen the rows of --new_tokens; give the template as a .jinja file": self.new_tokens
+            and adds_rows,
+            f"--padding_free without --packing would not cut rows at --max_length {self.max_length}; add --packing, or "
+            "remove --padding_free": self.padding_free and not self.packing and self.max_length,
+            f"--new_tokens has an empty token, or one twice: {', '.join(map(repr, self.new_tokens))}": is_wrong,
+        }
+        return super().problems(world_size) + that_apply(problems)
 
     @property
     def template_model(self) -> str:
@@ -108,23 +98,22 @@ def main(args: Args) -> None:
     # Tokenizer and model, before the rows: these are made, and compared with the export, by the tokens and settings of both
     tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path)
     tokenizer.add_tokens(args.new_tokens, special_tokens=True)
-    config = make_config(run)
     model, new_tokens = make_or_load_model(args, tokenizer, args.new_tokens)
     run.adapter = add_adapters(model, args, new_tokens)
-    base_stops = set_up_by_trl(args, config, model, tokenizer)
+    base_stops = set_up_by_trl(args, model, tokenizer)
     loss = SupervisedLoss(args, model.config, args.read.names)
 
     # Rows as the model reads them
     args.settle_date(tokenizer)
     prepare = prepare_sources if args.mixture else prepare_supervised
-    rows = prepare(run, config, model, tokenizer, base_stops)
+    rows = prepare(run, model, tokenizer, base_stops)
     run.show_rows(tokenizer, rows.first, rows.num_targets, rows.counts)
     num_train, num_heldout = rows.num_read["train"], rows.num_read["test"]
     run.print(
         f"Data: {num_train:,} rows to train on, {num_heldout:,} held out; {len(rows.train):,} sequences of at most "
         f"{args.max_length} tokens"
     )
-    train_loader, heldout_loader = rows.make_loader(lengths=rows.lengths), rows.make_heldout_loader()
+    loader, heldout_loader = rows.make_loader(lengths=rows.lengths), rows.make_heldout_loader()
 
     # Training and evaluation
     num_targets = (rows.num_targets * rows.visits).sum()
@@ -141,13 +130,7 @@ def main(args: Args) -> None:
 
     loss_fn, count_fn, mark_fn = loss.sum_parts, loss.count_parts, loss.gathered.mark
     records = train(
-        run,
-        train_loader,
-        loss_fn=loss_fn,
-        count_fn=count_fn,
-        evaluate_fn=evaluate_fn,
-        values_fn=values_fn,
-        mark_fn=mark_fn,
+        run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, values_fn=values_fn, mark_fn=mark_fn
     )
 
     # Result

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import trl
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.checkpoint.processor_files import processor_files
 from accelerate_recipes.data.image_rows import ImageRowArgs
 from accelerate_recipes.data.rows import num_steps
@@ -24,7 +23,7 @@ from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.images import IMAGES_AND_TEXT, ImageModelArgs, load_image_model
 from accelerate_recipes.models.processors import load_image_tokenizer, load_processor
 from accelerate_recipes.models.shared_rows import balance_weight
-from accelerate_recipes.posttraining.settings import TrainerArgs, make_config, set_up_by_trl
+from accelerate_recipes.posttraining.settings import TrainerArgs, set_up_by_trl
 from accelerate_recipes.posttraining.supervised_images import flops_with_images, prepare_with_images
 from accelerate_recipes.posttraining.supervised_loss import SupervisedLoss, nll_sum
 from accelerate_recipes.posttraining.trained_rows import AnswerArgs, compare_finished
@@ -47,9 +46,7 @@ class Args(ImageRowArgs, AnswerArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig)
     )
 
     fixed = frozenset({"chat_template_path", "eos_token", "max_length", "packing", "image_max_pixels"})
-    owned_elsewhere = TrainerArgs.owned_elsewhere | {
-        "accept_training_template": "remove it: answers are found with the model's own template",
-        "dataset_kwargs": "remove it: rows are always prepared here",
+    owned_elsewhere = AnswerArgs.owned_elsewhere | {
         "dataset_text_field": "remove it: rows are conversations",
         "shuffle_dataset": "remove it: the order of the rows follows from --seed",
         "truncation_mode": "remove it: a row is cut at its end, behind a whole image",
@@ -58,9 +55,7 @@ class Args(ImageRowArgs, AnswerArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig)
         "router_aux_loss_coef": "remove it: the tokens of blank images would count in the balance of experts",
         "pad_to_multiple_of": "remove it: rows have no padding",
     }
-    groups = TrainerArgs.groups | {"packing": "task"}
-    ranges = dict.fromkeys(("dataset_num_proc",), Range(min=1)) | {"max_length": Range(min=2)}
-    router_aux_loss_coef = 0.0
+    router_aux_loss_coef: float = 0.0
 
     @property
     def has_boundaries(self) -> bool:
@@ -89,10 +84,9 @@ def main(args: Args) -> None:
 
     # Processor and model
     tokenizer = load_image_tokenizer(args.model_name_or_path)
-    config = make_config(run)
     model = load_image_model(args)
     run.adapter = add_adapters(model, args)
-    base_stops = set_up_by_trl(args, config, model, tokenizer)
+    base_stops = set_up_by_trl(args, model, tokenizer)
     processor = load_processor(args.model_name_or_path, tokenizer, args.image_max_pixels)
     if balance_weight(model.config, None):
         run.print("Experts are not balanced: the tokens of blank images would count")
@@ -100,14 +94,14 @@ def main(args: Args) -> None:
 
     # Rows as the model reads them
     args.settle_date(tokenizer)
-    rows = prepare_with_images(run, config, model, processor, base_stops)
+    rows = prepare_with_images(run, model, processor, base_stops)
     run.show_rows(tokenizer, rows.first, rows.num_targets, rows.counts)
     num_train, num_heldout = rows.num_read["train"], rows.num_read["test"]
     run.print(
         f"Data: {num_train:,} rows to train on, {num_heldout:,} held out; {len(rows.train):,} sequences of at most "
         f"{args.max_length} tokens"
     )
-    train_loader, heldout_loader = rows.make_loader(), rows.make_heldout_loader(args.dataloader_num_workers)
+    loader, heldout_loader = rows.make_loader(), rows.make_heldout_loader(args.dataloader_num_workers)
 
     # Training and evaluation
     flops_fn = flops_with_images(args, rows.train, rows.num_targets.sum())
@@ -119,13 +113,7 @@ def main(args: Args) -> None:
 
     loss_fn, count_fn, values_fn, mark_fn = loss.sum_parts, loss.count_parts, loss.values, loss.gathered.mark
     records = train(
-        run,
-        train_loader,
-        loss_fn=loss_fn,
-        count_fn=count_fn,
-        evaluate_fn=evaluate_fn,
-        values_fn=values_fn,
-        mark_fn=mark_fn,
+        run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, values_fn=values_fn, mark_fn=mark_fn
     )
 
     # Result

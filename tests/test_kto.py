@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import datasets
 import pytest
@@ -22,11 +23,11 @@ from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.settings import switch_off_dropout
 from accelerate_recipes.posttraining.unpaired import (
-    Collator,
     NeighbourRows,
     UnpairedLoss,
     WithNeighbours,
     advice_on_weights,
+    judged_batch,
     with_answer_of,
 )
 
@@ -128,7 +129,7 @@ def test_a_place_without_an_answer(base, arguments, tmp_path):
         add_fused_lm_head(one, outputs=("log_probs", "entropy"))
     loss = UnpairedLoss(args, model.config)
     loss.reference = reference
-    collate = Collator(DataCollatorForLanguageModeling(pad_token_id=0), None)
+    collate = partial(judged_batch, DataCollatorForLanguageModeling(pad_token_id=0), None)
     given, found = NeighbourRows(rows, with_answer_of), []
     for numbers in ((4 + 0, 1), (4 + 0, -1, 1, -1), (-1, -1)):
         model.zero_grad()

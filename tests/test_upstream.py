@@ -44,7 +44,6 @@ from transformers import (
     PreTrainedModel,
     ProcessorMixin,
     Trainer,
-    TrainingArguments,
 )
 from transformers.generation.utils import ALL_CACHE_NAMES
 from trl import DPOTrainer, GRPOTrainer
@@ -164,10 +163,8 @@ TOUCHED = [
     (torch.nn.Module, "_apply", "slices", "memory for sharded parameters, and only for those without", "self fn recurse"),
     (BaseTunerLayer, "_disable_adapters", "adapters", "the base alone computes, and the same weights are trained", None),
     (PreTrainedModel, "_hf_peft_config_loaded", "adapters", "Trainer takes a 4-bit model with adapters", None),
-    (TrainingArguments, "_n_gpu", "settings", "one GPU a process", None),
     (Trainer, "create_accelerator_and_postprocess", "objective", "our Accelerator", "self"),
     # trl, datasets
-    (Trainer, "_move_model_to_device", "objective", "the model is moved when it is prepared", "self model device"),
     (GRPOTrainer, "_tokenize_prompts", "answers", "prompts are shown", "self prompts"),
     (DPOTrainer, "_precompute_ref_logps", "preferences", "nothing: the reference computes when the model is sharded", "self dataset name batch_size"),
     (DPOTrainer, "_metrics", "objective", "a loss, without a trainer, logs there", None),
@@ -183,7 +180,6 @@ TOUCHED = [
     (GRPOTrainer, "_entropy_bonus_enabled", "answers", "the entropy is a part of its own", None),
     (GRPOTrainer, "_entropy_bonus_enabled", "answers_trial", "the same", None),
     (GRPOTrainer, "_logs", "answers", "answers of a step", None),
-    (GRPOTrainer, "_pending_extra_logs", "answers", "what a row expects, beside its answers", None),
     (torch.cuda.memory, "_record_memory_history", "profile", "a GPU's memory over some steps", "enabled context stacks max_entries *"),
     (torch.cuda.memory, "_dump_snapshot", "profile", "the same, as a file", "filename augment_with_fx_traces"),
     (datasets.Dataset, "_indices", "prepared", "rows that only point to a table", None),

@@ -68,6 +68,7 @@ def compared(run: Any, loader: Any, *, loss_fn: Any, **functions: Any) -> list[d
         "per_device_train_batch_size": args.total_batch_size,
         "gradient_accumulation_steps": 1,
         "average_tokens_across_devices": True,
+        "save_strategy": "no",
         "max_steps": args.max_steps,
         "max_grad_norm": args.max_grad_norm,
         "logging_steps": args.logging_steps,

@@ -23,13 +23,14 @@ from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.checkpoint.exported import as_exported
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.messages import NUM_COMPARED
+from accelerate_recipes.errors import that_apply
 from accelerate_recipes.models.generation import drawn_by, numbers_of, own_draws
 from accelerate_recipes.models.weights import seed_of
-from accelerate_recipes.posttraining.objective import Objective, Outputs
+from accelerate_recipes.posttraining.objective import Objective, Outputs, reference_of
 from accelerate_recipes.posttraining.prompts import PromptArgs, as_object, compare_prompts
 from accelerate_recipes.posttraining.settings import SYNC_REFERENCE
 from accelerate_recipes.posttraining.trained_rows import ReadRows, content_of_sides
-from accelerate_recipes.ranks import on_first_rank
+from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank
 from accelerate_recipes.report.samples import Samples, expected
 from accelerate_recipes.run import Run
 
@@ -57,7 +58,6 @@ DECIDED = (
     | dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), "changes what `generate` returns")
 )
 NO_SETTING = "is no setting of `generate`"
-EXPECTED = "expected by the rewards"  # a column of trl's log that no reward has
 
 # Values of --loss_type that average over the tokens of all answers. The others average over answers.
 OVER_TOKENS = {"bnpo", "cispo", "dapo", "vespo"}
@@ -104,44 +104,28 @@ class GRPOArgs(PromptArgs):
     )
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
-        if self.total_batch_size % self.num_generations:
-            found.append(
-                f"--total_batch_size {self.total_batch_size} is not a multiple of --num_generations "
-                f"{self.num_generations}, the answers to one prompt"
-            )
-        if self.save_steps % self.num_iterations:
-            found.append(
-                f"--save_steps {self.save_steps} is not a multiple of --num_iterations {self.num_iterations}, the steps "
-                "on the same answers, which a checkpoint does not hold"
-            )
-        num_micro_batches = self.total_batch_size // world_size // self.per_device_train_batch_size
-        if self.top_entropy_quantile < 1 and num_micro_batches > 1:
-            found.append(
-                f"--top_entropy_quantile compares the tokens of a micro-batch, of which a process has {num_micro_batches} a "
-                f"step: make --per_device_train_batch_size {self.total_batch_size // world_size}, or leave it out"
-            )
-        if self.top_entropy_quantile < 1 and self.entropy_coef:
-            found.append(
-                "--entropy_coef is for all tokens, --top_entropy_quantile leaves some out; remove one of the two"
-            )
-        if self.exclude_rows:
-            found.append(
-                "--exclude_rows: GRPO draws and scores the answers of a step together, in whole groups, so no place of it "
-                "can stay empty. Leave out steps that go wrong by --on_spike skip; or remove the prompts from the files, "
-                "and begin a new run at the export of a checkpoint"
-            )
-        if as_object(self.generation_kwargs) is None:
-            found.append(
-                f"--generation_kwargs is {self.generation_kwargs!r}; it must be a JSON object, such as "
-                "'{\"renormalize_logits\": false}'"
-            )
-        found += [
-            f"--generation_kwargs has {key}, which {why}; remove it"
-            for key in as_object(self.generation_kwargs) or ()
-            if (why := DECIDED.get(key) or ("" if self.use_vllm or hasattr(GenerationConfig(), key) else NO_SETTING))
-        ]
-        return found
+        answers, given = self.total_batch_size // world_size, as_object(self.generation_kwargs)
+        num_micro_batches = answers // self.per_device_train_batch_size
+        problems = {
+            f"--total_batch_size {self.total_batch_size} is not a multiple of --num_generations {self.num_generations}, the "
+            "answers to one prompt": self.total_batch_size % self.num_generations,
+            f"--save_steps {self.save_steps} is not a multiple of --num_iterations {self.num_iterations}, the steps on the "
+            "same answers, which a checkpoint does not hold": self.save_steps % self.num_iterations,
+            f"--top_entropy_quantile compares the tokens of a micro-batch, of which a process has {num_micro_batches} a "
+            f"step: make --per_device_train_batch_size {answers}, or leave it out": self.top_entropy_quantile < 1
+            and num_micro_batches > 1,
+            "--entropy_coef is for all tokens, --top_entropy_quantile leaves some out; remove one of the "
+            "two": self.top_entropy_quantile < 1 and self.entropy_coef,
+            "--exclude_rows: GRPO draws and scores the answers of a step together, in whole groups, so no place of it can "
+            "stay empty. Leave out steps that go wrong by --on_spike skip; or remove the prompts from the files, and begin "
+            "a new run at the export of a checkpoint": self.exclude_rows,
+            f"--generation_kwargs is {self.generation_kwargs!r}; it must be a JSON object, such as "
+            "'{\"renormalize_logits\": false}'": given is None,
+        }
+        for key in given or ():
+            why = DECIDED.get(key) or ("" if self.use_vllm or hasattr(GenerationConfig(), key) else NO_SETTING)
+            problems[f"--generation_kwargs has {key}, which {why}; remove it"] = why
+        return super().problems(world_size) + that_apply(problems)
 
 
 class AnswerTrainer(Objective, GRPOTrainer):
@@ -149,9 +133,9 @@ class AnswerTrainer(Objective, GRPOTrainer):
 
     drawn: list[dict[str, Any]] | None = None  # micro-batches of the answers in use
 
-    def __init__(self, run: Run[Any], config: Any, **settings: Any):
+    def __init__(self, run: Run[Any], config: Any, *others: Any, **settings: Any):
         beta, config.beta = config.beta, 0.0  # else trl would load the reference, whole on each rank
-        super().__init__(run, config, **settings)
+        super().__init__(run, config, *others, **settings)
         config.beta = self.beta = beta
         # A step draws all its answers at once. The engine divides the loss by their number, so trl must not divide it too.
         self.args.gradient_accumulation_steps = self.args.steps_per_generation = 1
@@ -166,7 +150,7 @@ class AnswerTrainer(Objective, GRPOTrainer):
     def add_reference(self) -> None:
         """Keep a reference model for the KL divergence, if its weight --beta is not 0."""
         if self.beta:
-            self.keep_reference()
+            self.ref_model = reference_of(self.run, self.temperature)
 
     def draw(self, step: int, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Draw and score answers to the prompts of the step after `step`, or return those drawn for an earlier step."""
@@ -251,7 +235,7 @@ def as_rows(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 class RewardTrainer(AnswerTrainer):
-    """AnswerTrainer of prompts by a chat template. It logs, beside each answer, what is EXPECTED of it."""
+    """AnswerTrainer of prompts by a chat template. It shows, beside each answer, what the rewards expect of it."""
 
     samples: Samples | None = None  # pages of answers, given on rank 0
     shown = 0  # last step whose answers were written
@@ -268,7 +252,7 @@ class RewardTrainer(AnswerTrainer):
         on_first_rank(lambda: compare_prompts(self.run, as_exported(self.model, self.processing_class), *given))
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        self._pending_extra_logs[EXPECTED].extend(map(expected, inputs))
+        self.expected = [value for part in on_all_data_ranks([*map(expected, inputs)]) for value in part]
         return super()._generate_and_score_completions(inputs)
 
     def log(self, logs: dict[str, float], *others: Any) -> None:
@@ -278,14 +262,12 @@ class RewardTrainer(AnswerTrainer):
         if self.samples and number and step != self.shown:  # once, even if a step is logged twice
             drawn, self.shown = self._logs, step
             every = max(1, len(drawn["prompt"]) // number)
-            texts = (drawn["prompt"], drawn["completion"], drawn["extra"][EXPECTED])
-            answers = list(zip(*texts, zip(*drawn["rewards"].values(), strict=True), strict=True))
-            rows = [
-                dict(zip(("prompt", "completion", "expected"), said, strict=True))
-                | {"rewards": dict(zip(drawn["rewards"], values, strict=True))}
-                for *said, values in answers[::every]
-            ]
-            self.samples.add(step, "drawn in training", rows[:number])
+            of_each = zip(*drawn["rewards"].values(), strict=True)
+            rewards = [dict(zip(drawn["rewards"], values, strict=True)) for values in of_each]
+            columns = (drawn["prompt"], drawn["completion"], self.expected, rewards)
+            names = ("prompt", "completion", "expected", "rewards")
+            rows = [dict(zip(names, said, strict=True)) for said in zip(*columns, strict=True)]
+            self.samples.add(step, "drawn in training", rows[::every][:number])
 
 
 def rows_of_prompts(

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_recipes.models.adapters import load_settings
-from accelerate_recipes.models.attention import choose
 from accelerate_recipes.posttraining.answers import AnswerTrainer
 from accelerate_recipes.posttraining.drawing_trial import draw_answers
 from accelerate_recipes.posttraining.objective import bare
@@ -40,9 +38,7 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
     }
     refuse("GRPO", others)
     config = config_of(args)
-    dtype = load_settings(args)["dtype"]
-    attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
-    rows, multiple = args.per_device_train_batch_size, pad_multiple(args) or 1
+    rows, multiple = args.per_device_train_batch_size, pad_multiple(args)
     lengths = {"prompt": room_for_prompts(args, config, answer_length), "completion": answer_length}
     batch: dict[str, Any] = {"advantages": torch.zeros(rows)}
     for name, length in lengths.items():
@@ -54,11 +50,6 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
         batch["ref_per_token_logps"] = torch.zeros(batch["completion_ids"].shape)
     if args.num_iterations > 1:
         batch["old_per_token_logps"] = torch.zeros(batch["completion_ids"].shape)
-    head = {
-        "outputs": ("log_probs", "entropy"),
-        "temperature": args.temperature,
-        "disable_dropout": args.disable_dropout,
-    }
     names = (
         "beta", "loss_type", "importance_sampling_level", "top_entropy_quantile", "off_policy_mask_threshold", "use_vllm",
         "max_completion_length", "entropy_coef",
@@ -75,7 +66,7 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
     trainer.args.steps_per_generation = 1
     return Trial(
         config,
-        partial(with_fused_head, attn_implementation=attention, dtype=dtype, **head),
+        partial(with_fused_head, args, ("log_probs", "entropy"), temperature=args.temperature),
         trainer.sum_parts,
         trainer.count_parts,
         batch,

@@ -21,20 +21,17 @@ from trl.kernels import chunked_divergence
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import Gathered, count_next_tokens
 from accelerate_recipes.models import IGNORE_INDEX
-from accelerate_recipes.models.adapters import load_settings
-from accelerate_recipes.models.attention import choose
-from accelerate_recipes.models.loading import new_model
 from accelerate_recipes.models.probes import unwrapped
 from accelerate_recipes.posttraining.drawing_trial import draw_answers
 from accelerate_recipes.posttraining.prompts import PromptArgs
 from accelerate_recipes.posttraining.rewards import reward_problems
-from accelerate_recipes.posttraining.settings import make_model
+from accelerate_recipes.posttraining.settings import make_model, trial_model
 from accelerate_recipes.posttraining.supervised_loss import supervised_trial
+from accelerate_recipes.posttraining.trained_rows import AnswerArgs
 from accelerate_recipes.ranks import data_world_size, on_all_data_ranks
 from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial, config_of, refuse
@@ -47,32 +44,18 @@ chunked_divergence.TOKEN_CHUNK_SIZE = 512
 
 
 @dataclass
-class DistillArgs(PromptArgs):
+class DistillArgs(AnswerArgs, PromptArgs):
     """Arguments about teacher and answers. Put it before trl's SFTConfig, which has those about rows."""
 
     teacher_model_name_or_path: str = arg("", "Model to learn from: a name on the Hub, or a folder.", group="essential")
     beta: float = arg(
-        1.0,
-        "Divergence: 0 is forward KL, 1 reverse KL, between them Jensen-Shannon.",
-        min=0,
-        max=1,
-        fixed=False,
-        group="task",
+        1.0, "Divergence: 0 is forward KL, 1 reverse KL, between them Jensen-Shannon.", min=0, max=1, fixed=False
     )
     lmbda: float = arg(
-        1.0,
-        "Share of the answers that the student draws itself; the others are those of the rows.",
-        min=0,
-        max=1,
-        fixed=False,
-        group="task",
+        1.0, "Share of the answers that the student draws; the others are those of the rows.", min=0, max=1, fixed=False
     )
     temperature: float = arg(
-        1.0,
-        "Temperature at which answers are drawn, and of both models' probabilities in the loss.",
-        min=1e-4,
-        fixed=False,
-        group="task",
+        1.0, "Temperature of drawn answers, and of both models' probabilities in the loss.", min=1e-4, fixed=False
     )
     max_completion_length: int = arg(512, "Longest answer to draw, in tokens.", min=1, group="essential")
     num_eval_prompts: int = arg(
@@ -96,14 +79,12 @@ class DistillArgs(PromptArgs):
     fixed = frozenset({
         "chat_template_path", "dataset_text_field", "eos_token", "max_length", "truncation_mode", "completion_only_loss",
     })  # fmt: skip
-    owned_elsewhere = PromptArgs.owned_elsewhere | dict.fromkeys(
-        ("packing", "packing_strategy", "padding_free", "eval_packing", "shuffle_dataset", "dataset_kwargs",
-         "accept_training_template", "loss_type", "router_aux_loss_coef"),
+    owned_elsewhere = AnswerArgs.owned_elsewhere | dict.fromkeys(
+        ("packing", "packing_strategy", "padding_free", "eval_packing", "shuffle_dataset", "loss_type",
+         "router_aux_loss_coef"),
         "remove it: rows are padded, and the divergence from the teacher is the whole loss",
     )  # fmt: skip
-    groups = PromptArgs.groups | {"completion_only_loss": "task"}
     reward_weights = None  # each has the weight 1
-    ranges = dict.fromkeys(("dataset_num_proc",), Range(min=1)) | {"max_length": Range(min=2)}
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
@@ -296,8 +277,7 @@ def distilled_trial(args: Any) -> Trial:
     trial, frozen = supervised_trial(of_rows), frozen_args(args)
     if args.lmbda:
         trial.batch["labels"][:, : of_rows.max_length - targets] = IGNORE_INDEX
-    teacher, dtype = config_of(frozen), load_settings(frozen)["dtype"]
-    attention, _ = choose(args.attn_implementation, teacher, dtype, args.has_boundaries)
+    teacher = config_of(frozen)
     loss = DistillationLoss(args, trial.config, teacher)
     passes = math.ceil(args.lmbda * args.total_batch_size / data_world_size() / args.per_device_eval_batch_size)
 
@@ -313,5 +293,5 @@ def distilled_trial(args: Any) -> Trial:
         tokens=int(count_next_tokens(trial.batch)),
         before_fn=draw if args.lmbda else None,
         keep_reference=loss.use_teacher,
-        make_reference=lambda: with_access(new_model(teacher, attention, dtype, args.has_boundaries)),
+        make_reference=lambda: with_access(trial_model(frozen, teacher)),
     )

@@ -43,7 +43,8 @@ class HeldoutAnswers:
         Raises:
             ConfigError: if a reward fails, or if all rewards are None for all answers.
         """
-        return self.score(step, self.generate(sampling), "held out, drawn" if sampling else "held out")
+        answers, source = self.generate(sampling), "held out, drawn" if sampling else "held out"
+        return on_first_rank(lambda: self.score(step, answers, source))
 
     def generate(self, sampling: Sampling | None = None) -> Generated:
         """Generate the most likely answers, or draw some, on all ranks together; each gets all.
@@ -58,12 +59,7 @@ class HeldoutAnswers:
     def score(
         self, step: int, answers: Generated, source: str, more: Mapping[str, Sequence[float]] = MappingProxyType({})
     ) -> dict[str, float]:
-        """Score answers by the rewards on rank 0; `more` has other values of each answer, to be shown. See `evaluate`."""
-        return on_first_rank(lambda: self._score(step, answers, source, more))
-
-    def _score(
-        self, step: int, answers: Generated, source: str, more: Mapping[str, Sequence[float]]
-    ) -> dict[str, float]:
+        """Score answers by the rewards; `more` has other values of each answer, to be shown. Only rank 0 calls this."""
         texts, ids = answers
         said = texts
         if not isinstance(self.prompts[0], str):

@@ -1,23 +1,23 @@
 """Mixtures for supervised fine-tuning: each source is prepared by itself, as in a run on it alone."""
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl import SFTConfig
 
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.data.files import text_hash
 from accelerate_recipes.data.heldout import MOST_REPEATED, beginning, repeated
 from accelerate_recipes.data.mixed_rows import MixedTable, MixtureLoader, MixtureOrder
-from accelerate_recipes.data.rows import RowLoader, Rows, StepLoader, make_eval_loader
+from accelerate_recipes.data.rows import RowLoader, StepLoader
 from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.engine import batches_to_evaluate
@@ -25,31 +25,30 @@ from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.losses import means_of_sources, sums_by_source
 from accelerate_recipes.posttraining.supervised import SupervisedRows, columns_said, prepare_supervised
 from accelerate_recipes.posttraining.supervised_loss import inputs_of
-from accelerate_recipes.posttraining.trained_rows import FirstRows, Numbered, numbered_row, remedy_of_date
+from accelerate_recipes.posttraining.trained_rows import FirstRows, remedy_of_date
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
 from accelerate_recipes.run import Run
 
 READ = ("input_ids", "labels", "seq_lengths")  # columns that are trained
 
 
-class OfSources(NamedTuple):
-    """Collator of numbered rows, which also tells the source of each token, (B, T), as `source`."""
-
-    collate: Numbered
-    source_of: Callable[[np.ndarray], np.ndarray]
-
-    def __call__(self, rows: list[tuple[int, dict]]) -> dict[str, Any]:
-        batch = self.collate(rows)
-        # A place without a row, number -1, has no targets: its source does not matter.
-        sources = self.source_of(np.array([number for number, _ in rows])).astype(np.int16)
-        size, length = batch["input_ids"].shape
-        if size == len(rows):
-            lengths = [length] * size
-        else:  # rows behind each other in one, with padding behind the last
-            lengths = [len(row["input_ids"]) for _, row in rows]
-            lengths[-1] += length - sum(lengths)
-        tokens = np.repeat(sources, lengths).reshape(size, length)
-        return batch | {"source": torch.from_numpy(tokens)}
+def with_sources(
+    collate: Callable[[list], dict[str, Any]],
+    source_of: Callable[[np.ndarray], np.ndarray],
+    rows: list[tuple[int, dict]],
+) -> dict[str, Any]:
+    """Return what `collate` makes of numbered rows, and the source of each token, (B, T), as `source`."""
+    batch = collate(rows)
+    # A place without a row, number -1, has no targets: its source does not matter.
+    sources = source_of(np.array([number for number, _ in rows])).astype(np.int16)
+    size, length = batch["input_ids"].shape
+    if size == len(rows):
+        lengths = [length] * size
+    else:  # rows behind each other in one, with padding behind the last
+        lengths = [len(row["input_ids"]) for _, row in rows]
+        lengths[-1] += length - sum(lengths)
+    tokens = np.repeat(sources, lengths).reshape(size, length)
+    return batch | {"source": torch.from_numpy(tokens)}
 
 
 @dataclass(kw_only=True)
@@ -90,19 +89,20 @@ class MixedSupervisedRows(SupervisedRows):
     def make_loader(self, **settings: Any) -> StepLoader:
         order = partial(MixtureOrder, self.table, settings.pop("lengths"))
         loader: Any = super().make_loader(order_class=order, loader_class=MixtureLoader, **settings)
-        loader.collate_fn = OfSources(loader.collate_fn, self.table.source_of)
+        loader.collate_fn = partial(with_sources, loader.collate_fn, self.table.source_of)
         loader.table = self.table
         return loader
 
-    def make_heldout_loader(self) -> RowLoader:
-        run, ends = self.run, np.cumsum([len(part.heldout) for part in self.parts.values()])  # pyright: ignore
-        collate = OfSources(Numbered(self.collate), partial(np.searchsorted, ends, side="right"))
-        place = run.args, run.data_rank, run.data_world_size
-        return make_eval_loader(Rows(self.heldout, numbered_row), *place, collate_fn=collate)
+    def make_heldout_loader(self, num_workers: int = 0) -> RowLoader:
+        ends = np.cumsum([len(part.heldout) for part in self.parts.values()])  # pyright: ignore
+        loader: Any = super().make_heldout_loader(num_workers)
+        source_of = partial(np.searchsorted, ends, side="right")
+        loader.collate_fn = partial(with_sources, loader.collate_fn, source_of)
+        return loader
 
 
 def prepare_sources(
-    run: Run[Any], config: SFTConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base_stops: set[int]
+    run: Run[Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base_stops: set[int]
 ) -> MixedSupervisedRows:
     """Prepare the rows of each source of --mixture as `prepare_supervised` does, and put them behind each other.
 
@@ -117,7 +117,7 @@ def prepare_sources(
         of_source = copy.copy(run)
         of_source.args = alone
         try:
-            parts[source.name] = prepare_supervised(of_source, config, model, tokenizer, base_stops)
+            parts[source.name] = prepare_supervised(of_source, model, tokenizer, base_stops)
         except (ConfigError, DataError) as error:
             raise type(error)(f"{mixture.file}, source {source.name}: {error}") from error
     check_sources_apart(run, parts)
@@ -174,18 +174,16 @@ def check_sources_apart(run: Run[Any], parts: Mapping[str, SupervisedRows]) -> N
         return [text_hash(beginning(row, asked)) for row in rows.select_columns([asked])]
 
     def found() -> list[str]:
-        trained, told = {name: {*begin(name, "train")} for name in parts}, []
-        for name in parts:
-            evaluated = begin(name, "test")
-            for other in parts:
-                both = repeated(trained[other], evaluated) if other != name else []
-                said = f"{len(both):,} of {len(evaluated):,} held-out rows of {name} begin as rows to train on of {other} do"
-                if len(both) > MOST_REPEATED * len(evaluated):
-                    raise ConfigError(
-                        f"{run.args.read.file}: {said}; remove them from one side (at most "
-                        f"{MOST_REPEATED:.0%} may lie on both)"
-                    )
-                told += [said] if both else []
+        trained, evaluated = ({name: begin(name, side) for name in parts} for side in ("train", "test"))
+        told = []
+        for name, other in itertools.permutations(parts, 2):
+            both, number = repeated(trained[other], evaluated[name]), len(evaluated[name])
+            said = f"{len(both):,} of {number:,} held-out rows of {name} begin as rows to train on of {other} do"
+            if len(both) > MOST_REPEATED * number:
+                raise ConfigError(
+                    f"{run.args.read.file}: {said}; remove them from one side (at most {MOST_REPEATED:.0%} may lie on both)"
+                )
+            told += [said] if both else []
         return told
 
     for said in on_first_rank(found):

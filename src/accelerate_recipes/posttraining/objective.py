@@ -7,7 +7,7 @@ A recipe declares
 
 and gives its model to a trainer:
 
-    trainer = give_model_to_trl(PairTrainer, run, config, model, tokenizer, train_dataset=rows)
+    trainer = PairTrainer(run, config, model, tokenizer, train_dataset=rows)
 
 `Args` has our arguments, which take precedence, and those that trl's config class adds, but none that this class
 inherits from transformers. `train()` of an `Objective` is never called. The recipe gives the engine its `sum_and_count`,
@@ -20,7 +20,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from accelerate import PartialState
@@ -54,25 +54,19 @@ ROUTING = ("output_router_logits", "router_aux_loss_coef")  # fields of a config
 class Collectives:
     """Stand-in for an Accelerator, with the attributes that trl's losses use."""
 
-    is_main_process, parallelism_config = False, None
+    is_main_process = False
     autocast = nullcontext  # the model's forward pass has autocast itself
     gather = gather_for_metrics = staticmethod(gather)
     pad_across_processes, reduce = staticmethod(pad_across_processes), staticmethod(reduce)
-
-    @property
-    def device(self) -> torch.device:
-        return PartialState().device  # pyright: ignore[reportReturnType]
-
-    @property
-    def num_processes(self) -> int:
-        return data_world_size()
+    device = property(lambda _: PartialState().device)
+    num_processes = property(lambda _: data_world_size())
 
 
 def bare(trainer_class: type["Objective"], args: Any, config: PreTrainedConfig, **attributes: Any) -> Any:
     """Make a trainer for a trial: it can only compute its loss. If the loss reads an attribute that is missing, it fails."""
     trainer: Any = trainer_class.__new__(trainer_class)
     model: Any = nn.Module()  # in training
-    model.is_gradient_checkpointing = model.is_activation_checkpointing = False  # its name since transformers 5.23
+    model.is_gradient_checkpointing = False
     weight = weight_of_balance(config, args.router_aux_loss_coef)
     vars(trainer).update(
         args=copy.copy(args),
@@ -85,11 +79,8 @@ def bare(trainer_class: type["Objective"], args: Any, config: PreTrainedConfig, 
         _metrics={"train": defaultdict(list)},
         _total_train_tokens=0,
         _tp_size=1,
-        compute_loss_func=None,
-        label_smoother=None,
         **attributes,
     )
-    trainer.args.average_tokens_across_devices = False
     if args.disable_dropout:
         args.lora_dropout = 0.0  # the trial's model gets its adapters later, by these `args`
     return trainer
@@ -120,27 +111,52 @@ def reference_of(run: Run[Any], temperature: float = 1.0) -> Any:
 class Objective:
     """Mixin that makes one of trl's trainers a library for the engine. Put it before the trainer in a class's bases.
 
-    Subclasses define `sum_parts` and `count_parts`. Make one by `give_model_to_trl`.
+    Subclasses define `sum_parts` and `count_parts`.
     """
 
     left_out: ClassVar[set[str]] = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"}
     # The engine divides the loss, so trl must not divide it too; transformers' loop, which sets this, does not run.
     current_gradient_accumulation_steps = 1
-    temperature = 1.0  # of the model's chances, in the loss
-    base_stops: set[int]  # tokens at which the base stops, as it is published
 
-    def __init__(self, run: Run[Any], config: TrainingArguments, **settings: Any):
+    def __init__(
+        self,
+        run: Run[Any],
+        config: TrainingArguments,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        **settings: Any,
+    ):
+        """Make trl's trainer of a model with its adapters. It gives the model the forward pass that computes trl's loss.
+
+        trl and transformers' Trainer also write the special tokens of the tokenizer into the configurations of the model.
+        What else they change is changed back, so that it is not exported. `settings` are those of trl's trainer.
+
+        Raises:
+            ConfigError: if trl refuses the model, the rows or the settings.
+        """
         self.run = run
         self.accelerator = run.accelerator
         self.counted: list[torch.Tensor] = []  # of the micro-batches since the last log line
-        super().__init__(args=config, **settings)  # pyright: ignore[reportCallIssue]
+        self.base_stops = stops_of(model.generation_config)  # tokens at which the base stops, as it is published
+        text = model.config.get_text_config()
+        routing = {name: getattr(text, name) for name in ROUTING if hasattr(text, name)}
+        adapter = [(p, p.data) for p in model.parameters() if p.requires_grad] if run.adapter else []
+        use_cache = model.config.use_cache  # transformers' Trainer switches this off
+        with refused_by_trl():
+            super().__init__(model=model, args=config, processing_class=tokenizer, **settings)  # pyright: ignore
         self.remove_callback(PrinterCallback)
+        model.config.use_cache = use_cache
+        for name, value in routing.items():  # trl would compute router logits in each forward pass, also of the export
+            setattr(text, name, value)
+        # transformers' Trainer does this when training begins, but the rows are compared with the export before that.
+        align_special_tokens(model, tokenizer)
+        for parameter, data in adapter:
+            parameter.data = data  # trl 1.16 rounds it to bf16 for a model in 4 bits: small updates would be lost
+        if self.args.disable_dropout:
+            switch_off_dropout(model)
         # `sum_parts` returns the loss that balances experts as a separate part: its mean is over micro-batches, not targets.
-        self.balance = weight_of_balance(self.model.config, run.args.router_aux_loss_coef)
+        self.balance = weight_of_balance(model.config, run.args.router_aux_loss_coef)
         self.router_aux_loss_coef, self.aux_loss_enabled = 0.0, self.balance > 0
-
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Do nothing: `run.prepare` moves the model; under FSDP, only this process's shard of it."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """Do nothing: the run has its Accelerator. If trl saw FSDP, it would load a second model, whole on each rank."""
@@ -152,10 +168,6 @@ class Objective:
         self.model_wrapped = self.run.model
         if self.accelerator.distributed_type == DistributedType.FSDP:
             self.model = self.run.model
-
-    def keep_reference(self) -> None:
-        """Keep a reference model that equals the run's base; see `reference_of`."""
-        self.ref_model = reference_of(self.run, self.temperature)
 
     def balances(self, outputs: Outputs) -> list[torch.Tensor]:
         """Return the weighted loss that balances experts in a micro-batch, as a list; the list is empty without experts."""
@@ -186,12 +198,10 @@ class Objective:
 
     def mark(self) -> Callable[[], None]:
         """Return a function that forgets the micro-batches from here on, and what trl has gathered of them."""
-        counted, gathered = [*self.counted], {name: [*values] for name, values in self._metrics["train"].items()}
+        counted, gathered = [*self.counted], copy.deepcopy(self._metrics["train"])
 
         def forget() -> None:
-            self.counted[:] = counted
-            self._metrics["train"].clear()
-            self._metrics["train"].update({name: [*values] for name, values in gathered.items()})
+            self.counted[:], self._metrics["train"] = counted, copy.deepcopy(gathered)
 
         return forget
 
@@ -204,41 +214,3 @@ class Objective:
         values: dict[str, Any] = {}
         self.log(values)  # trl adds its values to the dict
         return {k: v for k, v in values.items() if isinstance(v, int | float) and k not in self.left_out}
-
-
-Trainer = TypeVar("Trainer", bound=Objective)
-
-
-def give_model_to_trl(
-    trainer_class: type[Trainer],
-    run: Run[Any],
-    config: TrainingArguments,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    **settings: Any,
-) -> Trainer:
-    """Make trl's trainer of a model with its adapters. It gives the model the forward pass that computes trl's loss.
-
-    trl and transformers' Trainer also write the special tokens of the tokenizer into the configurations of the model. What
-    else they change is changed back, so that it is not exported. `settings` are those of trl's trainer.
-
-    Raises:
-        ConfigError: if trl refuses the model, the rows or the settings.
-    """
-    base_stops, text = stops_of(model.generation_config), model.config.get_text_config()
-    routing = {name: getattr(text, name) for name in ROUTING if hasattr(text, name)}
-    adapter = [(p, p.data) for p in model.parameters() if p.requires_grad] if run.adapter else []
-    use_cache = model.config.use_cache  # transformers' Trainer switches this off
-    with refused_by_trl():
-        trainer = trainer_class(run, config, model=model, processing_class=tokenizer, **settings)
-    model.config.use_cache = use_cache
-    for name, value in routing.items():  # trl would compute router logits in each forward pass, also of the export
-        setattr(text, name, value)
-    # transformers' Trainer does this when training begins, but the rows are compared with the export before that.
-    align_special_tokens(model, tokenizer)
-    for parameter, data in adapter:
-        parameter.data = data  # trl 1.16 rounds it to bf16 for a model in 4 bits: small updates would be lost
-    trainer.base_stops = base_stops
-    if trainer.args.disable_dropout:
-        switch_off_dropout(model)
-    return trainer

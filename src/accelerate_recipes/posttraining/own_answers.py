@@ -5,7 +5,6 @@ from typing import Any
 import datasets
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from trl import SFTConfig
 
 from accelerate_recipes.checkpoint.exported import as_exported
 from accelerate_recipes.data.messages import NUM_COMPARED
@@ -56,7 +55,7 @@ def begins_of_answers(rows: datasets.Dataset) -> np.ndarray:
 
 
 def prepare_to_answer(
-    run: Run[Any], config: SFTConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base_stops: set[int]
+    run: Run[Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base_stops: set[int]
 ) -> tuple[SupervisedRows, datasets.Dataset | None]:
     """Prepare rows with answers as SFT does, or prompts alone, without targets, as GRPO reads them.
 
@@ -74,7 +73,7 @@ def prepare_to_answer(
         given = {"--rewards": args.rewards, "--chat_template_kwargs": args.chat_template_kwargs}
         if ignored := that_apply(given):
             raise ConfigError(f"{args.source} has answers, but {', '.join(ignored)} is for prompts alone; remove it")
-        return prepare_supervised(run, config, model, tokenizer, base_stops), None
+        return prepare_supervised(run, model, tokenizer, base_stops), None
     if args.lmbda < 1:
         raise ConfigError(
             f"{args.source} has prompts, but no answers for the share that the student does not draw (--lmbda "
@@ -93,7 +92,7 @@ def prepare_to_answer(
         run,
         made["train"],
         made["test"],
-        make_collator(args, tokenizer.pad_token_id, config.pad_to_multiple_of),
+        make_collator(args, tokenizer.pad_token_id),
         content_of_sides(run, made["train"], made["test"]),
         lambda rows: tokenizer.pad({"input_ids": [row["input_ids"] for row in rows]}, return_tensors="pt"),  # pyright: ignore
         sides=sides,
@@ -202,7 +201,8 @@ class OwnAnswers:
         loader = make_eval_loader(rows, args, run.data_rank, run.data_world_size, collate_fn=self.rows.collate)
         sums = loss.of_rows(run, loader)
         of_each = {name: (sums[:, i] / np.maximum(sums[:, 2], 1)).tolist() for i, name in enumerate(DIVERGENCES)}
-        measured = mean_divergences(sums) | self.heldout.score(step, drawn, "held out, drawn", of_each)
+        scored = on_first_rank(lambda: self.heldout.score(step, drawn, "held out, drawn", of_each))
+        measured = mean_divergences(sums) | scored
         return {f"drawn_{name}": value for name, value in measured.items()}
 
 

@@ -27,12 +27,11 @@ from accelerate_recipes.data.formats import JUDGED, PAIR, SCORES
 from accelerate_recipes.data.messages import select, without_added_nulls
 from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.engine import batches_to_evaluate
-from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.errors import ConfigError, DataError, that_apply
 from accelerate_recipes.life import stop
-from accelerate_recipes.models.adapters import load_settings, without_adapters
-from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.adapters import without_adapters
 from accelerate_recipes.models.positions import max_positions
-from accelerate_recipes.posttraining.objective import Objective, Outputs, bare
+from accelerate_recipes.posttraining.objective import Objective, Outputs, bare, reference_of
 from accelerate_recipes.posttraining.references import REFERENCE, with_reference
 from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs, pad_multiple, with_fused_head
 from accelerate_recipes.posttraining.trained_rows import ReadRows
@@ -70,26 +69,21 @@ class DPOArgs(TrainerArgs):
     )
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
-        num_micro_batches = self.total_batch_size // self.per_device_train_batch_size
-        sorts = [name for name in self.loss_type if name in ("aot", "aot_unpaired")]
-        if self.use_weighting and "sft" in self.loss_type:
-            found.append(
-                "--loss_type sft has a mean over tokens, --use_weighting weighs the pairs of a micro-batch; remove one"
-            )
-        if sorts and self.exclude_rows:
-            found.append(
-                f"--exclude_rows: --loss_type {sorts[0]} compares the pairs of a step with each other, so no place of it "
-                "can stay empty; choose another loss, or remove the pairs from the files and begin a new run at the export "
-                "of a checkpoint"
-            )
-        if num_micro_batches > 1:
-            found += [
-                f"--loss_type {name} compares the pairs of a micro-batch, of which a step has {num_micro_batches}: make "
-                f"--per_device_train_batch_size {self.total_batch_size}, on one process, or choose another loss"
-                for name in sorts
-            ]
-        return found
+        number = self.total_batch_size // self.per_device_train_batch_size
+        is_divided = number > 1
+        problems = {
+            "--loss_type sft has a mean over tokens, --use_weighting weighs the pairs of a micro-batch; remove "
+            "one": self.use_weighting and "sft" in self.loss_type
+        }
+        for name in (name for name in self.loss_type if name in ("aot", "aot_unpaired")):
+            problems |= {
+                f"--exclude_rows: --loss_type {name} compares the pairs of a step with each other, so no place of it can "
+                "stay empty; choose another loss, or remove the pairs from the files and begin a new run at the export of a "
+                "checkpoint": self.exclude_rows,
+                f"--loss_type {name} compares the pairs of a micro-batch, of which a step has {number}: make "
+                f"--per_device_train_batch_size {self.total_batch_size}, on one process, or choose another loss": is_divided,
+            }
+        return super().problems(world_size) + that_apply(problems)
 
 
 def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets.Dataset:
@@ -207,11 +201,11 @@ class PairTrainer(Objective, DPOTrainer):
 
     loss_of_none: float | None = None  # trl's loss of a place without a pair, a constant, where rows are excluded
 
-    def __init__(self, run: Run[DPOArgs], config: DPOConfig, model: PreTrainedModel, **settings: Any):
+    def __init__(self, run: Run[DPOArgs], config: DPOConfig, model: PreTrainedModel, *others: Any, **settings: Any):
         model.state_dict = dict  # trl would hash all weights on each rank; see `add_reference`
         # Otherwise trl would load a second model, whole on each rank; see `add_reference`.
         config.precompute_ref_log_probs = True
-        super().__init__(run, config, model=model, **settings)
+        super().__init__(run, config, model, *others, **settings)
         vars(model).pop("state_dict", None)
         self.precompute_ref_logps = run.args.precompute_ref_log_probs
         self.loss_types, self.loss_weights, self.weight_of_sft = without_sft(self.args)
@@ -280,27 +274,21 @@ class PairTrainer(Objective, DPOTrainer):
         if self.run.args.exclude_rows:
             self.loss_of_none = self.loss_of_filling()
         if not self.precompute_ref_logps:
-            self.keep_reference()
+            self.ref_model = reference_of(self.run)
             return
         stop.listen(self.run.output_dir)
-        args = self.args
-        sizes = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
-        size, eval_size = (args.precompute_ref_batch_size or size for size in sizes)
+        size, args = self.args.precompute_ref_batch_size, self.args
         self.model.eval()
         # The loader draws a seed for its workers. This must not change the random numbers of training.
         with torch.random.fork_rng([]), without_adapters(self.model):
-            rows.train = with_reference(self, rows.train, size)
+            rows.train = with_reference(self, rows.train, size or args.per_device_train_batch_size)
             if rows.heldout is not None:
-                rows.heldout = with_reference(self, rows.heldout, eval_size)
-
-    def compute_ref_log_probs(self, model: nn.Module, batch: dict[str, torch.Tensor]):
-        stop.raise_if_requested(self.accelerator)
-        return super().compute_ref_log_probs(model, batch)
+                rows.heldout = with_reference(self, rows.heldout, size or args.per_device_eval_batch_size)
 
 
 @torch.no_grad()
 def evaluate_pairs(trainer: Any, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Evaluate a DPOTrainer's model on held-out pairs, which `collate` has marked.
+    """Evaluate a DPOTrainer's model on held-out pairs; `row` of a batch is negative for one that only fills it.
 
     Returns:
         `loss`: DPO's original loss (`sigmoid`), whatever --loss_type is trained. `accuracy`: share of the pairs in which the
@@ -314,12 +302,12 @@ def evaluate_pairs(trainer: Any, batches: Iterable[dict[str, Any]]) -> dict[str,
     accelerator, model, beta = trainer.accelerator, trainer.run.model, trainer.beta
     sums = torch.zeros(6, device=accelerator.device, dtype=torch.float64)
     for batch in batches_to_evaluate(accelerator, model, batches):
-        is_pair = batch.pop("is_pair")
+        is_pair = batch.pop("row") >= 0
         chosen, rejected = trainer.compute_ref_log_probs(model, batch)
         if trainer.precompute_ref_logps:
             references = (batch["ref_chosen_logps"], batch["ref_rejected_logps"])
         else:
-            references = trainer.compute_ref_log_probs(trainer.ref_model or trainer.model, batch)
+            references = trainer.compute_ref_log_probs(trainer.ref_model, batch)
         margin = beta * ((chosen - references[0]) - (rejected - references[1]))
         values = [-functional.logsigmoid(margin), margin > 0, margin, chosen, rejected, torch.ones_like(margin)]
         sums += torch.stack([(value.double() * is_pair).sum() for value in values])
@@ -351,22 +339,19 @@ def preference_trial(args: Any) -> Trial:
     }
     refuse("DPO", others)
     config = config_of(args)
-    dtype = load_settings(args)["dtype"]
-    attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
     length = min(args.max_length, max_positions(config))
     pair = {"prompt_ids": [0], "chosen_ids": [0] * (length - 1), "rejected_ids": [0] * (length - 2)}
     collator = DataCollatorForPreference(pad_token_id=0, max_length=length, pad_to_multiple_of=pad_multiple(args))
     batch = collator([pair | dict.fromkeys(REFERENCE, 0.0)] * rows)
     batch["completion_mask"][:, 1:] = 1  # the largest possible number of targets
     outputs = ("log_probs", "entropy", "mean_logits", "is_top1") + ("log_sum_sq_probs",) * args.use_weighting
-    head = {"outputs": outputs, "disable_dropout": args.disable_dropout}
     names = ("beta", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing", "use_weighting")
     trainer = bare(PairTrainer, args, config, **{name: getattr(args, name) for name in names})
     trainer.loss_types, trainer.loss_weights, trainer.weight_of_sft = without_sft(args)
     trainer.precompute_ref_logps = args.precompute_ref_log_probs
     return Trial(
         config,
-        partial(with_fused_head, attn_implementation=attention, dtype=dtype, **head),
+        partial(with_fused_head, args, outputs),
         trainer.sum_parts,
         trainer.count_parts,
         batch,

@@ -73,7 +73,7 @@ def load_prompts(args: Any, tokenizer: Any, model: Any) -> tuple[dict[str, datas
         The rows, and counts: how many are left out, and the length of the longest prompt.
 
     Raises:
-        DataError: for rows that cannot be read, or have no prompt.
+        DataError: for rows that cannot be read, or have no prompt, and as `tokenize_prompts`.
         ConfigError: if nothing is left, or if a row has a rendering of its own.
     """
     room, stops = room_for_prompts(args, model.config, args.max_completion_length), stops_of_run(model, tokenizer)
@@ -86,7 +86,10 @@ def load_prompts(args: Any, tokenizer: Any, model: Any) -> tuple[dict[str, datas
         check_column_names(side, source)
         check_written(side, ["prompt"], tokenizer, f"{source}, row", args.template_date)
         check_settings(side, args.template_settings, source)
-        rows[name], found = rows_with_room(side, room, tokenizer, args, source)
+        found = [len(ids) for ids in tokenize_prompts(tokenizer, side["prompt"][:], args, source)]
+        rows[name] = side.select([i for i, length in enumerate(found) if length <= room])
+        if not len(rows[name]):
+            raise ConfigError(f"no prompt is left: all {len(side):,} have over {room} tokens, see --max_prompt_length")
         lengths += found
     return args.sides(rows, "prompt"), {"left out": sum(length > room for length in lengths), "longest": max(lengths)}
 
@@ -168,22 +171,6 @@ def tokenize_prompts(
             f"{source}, row {found.index([]) + 1}: 'prompt' has no token, since the tokenizer adds no begin token; remove it"
         )
     return found
-
-
-def rows_with_room(
-    rows: datasets.Dataset, room: int, tokenizer: PreTrainedTokenizerBase, args: Any, source: str
-) -> tuple[datasets.Dataset, list[int]]:
-    """Leave out the rows whose prompt has more than `room` tokens. Also return the lengths of all prompts.
-
-    Raises:
-        DataError: for a prompt that the template cannot render, and for a prompt without tokens.
-        ConfigError: if no row is left.
-    """
-    lengths = [len(ids) for ids in tokenize_prompts(tokenizer, rows["prompt"][:], args, source)]
-    kept = rows.select([i for i, length in enumerate(lengths) if length <= room])
-    if not len(kept):
-        raise ConfigError(f"no prompt is left: all {len(rows):,} have over {room} tokens, see --max_prompt_length")
-    return kept, lengths
 
 
 def end_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict], settings: dict[str, Any]) -> str:

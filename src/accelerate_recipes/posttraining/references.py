@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from accelerate_recipes.data.prepared import content_of
 from accelerate_recipes.disk import own_suffix, read_json, write_atomically
+from accelerate_recipes.life import stop
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.pretrained import model_checksum
 from accelerate_recipes.ranks import is_first, is_first_of_machine, on_all_ranks, on_first_rank
@@ -101,13 +102,9 @@ def compute(trainer: Any, rows: datasets.Dataset, batch_size: int) -> list[list[
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory,
     )
-    model = trainer.ref_model or trainer.model
-    found = []
-    for batch in tqdm(
-        trainer.accelerator.prepare(loader),
-        desc="Log-probabilities of the reference",
-        disable=None if is_first() else True,
-    ):
-        values = torch.stack(trainer.compute_ref_log_probs(model, batch), 1)
+    found, batches = [], trainer.accelerator.prepare(loader)
+    for batch in tqdm(batches, desc="Log-probabilities of the reference", disable=None if is_first() else True):
+        stop.raise_if_requested(trainer.accelerator)
+        values = torch.stack(trainer.compute_ref_log_probs(trainer.model, batch), 1)
         found.append(trainer.accelerator.gather_for_metrics(values).float().cpu())
     return torch.cat(found).T.tolist()

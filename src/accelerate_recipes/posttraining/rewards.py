@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import inspect
 import os
+import symtable
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -71,19 +72,10 @@ def reward_problems(specs: Sequence[str], elsewhere: Sequence[str | Path] = ()) 
 
 def defined_names(file: Path) -> set[str]:
     """Return the names that a Python file defines or imports at its top level; `*` if it imports all names of a module."""
-    found: set[str] = set()
-    open_nodes: list[ast.AST] = [*ast.parse(file.read_bytes()).body]
-    while open_nodes:
-        node = open_nodes.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        else:
-            open_nodes += ast.iter_child_nodes(node)
-    return found
+    code = file.read_bytes()
+    symbols = symtable.symtable(code, str(file), "exec").get_symbols()  # pyright: ignore[reportArgumentType]  bytes too
+    imports_all = any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(ast.parse(code)))
+    return {symbol.get_name() for symbol in symbols if symbol.is_local()} | ({"*"} if imports_all else set())
 
 
 class Reward:

@@ -20,7 +20,7 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer_utils import align_special_tokens
-from trl import SFTConfig, clone_chat_template
+from trl import clone_chat_template
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from accelerate_recipes.args import OWNED_ELSEWHERE, TrainArgs, arg
@@ -68,6 +68,7 @@ class TrainerArgs(TrainArgs):
     groups = TrainArgs.groups | dict.fromkeys(("chat_template_path", "dataset_num_proc"), "data")
     ranges = dict.fromkeys(("router_aux_loss_coef",), Range(min=0))
     from_scratch = False  # in recipes that always begin with a pretrained model
+    disable_dropout = False  # in recipes without that argument
     owned_elsewhere = (
         dict.fromkeys(REPLACED, "it is of the loop of transformers' Trainer; this loop is that of all recipes, see --help")
         | dict.fromkeys(("save_strategy", "eval_strategy", "logging_strategy"), WHEN)
@@ -140,21 +141,15 @@ def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **d
         "bf16": computes_in_bf16(accelerator.mixed_precision),
         "gradient_accumulation_steps": args.accumulation_steps(accelerator.num_processes),
         "activation_checkpointing": False,  # trl would turn it on, whatever the YAML says
-        "average_tokens_across_devices": False,  # the engine divides the sum over all ranks
-        "eval_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
         "disable_tqdm": True,
     }
-    values |= decided
+    # For one process without torch.distributed, transformers 5.23 counts all GPUs of the machine and wants DataParallel; trl
+    # refuses that. And `run.prepare` moves the model; under FSDP, only this process's shard of it.
+    ours = type(config_class.__name__, (config_class,), {"n_gpu": 1, "place_model_on_device": False})
     try:
-        config = config_class(**values)
+        return ours(**values | decided)
     except ValueError as error:
         raise ConfigError(f"trl's {config_class.__name__} refuses these arguments: {error}") from error
-    # For one process without torch.distributed, transformers 5.23 counts all GPUs of the machine and wants DataParallel; trl
-    # refuses that.
-    config._n_gpu = min(config.n_gpu, 1)
-    return config
 
 
 def make_model(args: TrainerArgs) -> PreTrainedModel:
@@ -176,18 +171,8 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
     return model
 
 
-def make_config(run: Run[Any]) -> Any:
-    """Make the settings by which trl prepares rows."""
-    args = run.args
-    # Give trl the folder of the template's model at its pinned commit; by its name, trl would ask the Hub.
-    template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
-    padding = {"pad_to_multiple_of": math.lcm(pad_multiple(args) or 1, ranks_a_row())} if ranks_a_row() > 1 else {}
-    # `supervised.rendered` finds the answers itself; trl would use another template.
-    return trl_config(run, SFTConfig, chat_template_path=template, assistant_only_loss=False, **padding)
-
-
-def set_up_by_trl(args: Any, config: SFTConfig, model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Give a model trl's forward pass of the loss; set chat template, end and padding of the arguments, as trl would.
+def set_up_by_trl(args: Any, model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Give a model trl's forward pass of the loss; set dropout, chat template, end and padding of the arguments.
 
     A template may be that of another model, whose tokens are then added to the tokenizer and to the model, by trl. The
     special tokens of the tokenizer are written into the configurations of the model.
@@ -201,9 +186,9 @@ def set_up_by_trl(args: Any, config: SFTConfig, model: Any, tokenizer: PreTraine
     """
     base_stops = stops_of(model.generation_config)
     text, generation = model.config.get_text_config(), model.generation_config
-    if config.eos_token is not None:
-        check_is_token("eos_token", config.eos_token, tokenizer)
-        tokenizer.eos_token = config.eos_token
+    if args.eos_token is not None:
+        check_is_token("eos_token", args.eos_token, tokenizer)
+        tokenizer.eos_token = args.eos_token
         text.eos_token_id = end = tokenizer.eos_token_id
         ends = generation.eos_token_id
         ends = ends if isinstance(ends, list) else sorted(stops_of(generation))
@@ -213,7 +198,8 @@ def set_up_by_trl(args: Any, config: SFTConfig, model: Any, tokenizer: PreTraine
         num_tokens, num_embeddings = len(tokenizer), model.get_input_embeddings().num_embeddings
         set_seed(args.seed)  # for rows of new tokens
         try:
-            clone_chat_template(model, tokenizer, config.chat_template_path)
+            # Its folder at the pinned commit; by its name, trl would ask the Hub.
+            clone_chat_template(model, tokenizer, str(cache.folder("model", args.template_model)))
         except ValueError as error:  # it has no template
             raise ConfigError(f"--chat_template_path {args.chat_template_path}: {error}") from None
         # Even if the embedding has spare rows for new tokens, these rows mean nothing while they are not trained.
@@ -225,14 +211,16 @@ def set_up_by_trl(args: Any, config: SFTConfig, model: Any, tokenizer: PreTraine
                 f"{num_tokens:,}, and has {len(tokenizer):,}. --use_peft neither trains nor saves their rows of the "
                 "embedding; give the template as a .jinja file"
             )
-    elif config.chat_template_path:
-        tokenizer.chat_template = Path(config.chat_template_path).read_text(encoding="utf-8")
-    padding = config.pad_token or tokenizer.pad_token or tokenizer.eos_token
+    elif args.chat_template_path:
+        tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
+    padding = args.pad_token or tokenizer.pad_token or tokenizer.eos_token
     check_is_token("pad_token", padding, tokenizer)
     tokenizer.pad_token = padding
     text.pad_token_id = generation.pad_token_id = tokenizer.pad_token_id
     align_special_tokens(model, tokenizer)
     add_fused_lm_head(model, outputs=OUTPUTS)
+    if args.disable_dropout:
+        switch_off_dropout(model)
     return base_stops
 
 
@@ -350,19 +338,19 @@ def make_or_load_model(
     return model if args.data_only else initialize(model, args.seed, "cpu"), []
 
 
+def trial_model(args: TrainerArgs, config: PreTrainedConfig) -> PreTrainedModel:
+    """Make a model of a trial, as a run with these arguments would load it."""
+    return new_model(config, args.attn_implementation, load_settings(args)["dtype"], args.has_boundaries)
+
+
 def with_fused_head(
-    config: PreTrainedConfig,
-    attn_implementation: str,
-    dtype: torch.dtype,
-    outputs: tuple[str, ...],
-    temperature: float = 1.0,
-    disable_dropout: bool = False,
+    args: TrainerArgs, outputs: Sequence[str], config: PreTrainedConfig, temperature: float = 1.0
 ) -> PreTrainedModel:
-    """Make a model on the meta device, with the forward pass that trl's trainers give a model to compute `outputs`."""
-    model = new_model(config, attn_implementation, dtype)
-    if disable_dropout:
+    """Make a model of a trial with the forward pass that trl's trainers give a model to compute `outputs`."""
+    model = trial_model(args, config)
+    if args.disable_dropout:
         switch_off_dropout(model)
-    add_fused_lm_head(model, outputs=outputs, temperature=temperature)
+    add_fused_lm_head(model, outputs=tuple(outputs), temperature=temperature)
     return model
 
 
@@ -377,7 +365,7 @@ def switch_off_dropout(model: nn.Module) -> None:
         vars(module).update(dict.fromkeys(rates, 0.0))
 
 
-def pad_multiple(args: Any) -> int | None:
-    """Return the number whose multiples trl's batches have as lengths; None if there is none."""
+def pad_multiple(args: Any) -> int:
+    """Return the number whose multiples trl's batches have as lengths; ranks that share a row get equal parts of it."""
     multiple = str(args.pad_to_multiple_of)
-    return int(multiple) if multiple.isdecimal() else None
+    return math.lcm(int(multiple) if multiple.isdecimal() else 1, ranks_a_row())

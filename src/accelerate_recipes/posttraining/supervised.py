@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl import SFTConfig, pack_dataset
+from trl import pack_dataset
 
 from accelerate_recipes.checkpoint.exported import Exported, as_exported, shown_ends, stops_of
 from accelerate_recipes.data.chats import check_written, without_controls
@@ -22,7 +22,7 @@ from accelerate_recipes.data.messages import NUM_COMPARED, TEXT, has_unweighted,
 from accelerate_recipes.data.passes import chosen_rows, made_of, rows_in
 from accelerate_recipes.data.prepared import lengths_of
 from accelerate_recipes.data.rendering import Rendering, render_read, texts_read
-from accelerate_recipes.data.rows import RowLoader, Rows, make_eval_loader, num_steps
+from accelerate_recipes.data.rows import num_steps
 from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.errors import ConfigError, printable
 from accelerate_recipes.models import IGNORE_INDEX
@@ -45,7 +45,6 @@ from accelerate_recipes.posttraining.trained_rows import (
     tell_of_parts,
     tell_of_prompts,
     tokenized_rows,
-    without_targets,
 )
 from accelerate_recipes.ranks import is_first, on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.run import Run
@@ -92,15 +91,9 @@ class SupervisedRows(ReadRows):
         """Return what the log tells of the sources of a mixture after a step."""
         return {}
 
-    def make_heldout_loader(self, num_workers: int = 0) -> RowLoader:
-        run = self.run
-        place = run.args, run.data_rank, run.data_world_size
-        rows = Rows(self.heldout, without_targets)
-        return make_eval_loader(rows, *place, collate_fn=self.collate, num_workers=num_workers)
-
 
 def prepare_supervised(
-    run: Run[Any], config: SFTConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base_stops: set[int]
+    run: Run[Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base_stops: set[int]
 ) -> SupervisedRows:
     """Read, render and tokenise rows; cut or pack them as trl does; count them, and compare the first with the export's.
 
@@ -117,36 +110,32 @@ def prepare_supervised(
     if run.resumed_from:
         check_same_template(tokenizer, run.resumed_from)
         check_same_targets(args, sides["train"].features, run.resumed_from)
-    completion_only = config.completion_only_loss
+    completion_only = args.completion_only_loss
     if completion_only is None:
         completion_only = {"prompt", "completion"} <= {*sides["train"].column_names}
-    how = {"text_field": config.dataset_text_field, "completion_only": completion_only, "stops": sorted(stops)}
+    how = {"text_field": args.dataset_text_field, "completion_only": completion_only, "stops": sorted(stops)}
     settings = {side: how | {"assistant_only": of_answers(args, rows.features)} for side, rows in sides.items()}
     whole, prepared, first, added = {}, {}, [], 0
     for side, rows in sides.items():
         found = render_side(run, side, rows, tokenizer, settings[side])
         if side == "train":
-            sources = found.data.column("source").to_numpy()
-            added = tell_of_parts(run, found, sources)
-            first = [as_rendered(row) for row in found.select(range(int((sources < NUM_COMPARED).sum())))]
+            added, first = tell_of_parts(run, found), first_rendered(found)
         whole[side] = found.remove_columns(["source", "opened"])
-        is_packed = config.packing if side == "train" or config.eval_packing is None else config.eval_packing
-        prepared[side] = on_first_of_machine_before_others(partial(cut_or_packed, config, whole[side], is_packed))
-    check_rows_are_left(sides, prepared, config.max_length)
+        prepared[side] = on_first_of_machine_before_others(partial(cut_or_packed, args, side, whole[side]))
+    check_rows_are_left(sides, prepared, args.max_length)
     train, heldout = prepared["train"], prepared["test"]
     content = content_of_sides(run, train, heldout)
     exported = as_exported(model, tokenizer)
     num_targets, *_ = count_targets_of(train, exported.stops)
-    num_ended, ends = ends_of(config, whole["train"], first, exported) if num_targets.any() else (0, set())
+    num_ended, ends = ends_of(args, whole["train"], first, exported) if num_targets.any() else (0, set())
     place = run, exported, base_stops
     on_first_rank(lambda: compare_with_rendering(*place, written, first, ends, **settings["train"]))
     # trl drops rows in which no target is left, but no packed row. The numbers of rows do not show rows that are added.
     left_out = {"left out": len(sides["train"]) - len(train) + added}
-    counts = {"with an end": num_ended} | ({"packed from": len(whole["train"])} if config.packing else left_out)
-    counts |= cut_at(lengths_of(whole["train"]), config.max_length if kept_part(config) != EVERYTHING else None)
-    collate = make_collator(args, tokenizer.pad_token_id, config.pad_to_multiple_of)
+    counts = {"with an end": num_ended} | ({"packed from": len(whole["train"])} if args.packing else left_out)
+    counts |= cut_at(lengths_of(whole["train"]), args.max_length if kept_part(args) != EVERYTHING else None)
     counted = {"sides": sides, "num_targets": num_targets, "counts": counts}
-    return SupervisedRows(run, train, heldout, collate, content, **counted)
+    return SupervisedRows(run, train, heldout, make_collator(args, tokenizer.pad_token_id), content, **counted)
 
 
 def load_sides(
@@ -226,14 +215,30 @@ def render_side(
     """
     use = f"rows to {USES[side]} on"
     found = tokenized_rows(run, rows, rendered, RENDERED, tokenizer, f"Tokenizing {use}", **settings)
-    if not len(found):
-        raise ConfigError(
-            f"none of {len(rows):,} {use} has an answer that is a target, which is a message of the role "
-            "'assistant' with a text; give rows with answers, see roles and weights of the messages, or train everything by "
-            "--assistant_only_loss false"
-        )
+    check_answers_are_left(rows, found, use)
     check_no_placeholders(found, tokenizer, run.args.base_model)
     return found
+
+
+def check_answers_are_left(rows: datasets.Dataset, found: datasets.Dataset, use: str) -> None:
+    """Check that some of the rows for a `use` have a target once they are rendered.
+
+    Raises:
+        ConfigError: if none has.
+    """
+    if not len(found):
+        raise ConfigError(
+            f"none of {len(rows):,} {use} has an answer that is a target, which is a message of the role 'assistant' with a "
+            "text; give rows with answers, see roles and weights of the messages, or train everything by "
+            "--assistant_only_loss false"
+        )
+
+
+def first_rendered(whole: datasets.Dataset) -> list[Rendering]:
+    """Return the renderings of the first NUM_COMPARED rows that rows are made of, by their column `source`."""
+    number = int((whole.data.column("source").to_numpy() < NUM_COMPARED).sum())
+    rows = whole.select(range(number))
+    return [Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]) for row in rows]
 
 
 def rendered(
@@ -269,23 +274,28 @@ def rendered(
     return pa.table(columns, schema=datasets.Features(dict(features) | RENDERED).arrow_schema)
 
 
-def cut_or_packed(config: SFTConfig, whole: datasets.Dataset, is_packed: bool) -> datasets.Dataset:
-    """Pack rows, or cut them and leave out those that have no target then, as trl does."""
-    if is_packed:
+def is_packed(args: Any, side: str) -> bool:
+    """Tell whether the rows of a side, `train` or `test`, are packed."""
+    return args.packing if side == "train" or args.eval_packing is None else args.eval_packing
+
+
+def cut_or_packed(args: Any, side: str, whole: datasets.Dataset) -> datasets.Dataset:
+    """Pack the rows of a side, or cut them and leave out those that have no target then, as trl does."""
+    if is_packed(args, side):
         rows = whole.select_columns(["input_ids", "labels"])
-        rows = rows.shuffle(seed=config.seed) if config.shuffle_dataset else rows
-        rows = pack_dataset(rows, config.max_length, config.packing_strategy, {"desc": "Packing rows"})
-    elif longest := config.max_length:
+        rows = rows.shuffle(seed=args.seed) if args.shuffle_dataset else rows
+        rows = pack_dataset(rows, args.max_length, args.packing_strategy, {"desc": "Packing rows"})
+    elif longest := args.max_length:
         rows = whole
         if (lengths_of(whole) > longest).any():
-            at_end = config.truncation_mode == "keep_end"
+            at_end = args.truncation_mode == "keep_end"
             rows = made_of(
                 whole, partial(cut_tokens, longest=longest, at_end=at_end), whole.features, desc="Cutting rows"
             )
         rows = chosen_rows(rows, have_targets(rows))
     else:
         rows = whole
-    return rows.shuffle(seed=config.seed) if config.shuffle_dataset else rows
+    return rows.shuffle(seed=args.seed) if args.shuffle_dataset else rows
 
 
 def cut_tokens(table: pa.Table, first: int, longest: int, at_end: bool) -> pa.Table:
@@ -294,37 +304,29 @@ def cut_tokens(table: pa.Table, first: int, longest: int, at_end: bool) -> pa.Ta
         column = table.column(name).combine_chunks()
         lengths, tokens = np.asarray(column.value_lengths()), np.asarray(column.flatten())
         kept = np.minimum(lengths, longest)
-        begins, offsets = (
-            np.cumsum(lengths) - kept * at_end - lengths * (not at_end),
-            np.cumsum([0, *kept], dtype=np.int32),
-        )
+        begins = np.cumsum(lengths) - (kept if at_end else lengths)
+        offsets = np.cumsum([0, *kept], dtype=np.int32)
         places = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], kept)
         cut_column = pa.ListArray.from_arrays(offsets, tokens[places])
         table = table.set_column(table.column_names.index(name), name, cut_column)
     return table
 
 
-def kept_part(config: SFTConfig) -> slice:
+def kept_part(args: Any) -> slice:
     """Return the part of each row that is trained; what `bfd_split` and `wrapped` cut off is trained as another row."""
-    if not config.max_length or (config.packing and config.packing_strategy != "bfd"):
+    if not args.max_length or (args.packing and args.packing_strategy != "bfd"):
         return EVERYTHING
-    at_end = config.truncation_mode == "keep_end" and not config.packing
-    return slice(-config.max_length, None) if at_end else slice(config.max_length)
+    at_end = args.truncation_mode == "keep_end" and not args.packing
+    return slice(-args.max_length, None) if at_end else slice(args.max_length)
 
 
-def as_rendered(row: dict) -> Rendering:
-    return Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]])
-
-
-def ends_of(
-    config: SFTConfig, whole: datasets.Dataset, first: list[Rendering], exported: Exported
-) -> tuple[int, set[int]]:
+def ends_of(args: Any, whole: datasets.Dataset, first: list[Rendering], exported: Exported) -> tuple[int, set[int]]:
     """Count the rows that end with a target at which the exported model stops; also return these tokens.
 
     Raises:
         ConfigError: if there are none: the model would not learn to stop.
     """
-    kept = kept_part(config)
+    kept = kept_part(args)
     _, num_ended, ends = count_targets_of(whole, exported.stops, kept)
     if not num_ended:
         stops = shown_ends(exported.tokenizer, sorted(exported.stops))

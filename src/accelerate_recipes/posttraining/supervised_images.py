@@ -15,14 +15,12 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-from trl import SFTConfig
 
 from accelerate_recipes.checkpoint.exported import Exported, as_exported, stops_of
 from accelerate_recipes.data import image_texts, rendering
 from accelerate_recipes.data.image_rows import load_image_sides
 from accelerate_recipes.data.image_sizes import Patches, known_sizes
 from accelerate_recipes.data.image_texts import DOCUMENTS, ImageTexts, Size, cut_documents, rendered_documents
-from accelerate_recipes.data.messages import NUM_COMPARED
 from accelerate_recipes.data.packing import pack
 from accelerate_recipes.data.passes import made_of
 from accelerate_recipes.data.pictures import Pictures, checked_image, decoded, image_bytes, image_checksum, pixels_shown
@@ -34,7 +32,13 @@ from accelerate_recipes.models.composites import weights_by_part
 from accelerate_recipes.models.documents import text_positions
 from accelerate_recipes.models.image_probe import check_whole
 from accelerate_recipes.models.images import image_model_on_meta, join_documents
-from accelerate_recipes.posttraining.supervised import SupervisedRows, as_rendered, ends_of
+from accelerate_recipes.posttraining.supervised import (
+    SupervisedRows,
+    check_answers_are_left,
+    ends_of,
+    first_rendered,
+    is_packed,
+)
 from accelerate_recipes.posttraining.supervised_loss import flops_of_rows
 from accelerate_recipes.posttraining.trained_rows import (
     USES,
@@ -189,7 +193,7 @@ def documents_to_try(collate: ImageCollator) -> list[dict[str, torch.Tensor]]:
 
 
 def prepare_with_images(
-    run: Run[Any], config: SFTConfig, model: PreTrainedModel, processor: ProcessorMixin, base_stops: set[int]
+    run: Run[Any], model: PreTrainedModel, processor: ProcessorMixin, base_stops: set[int]
 ) -> SupervisedRows:
     """Read rows with images, render, cut and pack them; count them, and compare the first with the export's rendering.
 
@@ -213,38 +217,34 @@ def prepare_with_images(
     know_all = partial(known_sizes, processor, model.config, sizes, args.dataset_num_proc)
     texts, patches = on_first_of_machine_before_others(know_all)
     how = {"assistant_only": of_answers(args, sides["train"].features), "stops": sorted(stops)}
-    longest = config.max_length or NO_LIMIT
+    longest = args.max_length or NO_LIMIT
     whole, cut, packed, first, added = {}, {}, {}, [], 0
     for side, rows in sides.items():
         whole[side] = found = render_image_side(run, side, rows, tokenizer, texts, how)
         check_room(found, longest)
         if side == "train":
-            sources = found.data.column("source").to_numpy()
-            added = tell_of_parts(run, found, sources)
-            first = [as_rendered(row) for row in found.select(range(int((sources < NUM_COMPARED).sum())))]
+            added, first = tell_of_parts(run, found), first_rendered(found)
         cut_all = partial(made_of, found, partial(cut_documents, longest=longest), DOCUMENTS, desc="Cutting documents")
         cut[side] = on_first_of_machine_before_others(cut_all)
-        check_rows_are_left(sides, {side: cut[side]}, config.max_length)
-        is_packed = config.packing if side == "train" or config.eval_packing is None else config.eval_packing
+        check_rows_are_left(sides, {side: cut[side]}, args.max_length)
         lengths = lengths_of(cut[side]).tolist()
-        pieces = pack(lengths, longest) if is_packed else [[(number,)] for number in range(len(lengths))]
+        pieces = pack(lengths, longest) if is_packed(args, side) else [[(number,)] for number in range(len(lengths))]
         documents = [[number for number, *_ in row] for row in pieces]
         source = args.sources[side] or args.source
         packed[side] = PackedDocuments(cut[side], rows, documents, source, patches_in(cut[side], rows, patches))
     content = content_of_sides(run, cut["train"], cut["test"])
     exported = Exported(*as_exported(model, tokenizer)[:3], processor)
-    targets, num_ended, ends = count_targets_of(cut["train"], exported.stops)
-    if not num_ended:
-        num_ended, ends = ends_of(config, cut["train"], first, exported)
+    targets, *_ = count_targets_of(cut["train"], exported.stops)
+    num_ended, ends = ends_of(args, cut["train"], first, exported)
     place = run, exported, base_stops
 
     def compare() -> None:
         compare_with_rendering(*place, with_pixels(with_files(run, written), processor), first, ends, **how)
 
     on_first_rank(compare)
-    counts = {"with an end": num_ended} | ({"packed from": len(cut["train"])} if config.packing else {})
+    counts = {"with an end": num_ended} | ({"packed from": len(cut["train"])} if args.packing else {})
     counts |= {"left out": len(sides["train"]) - len(cut["train"]) + added}
-    counts |= cut_at(lengths_of(whole["train"]), config.max_length)
+    counts |= cut_at(lengths_of(whole["train"]), args.max_length)
     counts |= {"images": sum(len(sums) for sums in cut["train"]["checksums"])}
     counted = {"sides": sides, "num_targets": packed["train"].sum_of(targets), "counts": counts}
     return SupervisedRows(run, packed["train"], packed["test"], collate, content, collate.show, **counted)
@@ -333,11 +333,7 @@ def render_image_side(
     use = f"rows to {USES[side]} on"
     how = {"code": (image_texts, rendering), "num_proc": args.dataset_num_proc, "desc": f"Tokenizing {use}"}
     found = on_first_of_machine_before_others(partial(made_of, rows, make, DOCUMENTS, **how))
-    if not len(found):
-        raise ConfigError(
-            f"none of {len(rows):,} {use} has an answer that is a target, which is a message of the role 'assistant' with a "
-            "text; give rows with answers, or train everything by --assistant_only_loss false"
-        )
+    check_answers_are_left(rows, found, use)
     return found
 
 

@@ -16,8 +16,6 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.losses import Gathered, count_next_tokens, means_of_sources, sums_by_source
 from accelerate_recipes.metrics import Flops, flops_per_token
-from accelerate_recipes.models.adapters import load_settings
-from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.configurations import new_config
 from accelerate_recipes.posttraining.settings import OUTPUTS, pad_multiple, weight_of_balance, with_fused_head
 from accelerate_recipes.trial import Trial, config_of, refuse
@@ -83,10 +81,10 @@ class SupervisedLoss:
         return means | (means_of_sources(self.sources, of_sources) if self.sources else {})
 
 
-def make_collator(args: Any, pad_token_id: int, multiple: int | None) -> DataCollatorForLanguageModeling:
-    """Make trl's collator. The lengths of its batches are multiples of `multiple`, if there is one."""
+def make_collator(args: Any, pad_token_id: int) -> DataCollatorForLanguageModeling:
+    """Make trl's collator."""
     return DataCollatorForLanguageModeling(
-        pad_token_id=pad_token_id, padding_free=args.has_boundaries, pad_to_multiple_of=multiple
+        pad_token_id=pad_token_id, padding_free=args.has_boundaries, pad_to_multiple_of=pad_multiple(args)
     )
 
 
@@ -124,22 +122,15 @@ def supervised_trial(args: Any) -> Trial:
     }
     refuse("SFT", others)
     config = new_config(args, max_length=args.max_length) if args.from_scratch else config_of(args)
-    dtype = load_settings(args)["dtype"]
-    attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
     loss = SupervisedLoss(args, config)
     length, rows = args.max_length, args.per_device_train_batch_size
     row, shorter = {"input_ids": [0] * length}, {"input_ids": [0] * (length - 1)}
     if args.has_boundaries:
         row["seq_lengths"] = [length - 1, 1]
-    collate = make_collator(args, 0, pad_multiple(args))
+    collate = make_collator(args, 0)
     batch = collate([row] * rows if args.has_boundaries or rows == 1 else [*[row] * (rows - 1), shorter])
     if rows == 1 and batch.pop("attention_mask", None) is not None:  # one row has no padding, and attention no mask
         batch["position_ids"] = torch.arange(length)[None]
     return Trial(
-        config,
-        partial(with_fused_head, attn_implementation=attention, dtype=dtype, outputs=OUTPUTS),
-        loss.sum_parts,
-        loss.count_parts,
-        batch,
-        rows * (length - 1),
+        config, partial(with_fused_head, args, OUTPUTS), loss.sum_parts, loss.count_parts, batch, rows * (length - 1)
     )

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
+from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.checkpoint.exported import (
     NUM_SHOWN,
     Exported,
@@ -28,14 +29,14 @@ from accelerate_recipes.data.messages import TEXT
 from accelerate_recipes.data.passes import made_of
 from accelerate_recipes.data.prepared import check_content, chunks_of, content_of, lengths_of
 from accelerate_recipes.data.rendering import Rendering
-from accelerate_recipes.data.rows import Rows, StepLoader, make_train_loader
+from accelerate_recipes.data.rows import RowLoader, Rows, StepLoader, make_eval_loader, make_train_loader
 from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.errors import ConfigError, DataError, raise_problems
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.composites import placeholders, stands_for_image
 from accelerate_recipes.models.pretrained import load_config, read_tokenizer
-from accelerate_recipes.posttraining.settings import refused_by_trl
+from accelerate_recipes.posttraining.settings import TrainerArgs, refused_by_trl
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.run import Run
 
@@ -105,23 +106,34 @@ class ReadRows:
     def make_loader(self, **settings: Any) -> StepLoader:
         """Make the loader of this rank's micro-batches; `settings` are those of `make_train_loader`."""
         run, rows = self.run, Rows(self.items, numbered_row)
-        settings |= {"collate_fn": Numbered(self.collate), "content": self.content}
+        settings |= {"collate_fn": partial(numbered_batch, self.collate), "content": self.content}
         return make_train_loader(rows, run.args, run.data_rank, run.data_world_size, **settings)
+
+    def make_heldout_loader(self, num_workers: int = 0) -> RowLoader:
+        """Make the loader of this rank's batches of held-out rows; in `row`, a negative number only fills a batch."""
+        run, rows = self.run, Rows(self.heldout, numbered_row)  # pyright: ignore[reportArgumentType]
+        place = run.args, run.data_rank, run.data_world_size
+        return make_eval_loader(rows, *place, collate_fn=partial(numbered_batch, self.collate), num_workers=num_workers)
 
 
 @dataclass
 class AnswerArgs:
-    """Arguments of a recipe that trains answers of conversations. Put it before TrainArgs in the bases of its arguments."""
+    """Arguments of a recipe on rows of SFT. Put it before TrainerArgs in the bases of its arguments."""
 
     assistant_only_loss: str = arg(
         "auto",
         "Train the answers of conversations alone (true), or everything (false); auto: true, but false for texts.",
         choices=("auto", "true", "false"),
         fixed=False,
-        group="task",
     )
 
     template_model = ""  # name or folder of a model whose chat template is used
+    groups = TrainerArgs.groups | dict.fromkeys(("packing", "completion_only_loss"), "task")
+    ranges = TrainerArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
+    owned_elsewhere = TrainerArgs.owned_elsewhere | {
+        "accept_training_template": "remove it: answers are found with the model's own template",
+        "dataset_kwargs": "remove it: rows are always prepared here",
+    }
 
     def problems(self, world_size: int) -> list[str]:
         args: Any = self
@@ -196,13 +208,9 @@ def content_of_sides(run: Run[Any], train: datasets.Dataset, heldout: datasets.D
     return content_of(train, train.column_names)
 
 
-class Numbered(NamedTuple):
-    """Collator of numbered rows: returns what `collate` makes of the rows, and their numbers as `row`."""
-
-    collate: Callable[[list[dict]], dict[str, Any]]
-
-    def __call__(self, rows: list[tuple[int, dict]]) -> dict[str, Any]:
-        return self.collate([row for _, row in rows]) | {"row": torch.tensor([number for number, _ in rows])}
+def numbered_batch(collate: Callable[[list[dict]], dict[str, Any]], rows: list[tuple[int, dict]]) -> dict[str, Any]:
+    """Return what `collate` makes of numbered rows, and their numbers as `row`."""
+    return collate([row for _, row in rows]) | {"row": torch.tensor([number for number, _ in rows])}
 
 
 def numbered_row(row: dict, number: int) -> tuple[int, dict]:
@@ -223,14 +231,15 @@ def tell_of_prompts(run: Run[Any], sides: dict[str, datasets.Dataset], tokenizer
         )
 
 
-def tell_of_parts(run: Run[Any], whole: datasets.Dataset, sources: np.ndarray) -> int:
+def tell_of_parts(run: Run[Any], whole: datasets.Dataset) -> int:
     """Tell of rows that are cut after an earlier answer, and of answers that lack a part of their prompt, if any.
 
-    `sources` are the numbers of the rows that the rows to train on are made of.
+    `source` of the rows to train on numbers those that they are made of.
 
     Returns:
         The number of rows that are cut after an earlier answer.
     """
+    sources = whole.data.column("source").to_numpy()
     added = np.flatnonzero(sources[:-1] == sources[1:])  # the last row of a conversation is the whole one
     if len(added):
         tokens = lengths_of(whole)[added].sum()
@@ -384,16 +393,10 @@ def cut_at(lengths: np.ndarray, max_length: int | None) -> dict[str, int]:
     return {"cut": int((over > 0).sum()), "tokens cut off": int(over.sum()), "longest": int(lengths.max())}
 
 
-class TargetCounts(NamedTuple):
-    """Number of targets of each row, number of rows that end with a token that stops generation, and these tokens."""
-
-    targets: np.ndarray
-    num_ended: int
-    ends: set[int]
-
-
-def count_targets_of(rows: datasets.Dataset, ends: set[int], kept: slice = EVERYTHING) -> TargetCounts:
-    """Count the targets of each row, and the rows that end with one of `ends`, from their `labels`.
+def count_targets_of(
+    rows: datasets.Dataset, ends: set[int], kept: slice = EVERYTHING
+) -> tuple[np.ndarray, int, set[int]]:
+    """Count the targets of each row, and the rows that end with one of `ends`, from their `labels`; also return these ends.
 
     An end token counts if it is among the last NUM_LAST targets of a row: a template may write a line break after it, and
     end tokens of the user's messages are further from the end. `kept` is the part of each row that is trained, its beginning
@@ -415,7 +418,7 @@ def count_targets_of(rows: datasets.Dataset, ends: set[int], kept: slice = EVERY
             has_end[numbers[is_end]] = True
             seen |= {*found[is_end].tolist()}
         num_ended += int(has_end.sum())
-    return TargetCounts(np.concatenate(counts), num_ended, seen)
+    return np.concatenate(counts), num_ended, seen
 
 
 def have_targets(rows: datasets.Dataset) -> np.ndarray:

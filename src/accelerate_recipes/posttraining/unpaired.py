@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from accelerate_recipes.data.formats import LABEL
 from accelerate_recipes.data.rows import RowLoader, Rows, StepLoader, make_eval_loader, make_train_loader
 from accelerate_recipes.engine import batches_to_evaluate
-from accelerate_recipes.losses import Gathered
+from accelerate_recipes.losses import Gathered, count_next_tokens
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.posttraining.settings import weight_of_balance
 from accelerate_recipes.posttraining.supervised import SupervisedRows
@@ -85,29 +85,23 @@ def with_answer_of(row: dict, other: dict) -> dict:
 def make_loaders(run: Run[Any], rows: SupervisedRows) -> tuple[StepLoader, RowLoader]:
     """Make the loaders of this rank's judged answers, to train and to evaluate on."""
     place = run.args, run.data_rank, run.data_world_size
-    collate = Collator(rows.collate, run.args.max_length)
+    collate = partial(judged_batch, rows.collate, run.args.max_length)
     heldout: Any = rows.heldout
     train = NeighbourRows(rows.train, with_answer_of)
     loader = make_train_loader(train, *place, collate_fn=collate, content=rows.content, order_class=WithNeighbours)
-    evaluated = Rows(heldout, lambda row, n: with_answer_of(row, heldout[(n - 1) % len(heldout)]) | {"is_row": n >= 0})
+    evaluated = Rows(heldout, lambda row, n: with_answer_of(row, heldout[(n - 1) % len(heldout)]) | {"row": n})
     return loader, make_eval_loader(evaluated, *place, collate_fn=collate)
 
 
-class Collator:
-    """Collator of rows by `with_answer_of`. `collate` pads rows of SFT, of which each keeps `longest` tokens."""
-
-    def __init__(self, collate: Callable[[list[dict]], dict[str, Any]], longest: int | None):
-        self.collate, self.longest = collate, longest
-
-    def __call__(self, rows: list[dict]) -> dict[str, Any]:
-        batch = {
-            name: torch.tensor([row[name] for row in rows]) for name in ("row", "is_row", LABEL) if name in rows[0]
-        }
-        for begin in ("", FOREIGN):
-            names = ("input_ids", "labels")
-            read = [{name: row[begin + name][: self.longest] for name in names} for row in rows]
-            batch |= {begin + name: value for name, value in self.collate(read).items()}
-        return batch
+def judged_batch(
+    collate: Callable[[list[dict]], dict[str, Any]], longest: int | None, rows: list[dict]
+) -> dict[str, Any]:
+    """Make a batch of rows by `with_answer_of`. `collate` pads rows of SFT, of which each keeps `longest` tokens."""
+    batch = {name: torch.tensor([row[name] for row in rows]) for name in ("row", LABEL)}
+    for begin in ("", FOREIGN):
+        read = [{name: row[begin + name][:longest] for name in ("input_ids", "labels")} for row in rows]
+        batch |= {begin + name: value for name, value in collate(read).items()}
+    return batch
 
 
 # Loss
@@ -167,9 +161,8 @@ class UnpairedLoss:
 
     def count_parts(self, batch: dict[str, Any]) -> torch.Tensor:
         """Count the micro-batch itself if there are experts, the answers, and their tokens."""
-        one = torch.ones((), dtype=torch.int64, device=batch[LABEL].device)
-        tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
-        return torch.stack([*[one] * bool(self.balance), (batch["row"] >= 0).sum(), tokens])
+        tokens = count_next_tokens(batch)
+        return torch.stack([*[torch.ones_like(tokens)] * bool(self.balance), (batch["row"] >= 0).sum(), tokens])
 
     def values(self, step: int) -> dict[str, float]:
         """Return the means since the last log line: rewards, KL divergence from the reference, and entropy."""
@@ -180,7 +173,7 @@ class UnpairedLoss:
         return values | named_rewards(good, bad, *rewards)
 
     def evaluate(self, run: Run[Any], batches: Iterable[dict[str, Any]]) -> dict[str, float]:
-        """Evaluate the model on held-out answers; batches mark by `is_row` those that do not only fill them.
+        """Evaluate the model on held-out answers; in `row` of a batch, a negative number only fills it.
 
         Returns:
             `loss`, with the KL divergence over all of them; `kl`; `accuracy`: share of the answers whose log-probability has
@@ -194,7 +187,7 @@ class UnpairedLoss:
         for batch in batches_to_evaluate(run.accelerator, run.model, batches):
             ratios = self.log_ratios(run.model, batch).double()
             foreign = self.log_ratios(run.model, batch, FOREIGN).double() if self.has_kl else torch.zeros_like(ratios)
-            found.append(torch.stack([ratios, foreign, batch[LABEL].double(), batch["is_row"].double()]))
+            found.append(torch.stack([ratios, foreign, batch[LABEL].double(), (batch["row"] >= 0).double()]))
         ratios, foreign, labels, are_rows = torch.cat(found, 1)
         labels, number = labels.bool(), sum_over_ranks(are_rows.sum())
         kl = (sum_over_ranks((foreign * are_rows).sum()) / number).clamp(min=0)
@@ -238,11 +231,8 @@ def unpaired_trial(args: Any) -> Trial:
     of_rows = copy.copy(args)
     of_rows.loss_type = "nll"
     trial = supervised_trial(of_rows)
-    loss, rows, passes = (
-        UnpairedLoss(args, trial.config),
-        len(trial.batch["labels"]),
-        args.accumulation_steps(data_world_size()),
-    )
+    loss, passes = UnpairedLoss(args, trial.config), args.accumulation_steps(data_world_size())
+    rows = len(trial.batch["labels"])
     foreign = {FOREIGN + name: value for name, value in trial.batch.items()}
     judged = {LABEL: torch.ones(rows, dtype=torch.bool), "reference": torch.zeros(rows), "kl": torch.zeros(())}
     judged["row"] = torch.zeros(rows, dtype=torch.int64)
@@ -257,7 +247,6 @@ def unpaired_trial(args: Any) -> Trial:
 
     return replace(
         trial,
-        make_model=partial(trial.make_model, disable_dropout=args.disable_dropout),  # pyright: ignore[reportCallIssue]
         loss_fn=loss.sum_parts,
         count_fn=loss.count_parts,
         batch=trial.batch | foreign | judged,
