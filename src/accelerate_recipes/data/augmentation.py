@@ -48,14 +48,18 @@ class Augmentation:
     )
 
 
+def open_image(content: bytes) -> Image.Image:
+    """Open an image. Raises ValueError for a mode that PIL would silently convert to white or black."""
+    image = Image.open(io.BytesIO(content))
+    if image.mode[0] in "IF":
+        raise ValueError(f"it has more than 8 bits a channel (PIL's mode {image.mode}); convert the images to 8 bits")
+    return image
+
+
 def decode(content: bytes) -> Image.Image:
-    """Decode an image to RGB, upright. Raises ValueError for a mode that PIL would silently convert to white or black."""
-    with Image.open(io.BytesIO(content)) as opened:
-        if opened.mode[0] in "IF":
-            raise ValueError(
-                f"it has more than 8 bits a channel (PIL's mode {opened.mode}); convert the images to 8 bits"
-            )
-        return ImageOps.exif_transpose(opened).convert("RGB")
+    """Decode an image as transformers does: upright, red, green and blue, the first picture of several."""
+    with open_image(content) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 class Preparation:
@@ -65,7 +69,7 @@ class Preparation:
         self, processor: Any, augmentation: Augmentation | None = None, seed: int = 0, skips_broken: bool = False
     ):
         self.processor, self.seed, self.skips_broken = processor, seed, skips_broken
-        self.augmentation = augmentation
+        self.augmentation: Any = augmentation
         self.size = image_size(processor)
 
     def trained(
@@ -80,9 +84,7 @@ class Preparation:
         Raises:
             DataError: for an image that cannot be decoded, unless broken images are left out.
         """
-        settings = self.augmentation
-        assert settings is not None
-        generator = np.random.default_rng(key)
+        settings, generator = self.augmentation, np.random.default_rng(key)
         first, label = self.decoded(labelled, number)
         found = {"labels": torch.tensor(label)}
         pixels = self.augmented(first, generator)
@@ -110,7 +112,6 @@ class Preparation:
         if image is None:
             return torch.zeros(3, self.size, self.size)
         settings = self.augmentation
-        assert settings is not None
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
         if settings.crop_area < 1:
             top, left, height, width = random_box(image.height, image.width, settings.crop_area, generator)
@@ -128,7 +129,6 @@ class Preparation:
         Source: Zhang et al., mixup, 2018; Yun et al., CutMix, 2019.
         """
         settings = self.augmentation
-        assert settings is not None
         is_cut = settings.cutmix_alpha > 0 and (settings.mixup_alpha == 0 or generator.random() < 0.5)
         alpha = settings.cutmix_alpha if is_cut else settings.mixup_alpha
         share = float(generator.beta(alpha, alpha))
