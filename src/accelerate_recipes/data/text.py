@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.control_tokens import Controls
-from accelerate_recipes.data.documents import Retry, all_texts, read_documents, text_of
+from accelerate_recipes.data.documents import all_texts, read_documents, text_of
 from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.data.reading import TXT
@@ -179,7 +179,6 @@ class TextShards:
     shards: Sequence[str]
     tokenizer: PreTrainedTokenizerBase
     text_column: str = "text"
-    retry: Retry = field(default_factory=Retry)
     heldout_share: float = 0.0
     is_heldout: bool = False
     bos: list[int] = field(init=False)
@@ -206,7 +205,7 @@ class TextShards:
     def read(
         self, shard: int, first: int, stride: int, on_retry: Callable[[], None]
     ) -> Iterator[tuple[int, bytes | str]]:
-        return read_documents(self.shards[shard], self.text_column, first, stride, self.retry, on_retry)
+        return read_documents(self.shards[shard], self.text_column, first, stride, on_retry)
 
     def tokens(
         self, shard: int, documents: Iterable[tuple[int, bytes | str]], first: int = 0, epoch: int = 0
@@ -281,7 +280,7 @@ def validation_rows(
     texts: list[str] = []
     pieces: list[np.ndarray] = []
     wanted, num_tokens = num_rows * max_length, 0
-    for text in filter(source.is_read, all_texts(source.shards, source.text_column, source.retry)):
+    for text in filter(source.is_read, all_texts(source.shards, source.text_column)):
         (tokens,) = source.encode([text])
         if len(tokens) >= max(1, min_document_tokens):
             texts.append(text)
