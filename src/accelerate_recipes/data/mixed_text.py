@@ -165,12 +165,8 @@ def join_sources(parts: Mapping[str, ValidationRows]) -> ValidationRows:
 
 def measures_of(parts: Mapping[str, ValidationRows], losses: Mapping[str, float]) -> dict[str, float]:
     """Return what `ValidationRows.measures` does of the mean over all targets and, of a mixture, the loss of each source."""
-    targets = {name: int(part.rows.num_targets.sum()) for name, part in parts.items()}
-    if len(parts) == 1:
-        (part,), (loss,) = parts.values(), losses.values()
-        found = part.measures(loss)
-    else:
-        found = join_sources(parts).measures(
-            sum(losses[name] * targets[name] for name in parts) / sum(targets.values())
-        )
-    return found | {f"{name}_loss": loss for name, loss in losses.items() if name}
+    mean, *others = losses.values()
+    if others:
+        targets = {name: int(part.rows.num_targets.sum()) for name, part in parts.items()}
+        mean = sum(losses[name] * targets[name] for name in parts) / sum(targets.values())
+    return join_sources(parts).measures(mean) | {f"{name}_loss": loss for name, loss in losses.items() if name}

@@ -36,6 +36,11 @@ class MixedSource(NamedTuple):
     max_epochs: float
     values: dict[str, Any]
 
+    @property
+    def limit(self) -> float | None:
+        """Return `max_epochs` as a checkpoint holds them: None if there is no limit."""
+        return self.max_epochs if math.isfinite(self.max_epochs) else None
+
 
 class MixturePhase(NamedTuple):
     """Weights and a factor on the learning rate that hold from a step on; `begin` below 1 is a share of the run's steps.
@@ -65,11 +70,6 @@ class Mixture:
     @property
     def names(self) -> list[str]:
         return [source.name for source in self.sources]
-
-    @property
-    def of_size(self) -> bool:
-        """Tell whether weights follow from the sizes of the sources."""
-        return any(source.weight is None for source in self.sources)
 
     def weights(self, sizes: Mapping[str, int], total_steps: int) -> Weights:
         """List the weights of a run from its first step on. `sizes` are the numbers of rows by source, where they count.
@@ -156,9 +156,6 @@ class MixtureArgs:
     # What a phase may change.
     of_phase: ClassVar[tuple[str, ...]] = ("weights", "lr_factor")
 
-    # Whether the rows of a source are counted before the run, so that its weight can be that of its size.
-    counts_rows: ClassVar[bool] = True
-
     @cached_property
     def read(self) -> Mixture:
         """Content of --mixture; empty without one."""
@@ -217,8 +214,6 @@ class MixtureArgs:
         for source in mixture.sources:
             if defaults["dataset_name"] and not {*WHICH_DATA[:2]} & {*source.values}:
                 yield f"{file}, source {source.name}: it names no data; give dataset_name or train_files"
-        if mixture.of_size and not self.counts_rows:
-            yield f"{file}: weight: {SIZE} needs rows that are counted before the run; give numbers"
         endless = [source.name for source in mixture.sources if math.isinf(source.max_epochs)]
         steps = args["max_steps"]
         if steps < 0 and endless:
@@ -382,11 +377,16 @@ def read_phase(section: Any, where: str, names: Sequence[str], known: Sequence[s
     return MixturePhase(begin, weights, factor if "lr_factor" in section else None, int(length))
 
 
-def check_same_sources(then: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]], file: str) -> None:
+def check_same_sources(before: Mapping[str, Any], state: Mapping[str, Any], file: str) -> None:
     """Raise ConfigError if a resumed run has other sources than its checkpoint, or others of their `max_epochs`.
 
-    `then` and `now` hold, by the name of each source, what decides its rows and their order.
+    The states before and now hold under `sources`, by the name of each, what decides its rows and their order.
     """
+    if "sources" not in before:
+        raise ConfigError(
+            "the checkpoint was trained without a mixture; remove --mixture, or start anew in another --output_dir"
+        )
+    then, now = before["sources"], state["sources"]
     new, lost = (", ".join(sorted({*one} - {*other})) for one, other in ((now, then), (then, now)))
     if new or lost:
         added = f"{new} new in {file}" if new else ""
