@@ -1,6 +1,6 @@
 """Preparation of games from files or the Hub: check, split by hash, tokenise, and cache as packed rows or as positions."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,12 +128,9 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
         games = datasets.concatenate_datasets(parts)
         heldout = np.array(games["heldout"])
         facts = {"games": len(games), "skipped": int((~good).sum())}
-        for name, chosen in {"train": good & ~heldout, "heldout": good & heldout}.items():
-            if not chosen.any():
-                raise ConfigError(
-                    f"none of {len(games)} games is left for {name}; change --heldout_share {args.heldout_share}"
-                )
-            part = games.select(np.flatnonzero(chosen)).flatten_indices(cache_file_name=str(tmp / f"{name}.arrow"))
+        for name, chosen in sides_of(good, heldout).items():
+            check_left(name, chosen, games, args)
+            part = games.select(chosen).flatten_indices(cache_file_name=str(tmp / f"{name}.arrow"))
             rows = pack_documents(part, max_length, tmp / f"{name}-rows.arrow")
             rows.save_to_disk(folder / name)
             facts[name] = len(part)
@@ -170,32 +167,37 @@ def prepare_positions(args: PositionsArgs, seed: int) -> Path:
         good = good_games(parts, args)
         games = datasets.concatenate_datasets(parts)["Moves"]
         heldout = np.array([falls_under(" ".join(moves), args.heldout_share) for moves in games])
+        sides, numbers = sides_of(good, heldout), {"train": args.num_train_positions, "heldout": args.num_positions}
         found = {}
-        for name, chosen, number in (
-            ("train", good & ~heldout, args.num_train_positions),
-            ("heldout", good & heldout, args.num_positions),
-        ):
-            positions = rules.sample_positions((games[i] for i in np.flatnonzero(chosen)), number, seed)
+        for name, chosen in sides.items():
+            positions = rules.sample_positions((games[i] for i in chosen), numbers[name], seed)
             legal = [p for p in positions if rules.is_legal(p["prefix"], p["move"])]
             if len(legal) < len(positions) and not args.skip_bad_games:
                 raise ConfigError(
                     f"{len(positions) - len(legal)} of {len(positions)} positions come from games with illegal moves; "
                     "--skip_bad_games leaves them out"
                 )
-            if not legal:
-                raise ConfigError(
-                    f"none of {len(games)} games is left for {name}; change --heldout_share {args.heldout_share}"
-                )
+            check_left(name, legal, games, args)
             found[name] = legal
         np.random.Generator(np.random.Philox(seed)).shuffle(found["train"])  # otherwise they are sorted by phase
         datasets.Dataset.from_list(found["train"]).save_to_disk(folder / "train")
-        train_games = np.flatnonzero(good & ~heldout)
-        baseline = rules.most_frequent_followers(games[i] for i in train_games)
-        rules.mark_seen(found["heldout"], (games[i] for i in train_games))
+        baseline = rules.most_frequent_followers(games[i] for i in sides["train"])
+        rules.mark_seen(found["heldout"], (games[i] for i in sides["train"]))
         return {"positions": found["heldout"], "baseline": baseline}
 
     key = {"games": args.game_key, "positions": [args.num_train_positions, seed]}
     return cached(Path(args.data_cache_dir), key, build)
+
+
+def sides_of(good: np.ndarray, heldout: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the numbers of the good games on each side."""
+    return {"train": np.flatnonzero(good & ~heldout), "heldout": np.flatnonzero(good & heldout)}
+
+
+def check_left(name: str, left: Sized, games: Sized, args: GamesArgs) -> None:
+    """Raise ConfigError if nothing of the games is left for a side."""
+    if not len(left):
+        raise ConfigError(f"none of {len(games)} games is left for {name}; change --heldout_share {args.heldout_share}")
 
 
 def begin_token(tokenizer: PreTrainedTokenizerBase) -> int:
