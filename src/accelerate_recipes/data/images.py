@@ -33,7 +33,7 @@ from accelerate_recipes.data.shards import (
 )
 from accelerate_recipes.data.streams import StreamArgs
 from accelerate_recipes.data.tars import TAR, Member, images_and_labels, text_of_label, with_labels
-from accelerate_recipes.errors import ConfigError, DataError, first_line, suggestion
+from accelerate_recipes.errors import ConfigError, DataError, first_line, noting, suggestion, that_apply
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.ranks import is_first, on_first_of_machine_before_others, on_first_rank
@@ -73,19 +73,15 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
                     f"--rand_augment needs torchvision, but it cannot be imported: {first_line(error)}; install one "
                     "that was built for this torch, from the same index, or give --rand_augment 0"
                 )
-        if self.eval_split and self.train_files:
-            found.append(
-                f"--eval_split {self.eval_split} names a split of a dataset, but there are --train_files; give "
-                "--eval_files, and --eval_split ''"
-            )
-        if self.eval_split and self.eval_files:
-            found.append(f"--eval_split {self.eval_split} and --eval_files both say what to evaluate on; remove one")
-        if self.is_streamed and not self.eval_files:
-            found.append(
-                "--train_files are streamed, and no share of a stream can be held out; give --eval_files: .tar or .parquet "
-                "files that are here, or hf://datasets/ORG/NAME/PATH, which is downloaded"
-            )
-        return found
+        split, files = self.eval_split, self.eval_files
+        problems = {
+            f"--eval_split {split} names a split of a dataset, but there are --train_files; give --eval_files, and "
+            "--eval_split ''": split and self.train_files,
+            f"--eval_split {split} and --eval_files both say what to evaluate on; remove one": split and files,
+            "--train_files are streamed, and no share of a stream can be held out; give --eval_files: .tar or .parquet "
+            "files that are here, or hf://datasets/ORG/NAME/PATH, which is downloaded": self.is_streamed and not files,
+        }
+        return found + that_apply(problems)
 
     def file_problems(self, name: str, suffixes: Collection[str], files: Sequence[str] | None = None) -> list[str]:
         if name not in ("train_files", "eval_files"):
@@ -101,10 +97,8 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
             elif not file.endswith(kinds):
                 found.append(f"--{name} {file}: its name must end with one of {', '.join(kinds)}")
             elif file.startswith(HUB):
-                try:
+                with noting(found, f"--{name} "):
                     parts_of_hub_path(file)
-                except ConfigError as error:
-                    found.append(f"--{name} {error}")
         return found
 
     @property
@@ -219,11 +213,7 @@ def numbered(table: "datasets.Dataset", column: str, names: Sequence[str], sourc
         numbers = [number_of.get(str(label), -1) for label in labels]
     elif feature.names == names:  # not by name: two classes of ImageNet are called "crane"
         numbers = labels
-    elif (
-        number_of.keys() >= {*feature.names}
-        and len({*feature.names}) == len(feature.names)
-        and len(number_of) == len(names)
-    ):
+    elif len({*feature.names}) == len(feature.names) and len({*names}) == len(names) and {*feature.names} <= {*names}:
         in_order = [number_of[name] for name in feature.names]  # such as 0, 1, 10, 2, the order of texts
         numbers = [in_order[label] if 0 <= label < len(in_order) else -1 for label in labels]
     else:

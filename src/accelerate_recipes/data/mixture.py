@@ -183,8 +183,7 @@ class MixtureArgs:
             for f in fields(self)
             if f.name in WHICH_DATA
         }
-        for name, value in (unset | source.values).items():
-            setattr(args, name, value)
+        vars(args).update(unset | source.values)
         return args
 
     def problems(self, world_size: int) -> list[str]:
@@ -243,10 +242,10 @@ def read_mixture(given: str, args_class: type[MixtureArgs]) -> Mixture:
     """Read a mixture, as --mixture gives it. What is wrong with it is in `problems` of the result."""
     content: Any = section_in(given)
     file, found = INSIDE if content else given, []
-    with noting(found):
+    with noting(found, "--mixture "):
         content = content or read_yaml(Path(given), Texts)
     if found:
-        return Mixture(file, problems=[f"--mixture {problem}" for problem in found])
+        return Mixture(file, problems=found)
     if not isinstance(content, dict) or not isinstance(content.get("sources"), list):
         must = "must hold `sources:`, a list of sections with a name, a weight and data; docs/mixtures.md"
         return Mixture(file, problems=[f"{file} {must}"])

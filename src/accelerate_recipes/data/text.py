@@ -5,12 +5,11 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
@@ -28,7 +27,7 @@ from accelerate_recipes.data.shards import (
 )
 from accelerate_recipes.data.stream_order import no_document
 from accelerate_recipes.data.streams import StreamArgs
-from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.errors import ConfigError, DataError, noting
 from accelerate_recipes.hub import cache
 
 ENCODE_BYTES = 2**17  # text to tokenise at once: enough to keep the tokenizer busy, and little enough to start soon
@@ -83,10 +82,8 @@ class TextArgs(StreamArgs):
         found = super().problems(world_size)
         named = {"train_files": {*self.train_files}, "validation_files": {*self.validation_files}}
         for name in ("validation_files",) if self.pretokenize else named:
-            try:
+            with noting(found, f"--{name} "):
                 named[name] |= self.files_here(name)
-            except ConfigError as error:
-                found.append(f"--{name} {error}")
         train, validation = ({*map(os.path.realpath, files)} for files in named.values())
         if both := sorted(train & validation):
             found.append(f"--train_files and --validation_files both name {both[0]}; remove it from one")
@@ -181,8 +178,6 @@ class TextShards:
     text_column: str = "text"
     heldout_share: float = 0.0
     is_heldout: bool = False
-    bos: list[int] = field(init=False)
-    backend: Tokenizer = field(init=False)
 
     def __post_init__(self):
         if self.tokenizer.eos_token_id is None:
