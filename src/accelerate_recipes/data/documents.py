@@ -181,9 +181,7 @@ def open_at(url: str, position: int) -> http.client.HTTPResponse:
     return urllib.request.urlopen(request, timeout=TIMEOUT)
 
 
-def wait_or_give_up(
-    problem: str, failures: int, on_retry: Callable[[], None], retry_after: str | None = None
-) -> None:
+def wait_or_give_up(problem: str, failures: int, on_retry: Callable[[], None], retry_after: str | None = None) -> None:
     """Sleep longer after each failure in a row; raise DataError after the last."""
     if failures >= TRIES:
         raise DataError(f"{problem} (tried {failures} times)") from None

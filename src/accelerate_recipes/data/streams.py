@@ -36,13 +36,8 @@ from accelerate_recipes.data.stream_order import (
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank, ranks_a_row, readers
 
-NUM_STREAMS = 24  # or a multiple of it; it divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
+NUM_STREAMS = 24  # or the smallest multiple that the ranks divide; 24 divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
 HANDED_OVER = 16  # rows of a rank in one collective: every rank receives the rows of all ranks, and images are large
-
-
-def fewest_streams(world_size: int) -> int:
-    """Return the smallest multiple of NUM_STREAMS that `world_size` processes divide."""
-    return math.lcm(NUM_STREAMS, world_size)
 
 
 def stream_problems(num_streams: int, world_size: int, row_size: int = 1) -> list[str]:
@@ -52,7 +47,7 @@ def stream_problems(num_streams: int, world_size: int, row_size: int = 1) -> lis
     fitting = [str(size) for size in range(1, num_streams + 1) if num_streams % size == 0]
     return [
         f"--num_streams {num_streams} is not a multiple of {readers(world_size, row_size)}; numbers that work: "
-        f"{', '.join(fitting)}; a new run takes --num_streams {fewest_streams(world_size)} by default"
+        f"{', '.join(fitting)}; a new run takes --num_streams {math.lcm(NUM_STREAMS, world_size)} by default"
     ]
 
 
@@ -90,7 +85,7 @@ class StreamArgs:
         found = super().settle(saved)
         if self.num_streams or not self.is_streamed:
             return found
-        self.num_streams = saved.get("num_streams") or fewest_streams(self.num_launched)
+        self.num_streams = saved.get("num_streams") or math.lcm(NUM_STREAMS, self.num_launched)
         return found + stream_problems(self.num_streams, self.num_launched, self.row_size)
 
 
