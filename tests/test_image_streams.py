@@ -97,7 +97,9 @@ def streamed(serve, monkeypatch):
 
 def loaders_of(source: ImageShards, world_size: int = 1, num_workers: int = 0) -> list[ImageStreams]:
     args = Args(total_batch_size=BATCH, per_device_train_batch_size=1, seed=SEED, dataloader_num_workers=num_workers)
-    return [ImageStreams(source, args, rank, world_size, NUM_STREAMS, BLOCK) for rank in range(world_size)]
+    return [
+        ImageStreams(source, args, rank, world_size, num_streams=NUM_STREAMS, block=BLOCK) for rank in range(world_size)
+    ]
 
 
 def run(loaders: list[ImageStreams], num_steps: int) -> list[list[dict]]:

@@ -780,9 +780,7 @@ def test_idle_connections_are_given_up(shard_server, corpus, monkeypatch):
 def test_retries_are_counted_over_all_workers(serve, text_shards, num_workers):
     server = serve({f"/{Path(file).name}": Path(file).read_bytes() for file in text_shards.shards})
     server.faults = [429, "truncate", 503]
-    source = TextShards(
-        [f"{server.url}/{Path(file).name}" for file in text_shards.shards], text_shards.tokenizer
-    )
+    source = TextShards([f"{server.url}/{Path(file).name}" for file in text_shards.shards], text_shards.tokenizer)
     loader = make_loader(source, num_workers=num_workers)
     assert run_steps([loader], 4) == expected_rows(text_shards, 4)
     assert loader.counts()["retries"] == 3

@@ -73,10 +73,8 @@ class ImageStreams(StreamLoader):
 
     names = ("epoch", "shard", "image")
 
-    def __init__(
-        self, source: ImageShards, args: TrainArgs, rank: int, world_size: int, num_streams: int, block: int = SHUFFLED
-    ):
-        super().__init__(source, args, rank, world_size, max_length=1, num_streams=num_streams, shuffle_block=block)
+    def __init__(self, source: ImageShards, args: TrainArgs, *place: int, num_streams: int, block: int = SHUFFLED):
+        super().__init__(source, args, *place, max_length=1, num_streams=num_streams, shuffle_block=block)
 
     def _batch(self, rows: list[list[Row]], max_length: int) -> dict[str, Any]:
         images = [row.tokens[0] for (row,) in rows]

@@ -121,17 +121,10 @@ class MixedStreamLoader(StreamLoader):
     source: MixedDocuments
 
     def __init__(
-        self,
-        sources: Mapping[str, Documents],
-        args: TrainArgs,
-        rank: int,
-        world_size: int,
-        *,
-        mixture: Mixture,
-        **settings: Any,
+        self, sources: Mapping[str, Documents], args: TrainArgs, *place: int, mixture: Mixture, **settings: Any
     ):
         self.mixture = mixture
-        super().__init__(MixedDocuments(sources), args, rank, world_size, runs_on=True, **settings)
+        super().__init__(MixedDocuments(sources), args, *place, runs_on=True, **settings)
         self.lengths = [(0, self.order.max_length), *mixture.lengths(args.max_steps)]
         sizes, self.limits = on_first_rank(self._counted)
         self.weigh(mixture.weights(sizes, args.max_steps))
