@@ -21,6 +21,8 @@ from accelerate_recipes.errors import DataError
 from accelerate_recipes.models import IGNORE_INDEX
 
 RATIO = 4 / 3  # largest ratio of the sides of a random crop
+# From the number of an image: it, or None, and its label.
+Labelling = Callable[[int], tuple[Image.Image | None, int]]
 TORCHS_GENERATOR = threading.Lock()  # several threads may augment at the same time if a stream has no workers
 
 
@@ -32,19 +34,13 @@ class Augmentation:
     crop_area: float = arg(0.08, "Smallest area of a random crop, as a share of the image; 1: no crop.", above=0, max=1)
     horizontal_flip: bool = arg(True, "Mirror each image with probability 1/2.")
     rand_augment: int = arg(
-        0,
-        "Operations of torchvision's RandAugment on each image; 0: none. Install torchvision separately.",
-        min=0,
-        max=14,
+        0, "Operations of RandAugment on each image; 0: none. Install torchvision separately.", min=0, max=14
     )
     mixup_alpha: float = arg(
         0.0, "Mix each image with another; the share is drawn from Beta(this, this); 0: never.", min=0, max=100
     )
     cutmix_alpha: float = arg(
-        0.0,
-        "Paste a part of another image into each; its share is drawn from Beta(this, this); 0: never.",
-        min=0,
-        max=100,
+        0.0, "Paste a part of another into each; its share is drawn from Beta(this, this); 0: never.", min=0, max=100
     )
 
 
@@ -72,9 +68,7 @@ class Preparation:
         self.augmentation: Any = augmentation
         self.size = image_size(processor)
 
-    def trained(
-        self, key: tuple[int, ...], number: int, count: int, labelled: Callable[[int], tuple[Image.Image | None, int]]
-    ) -> dict[str, torch.Tensor]:
+    def trained(self, key: tuple[int, ...], number: int, count: int, labelled: Labelling) -> dict[str, torch.Tensor]:
         """Return `pixel_values`, (3, H, W), and `labels` of image `number`, augmented at random with the seed `key`.
 
         `labelled(number)` gives an image, or None, and its label.
@@ -96,9 +90,7 @@ class Preparation:
             found |= {"other_labels": torch.tensor(other_label), "share": torch.tensor(share)}
         return found | {"pixel_values": normalized(pixels, self.processor)}
 
-    def decoded(
-        self, labelled: Callable[[int], tuple[Image.Image | None, int]], number: int
-    ) -> tuple[Image.Image | None, int]:
+    def decoded(self, labelled: Labelling, number: int) -> tuple[Image.Image | None, int]:
         """Return image and label, `labelled(number)`; for a broken image that is left out, no image and no target."""
         try:
             return labelled(number)

@@ -12,6 +12,7 @@ import urllib.parse
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from huggingface_hub import constants
@@ -26,7 +27,6 @@ from accelerate_recipes.data.reading import (
     open_parquet,
     reading,
     record_of,
-    remedy_of,
 )
 from accelerate_recipes.errors import DataError, first_line, other_recipe, suggestion
 
@@ -38,12 +38,13 @@ TIMEOUT = 30.0  # seconds without a byte after which a connection counts as dead
 TRIES = 10  # on a failing network; they end after about five minutes without a byte
 WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before the second try, which double with each try, and the most before any
 T = TypeVar("T")
+Document = tuple[int, bytes | str]  # its place in the shard; a line of JSON, or a text
 
 
 def read_documents(
     shard: str, text_column: str, first: int, stride: int, on_retry: Callable[[], None]
-) -> Iterator[tuple[int, bytes | str]]:
-    """Read documents `first`, `first + stride`, ... of a shard, as (index, document); it is a line of JSON, or a text.
+) -> Iterator[Document]:
+    """Read documents `first`, `first + stride`, ... of a shard.
 
     Documents before `first` are decompressed, but neither split into lines nor decoded. This takes seconds for a shard of
     C4. `on_retry` is called before each new try.
@@ -127,8 +128,7 @@ def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Itera
 
 def read_file(path: str) -> Iterator[bytes]:
     with reading(path), open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            yield chunk
+        yield from iter(partial(file.read, CHUNK), b"")
 
 
 def fetch(url: str, on_retry: Callable[[], None]) -> Iterator[bytes]:
@@ -266,7 +266,7 @@ def whole_text(file: str, chunks: Iterable[bytes], first: int) -> Iterator[str]:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 at byte {error.start}{remedy_of(str(error))}") from None
+        raise DataError(f"{file} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
     if text.strip():
         yield text
 

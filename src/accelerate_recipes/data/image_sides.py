@@ -97,9 +97,7 @@ def heldout(side: Labelled, share: float) -> np.ndarray:
         ConfigError: if a side is empty.
     """
     contents = map(partial(digest_of, side), range(len(side.images)))  # None if it cannot be read
-    chosen = np.array(
-        [falls_under(str(n if content is None else content), share) for n, content in enumerate(contents)]
-    )
+    chosen = np.array([falls_under(str(n if found is None else found), share) for n, found in enumerate(contents)])
     if chosen.all() or not chosen.any():
         raise ConfigError(
             f"none of the {len(chosen):,} images of {side.source} is left to {'train' if chosen.all() else 'evaluate'} on; "

@@ -22,15 +22,7 @@ from accelerate_recipes.data.heldout import RowsArgs, check_apart
 from accelerate_recipes.data.image_sides import Labelled, heldout, read_bytes, same_images
 from accelerate_recipes.data.prepared import same_on_machines
 from accelerate_recipes.data.reading import reading
-from accelerate_recipes.data.shards import (
-    HUB,
-    downloaded,
-    hub_file,
-    is_named_elsewhere,
-    named_shards,
-    needs_of_shards,
-    parts_of_hub_path,
-)
+from accelerate_recipes.data.shards import HUB, downloaded, hub_file, hub_files, is_named_elsewhere, named_shards
 from accelerate_recipes.data.streams import StreamArgs
 from accelerate_recipes.data.tars import TAR, Member, images_and_labels, text_of_label, with_labels
 from accelerate_recipes.errors import ConfigError, DataError, first_line, noting, suggestion, that_apply
@@ -58,9 +50,7 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
     eval_split: str = arg("", "Split of the dataset to evaluate on, instead of a share of the rows.")
     image_column: str = arg("image", "Column with the images.")
     label_column: str = arg("label", "Column with the labels: names, or numbers.")
-    heldout_share: float = arg(
-        0.05, "Share of the images to evaluate on, chosen by a hash of their content.", above=0, below=1
-    )
+    heldout_share: float = arg(0.05, "Share of images to evaluate on, by a hash of their content.", above=0, below=1)
     skip_broken_images: bool = arg(False, "Leave out images that cannot be decoded, instead of ending with an error.")
 
     def problems(self, world_size: int) -> list[str]:
@@ -98,7 +88,7 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
                 found.append(f"--{name} {file}: its name must end with one of {', '.join(kinds)}")
             elif file.startswith(HUB):
                 with noting(found, f"--{name} "):
-                    parts_of_hub_path(file)
+                    hub_file(file, streamed=False)
         return found
 
     @property
@@ -114,7 +104,7 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
     def row_datasets(self) -> list[cache.HubDataset]:
         evaluated = [hub_file(file, streamed=False) for file in self.eval_files if file.startswith(HUB)]
         if not self.dataset_name:
-            return needs_of_shards(self.train_files) + evaluated
+            return hub_files(self.train_files) + evaluated
         splits = (self.train_split, *filter(None, [self.eval_split]))
         return [cache.HubDataset(self.dataset_name, config=self.dataset_config, splits=splits), *evaluated]
 
@@ -172,9 +162,8 @@ def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
         whole = sides["train"]
         is_heldout = on_first_rank(lambda: heldout(whole, args.heldout_share))
         for name, chosen in (("train", np.flatnonzero(~is_heldout)), ("test", np.flatnonzero(is_heldout))):
-            sides[name] = Labelled(
-                whole.images.select(chosen).flatten_indices(), whole.labels[chosen], chosen, whole.source
-            )
+            images = whole.images.select(chosen).flatten_indices()
+            sides[name] = Labelled(images, whole.labels[chosen], chosen, whole.source)
     for side in sides.values():
         if not len(side.images):
             raise ConfigError(f"{side.source} has no images; give others")
@@ -195,9 +184,7 @@ def check_columns(table: "datasets.Dataset", args: ImageArgs, source: str) -> No
         raise DataError(f"{source}: {args.image_column!r} holds {table.features[args.image_column]}, not images")
     label = table.features[args.label_column]
     if not isinstance(label, datasets.ClassLabel | datasets.Value) or label.dtype.startswith("float"):
-        raise DataError(
-            f"{source}: {args.label_column!r} holds {label}, not one name or number of a class; set --label_column"
-        )
+        raise DataError(f"{source}: {args.label_column!r} holds {label}, not one name or number; set --label_column")
     for column in (args.image_column, args.label_column):
         if missing := table.data.column(column).null_count:
             raise DataError(f"{source}: {column!r} is null in {missing} of {len(table)} rows")
@@ -221,11 +208,9 @@ def numbered(table: "datasets.Dataset", column: str, names: Sequence[str], sourc
             f"{source} has the classes {some_names(feature.names)}, but those trained on are {some_names(names)}; give both "
             "the same"
         )
-    for row, number in enumerate(numbers, 1):
+    for row, (label, number) in enumerate(zip(labels, numbers, strict=True), 1):
         if not 0 <= number < len(names):
-            raise DataError(
-                f"{source}, row {row}: the label {labels[row - 1]!r} is none of the {len(names)} classes trained on"
-            )
+            raise DataError(f"{source}, row {row}: the label {label!r} is none of the {len(names)} classes trained on")
     return np.array(numbers, dtype=np.int64)
 
 

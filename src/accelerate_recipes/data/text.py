@@ -14,17 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.control_tokens import Controls
-from accelerate_recipes.data.documents import all_texts, read_documents, text_of
+from accelerate_recipes.data.documents import Document, all_texts, read_documents, text_of
 from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.data.reading import TXT
-from accelerate_recipes.data.shards import (
-    find_shards,
-    is_named_elsewhere,
-    named_shards,
-    needs_of_shards,
-    shards_version,
-)
+from accelerate_recipes.data.shards import find_shards, hub_files, is_named_elsewhere, named_shards, shards_version
 from accelerate_recipes.data.stream_order import no_document
 from accelerate_recipes.data.streams import StreamArgs
 from accelerate_recipes.errors import ConfigError, DataError, noting
@@ -140,9 +134,7 @@ class TextArgs(StreamArgs):
     def validation_text(self, tokenizer: PreTrainedTokenizerBase) -> "TextShards":
         """Open the text to validate on."""
         share = self.share_left_out if self.share_heldout else 0.0
-        return TextShards(
-            self.validation_shards(), tokenizer, self.text_column, heldout_share=share, is_heldout=share > 0
-        )
+        return TextShards(self.validation_shards(), tokenizer, self.text_column, share, is_heldout=share > 0)
 
     def text_note(self, shards: Sequence[str]) -> str:
         """Note for the end of a line: the held-out documents, and that a .txt file is one document; else an empty text."""
@@ -157,7 +149,7 @@ class TextArgs(StreamArgs):
         parts = [(validated, self.validation_dataset_files), (self.train_files, self.dataset_files)]
         for files, pattern in parts if training else parts[:1]:
             dataset = cache.HubDataset(self.dataset_name, files=pattern, revision=self.dataset_revision, streamed=True)
-            found += needs_of_shards(files) if files else [dataset]
+            found += hub_files(files) if files else [dataset]
         return found
 
     @property
@@ -197,14 +189,10 @@ class TextShards:
     def version(self) -> dict[str, str]:
         return shards_version(self.shards)
 
-    def read(
-        self, shard: int, first: int, stride: int, on_retry: Callable[[], None]
-    ) -> Iterator[tuple[int, bytes | str]]:
+    def read(self, shard: int, first: int, stride: int, on_retry: Callable[[], None]) -> Iterator[Document]:
         return read_documents(self.shards[shard], self.text_column, first, stride, on_retry)
 
-    def tokens(
-        self, shard: int, documents: Iterable[tuple[int, bytes | str]], first: int = 0, epoch: int = 0
-    ) -> Iterator[np.ndarray]:
+    def tokens(self, shard: int, documents: Iterable[Document], first: int = 0, epoch: int = 0) -> Iterator[np.ndarray]:
         texts, size = [], 0
         for index, document in islice(documents, first, None):
             text = text_of(self.shards[shard], index, document, self.text_column)
