@@ -94,10 +94,8 @@ def mixed_rows(
         DataError: if a source that is due has no document.
     """
     shares, place = mixing.shares[stream], sum(state.rows for state in states)
-    rows = [
-        stream_rows(source, order, stream, state, on_retry)
-        for source, order, state in zip(sources, orders, states, strict=True)
-    ]
+    of_sources = zip(sources, orders, states, strict=True)
+    rows = [stream_rows(source, order, stream, state, on_retry) for source, order, state in of_sources]
     while True:
         for source in shares.take(place, place + ROWS_AT_ONCE)[0].tolist():
             if source < 0:

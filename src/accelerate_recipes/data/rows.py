@@ -136,9 +136,7 @@ def num_steps(args: TrainArgs, num_rows: int) -> int:
         return args.max_steps
     num_trained = round(args.num_train_epochs * num_rows)
     if num_trained == 0:
-        raise ConfigError(
-            f"--num_train_epochs {args.num_train_epochs} of {num_rows:,} rows is less than one row; raise it"
-        )
+        raise ConfigError(f"--num_train_epochs {args.num_train_epochs} of {num_rows:,} rows is less than one; raise it")
     return math.ceil(num_trained / args.total_batch_size)
 
 
