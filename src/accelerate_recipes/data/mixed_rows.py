@@ -124,10 +124,8 @@ class MixedTable:
         counts, asked = self.shares.counts(int(place)), self.shares.asked(place)
         found = {}
         for name, size, count, wanted in zip(self.names, self.sizes, counts.tolist(), asked.tolist(), strict=True):
-            share = {"share": count / place, "asked": wanted / place}
-            found |= {
-                f"{name}_{key}": value for key, value in ({"rows": count, "epochs": count / size} | share).items()
-            }
+            values = {"rows": count, "epochs": count / size, "share": count / place, "asked": wanted / place}
+            found |= {f"{name}_{key}": value for key, value in values.items()}
         return found
 
 

@@ -20,9 +20,8 @@ WHICH_DATA = ("dataset_name", "train_files", "eval_files", "validation_files")
 SIZE = "size"
 FURTHEST = 1e9  # times the smallest weight: the largest, beyond which places of a run would not be exact numbers
 INSIDE = "--mixture"  # what messages call a mixture that the preset holds
-NAME = re.compile(
-    r"(?!eval_|aux$)\w[\w.-]*", re.ASCII
-)  # also in the log: eval_loss and aux_loss are no loss of a source
+# Names are also in the log, where eval_loss and aux_loss are no loss of a source.
+NAME = re.compile(r"(?!eval_|aux$)\w[\w.-]*", re.ASCII)
 
 # Weights by source, each from a step on, in the order of the steps.
 Weights = list[tuple[int, dict[str, float]]]
@@ -130,9 +129,7 @@ def continued(before: Sequence[Sequence[Any]], step: int, now: Weights) -> Weigh
 def changed_shares(before: Sequence[Sequence[Any]], now: Weights, step: int) -> str:
     """Say which shares hold from `step` on, if a run that is resumed there had others `before`; "" if not."""
     then, after = ([entry for begin, entry in table if begin <= step][-1] for table in (before, now))
-    then, after = (
-        ", ".join(f"{name} {share:.2%}" for name, share in shares_of(entry).items()) for entry in (then, after)
-    )
+    then, after = (", ".join(f"{name} {share:.2%}" for name, share in shares_of(one).items()) for one in (then, after))
     return f"Shares from step {step + 1} on: {after}; before: {then}" if then != after else ""
 
 
@@ -250,9 +247,8 @@ def read_mixture(given: str, args_class: type[MixtureArgs]) -> Mixture:
         must = "must hold `sources:`, a list of sections with a name, a weight and data; docs/mixtures.md"
         return Mixture(file, problems=[f"{file} {must}"])
     found += unknown_keys(content, ("sources", "temperature", "phases"), file)
-    sources = [
-        read_source(section, number, file, args_class, found) for number, section in enumerate(content["sources"], 1)
-    ]
+    sections = enumerate(content["sources"], 1)
+    sources = [read_source(section, number, file, args_class, found) for number, section in sections]
     names = [source.name for source in sources]
     if not names:
         found.append(f"{file} names no source")
@@ -263,7 +259,7 @@ def read_mixture(given: str, args_class: type[MixtureArgs]) -> Mixture:
         file,
         sorted(
             sources, key=lambda source: source.name
-        ),  # by name: what a run trains on does not depend on their order in the file
+        ),  # what is trained on does not depend on their order in the file
         [
             read_phase(section, f"{file}, phase {number}", names, args_class.of_phase, found)
             for number, section in enumerate(phases, 1)
