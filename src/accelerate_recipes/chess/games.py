@@ -53,11 +53,7 @@ class GamesArgs:
         below=1,
     )
     num_positions: int = arg(
-        600,
-        "Positions of held-out games to predict the next move in.",
-        fixed=False,
-        min=len(rules.PHASES),
-        group="evaluation",
+        600, "Positions of held-out games to predict moves in.", fixed=False, min=len(rules.PHASES), group="evaluation"
     )
     data_cache_dir: str = arg(".cache/data", "Folder for prepared games and positions.", fixed=False)
 
@@ -97,9 +93,7 @@ class PositionsArgs(GamesArgs):
 
     group = "data"
     model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
-    num_train_positions: int = arg(
-        20000, "Number of positions in training games in which the model moves.", min=len(rules.PHASES)
-    )
+    num_train_positions: int = arg(20000, "Positions of training games that the model moves in.", min=len(rules.PHASES))
 
 
 def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_length: int, seed: int) -> Path:
@@ -143,9 +137,8 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
                 rules.mark_seen(facts["positions"], train_games)
         return facts
 
-    return cached(
-        Path(args.data_cache_dir), {"games": args.game_key, "rows": [tokens_key(tokenizer), max_length, seed]}, build
-    )
+    key = {"games": args.game_key, "rows": [tokens_key(tokenizer), max_length, seed]}
+    return cached(Path(args.data_cache_dir), key, build)
 
 
 def prepare_positions(args: PositionsArgs, seed: int) -> Path:
@@ -225,12 +218,8 @@ def load_games(file: str, cache_dir: Path, letters: str = rules.LETTERS) -> "dat
         with reading(file):
             if next(rules.read_pgn(file, letters), None) is None:
                 raise ValueError("it has 0 games")
-            return datasets.Dataset.from_generator(
-                rules.read_pgn,
-                features=columns,
-                gen_kwargs={"path": file, "letters": letters},
-                cache_dir=str(cache_dir),
-            )
+            given = {"path": file, "letters": letters}
+            return datasets.Dataset.from_generator(rules.read_pgn, columns, str(cache_dir), gen_kwargs=given)
     rows = read_files([file], cache_dir)
     if "Moves" not in rows.column_names:
         raise ConfigError(
@@ -277,14 +266,12 @@ def tokenize_games(
     import datasets
 
     added = {"input_ids": datasets.List(datasets.Value("int32")), "heldout": datasets.Value("bool")}
-    make = partial(checked_games, tokenizer=tokenizer, heldout_share=heldout_share)
+    make = partial(checked_games, tokenizer=tokenizer, share=heldout_share)
     said = f"Checking and tokenising {Path(source).name}"
     return made_of(games, make, datasets.Features(dict(games.features) | added), desc=said, file=file)
 
 
-def checked_games(
-    table: "pa.Table", first: int, tokenizer: PreTrainedTokenizerBase, heldout_share: float
-) -> "pa.Table":
+def checked_games(table: "pa.Table", first: int, tokenizer: PreTrainedTokenizerBase, share: float) -> "pa.Table":
     """Make what `tokenize_games` returns."""
     import pyarrow as pa
 
@@ -295,5 +282,5 @@ def checked_games(
         "Moves": table["Moves"],
         "defect": [defect or rules.defect_of_game(moves) for moves, defect in zip(games, defects, strict=True)],
         "input_ids": [[begin_token(tokenizer), *ids, tokenizer.eos_token_id] for ids in tokens],
-        "heldout": [falls_under(text, heldout_share) for text in texts],
+        "heldout": [falls_under(text, share) for text in texts],
     })  # fmt: skip

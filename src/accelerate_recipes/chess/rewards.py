@@ -42,9 +42,7 @@ REWARDS = [is_a_move, is_legal_move, is_played_move]
 class StockfishArgs:
     """Arguments of the reward that a chess engine gives."""
 
-    stockfish: str = arg(
-        "", "Program of a UCI chess engine that judges how good legal answers are; empty: none.", fixed=False
-    )
+    stockfish: str = arg("", "UCI chess engine that judges how good legal answers are; empty: none.", fixed=False)
     stockfish_nodes: int = arg(
         10_000, "Nodes that --stockfish searches for a judgement; ten thousand take about 0.03 s.", fixed=False, min=1
     )

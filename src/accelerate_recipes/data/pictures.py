@@ -198,13 +198,10 @@ def render_with_images(row: dict, processor: ProcessorMixin, **settings: Any) ->
     if documents:
         given = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}
         text = tokenizer.apply_chat_template(row["messages"], tokenize=False, **given)
-        (ids,) = processor(text=[text], images=[images] if images else None, **{"add_special_tokens": False})[
-            "input_ids"
-        ]
+        seen = {"images": [images] if images else None, "add_special_tokens": False}
+        (ids,) = processor(text=[text], **seen)["input_ids"]
         if (place := first_difference(documents[-1].ids, [*ids])) is not None:
-            raise ValueError(
-                f"token {place + 1} is another one of the processor: images stand elsewhere than in training"
-            )
+            raise ValueError(f"token {place + 1} is another of the processor: images stand elsewhere than in training")
     if images and row.get("pixels"):
         before, now = row["pixels"], pixels_shown(processor, images)
         # Releases of PIL and numpy may round otherwise; another mean, size or filter changes more.
