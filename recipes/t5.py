@@ -133,8 +133,10 @@ def main(args: Args) -> None:
     if args.base_model:
         tokenizer = load_tokenizer(args.base_model)
     else:
-        size = make_config(args).vocab_size
-        tokenizer = make_or_resume(lambda: new_bpe_tokenizer(source_texts(args), size, "$A </s>"), run.resumed_from)
+        vocab_size = make_config(args).vocab_size
+        tokenizer = make_or_resume(
+            lambda: new_bpe_tokenizer(source_texts(args), vocab_size, "$A </s>"), run.resumed_from
+        )
     facts, train_pairs, heldout = load_pairs(args, tokenizer)
     heldout_pairs = Pairs(heldout, tokenizer.pad_token_id)
     place = (args, run.rank, run.world_size)

@@ -257,9 +257,8 @@ def read_mixture(given: str, args_class: type[MixtureArgs]) -> Mixture:
     phases = phases if isinstance(phases, list) else [phases]
     mixture = Mixture(
         file,
-        sorted(
-            sources, key=lambda source: source.name
-        ),  # what is trained on does not depend on their order in the file
+        # By name: what a run trains on does not depend on their order in the file.
+        sorted(sources, key=lambda source: source.name),
         [
             read_phase(section, f"{file}, phase {number}", names, args_class.of_phase, found)
             for number, section in enumerate(phases, 1)
