@@ -69,7 +69,7 @@ def stockfish_reward(program: str, nodes: int) -> Iterator[Callable[..., list[fl
     def score(board: chess.Board, moves: list[chess.Move] | None = None) -> int:
         """Return the score in centipawns, for the side to move."""
         found = engine.analyse(board, chess.engine.Limit(nodes=nodes), game=object(), root_moves=moves)
-        return found["score"].relative.score(mate_score=10_000)
+        return found["score"].relative.score(mate_score=10_000)  # pyright: ignore[reportTypedDictNotRequiredAccess]
 
     def is_good_move(prompts: list[str], completions: list[str], **columns) -> list[float]:
         best: dict[str, int] = {}  # a position occurs once for each of its answers
