@@ -20,20 +20,14 @@ from itertools import islice
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.data.mixed_text import (
-    MixedTextArgs,
-    join_sources,
-    make_text_loader,
-    measures_of,
-    read_validation,
-)
+from accelerate_recipes.data.mixed_text import MixedTextArgs, join_sources, make_text_loader, measured, read_validation
 from accelerate_recipes.data.packing import collate
 from accelerate_recipes.data.rows import make_eval_loader
 from accelerate_recipes.data.token_shards import is_pretokenized
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.life.picture import Bars
 from accelerate_recipes.losses import LossOfSources, check_document_mask, count_next_tokens, next_token_loss_fn
-from accelerate_recipes.metrics import flops_per_token
+from accelerate_recipes.metrics import Flops, flops_per_token
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import KERNELS
 from accelerate_recipes.models.configurations import Architecture, check_belong_together, new_config
@@ -58,10 +52,7 @@ class Args(MixedTextArgs, TrainArgs, Architecture):
     )
     attn_implementation: str = arg("auto", "Attention kernel, see docs/levers.md.", choices=KERNELS, fixed=False)
     whole_logits: bool = arg(
-        False,
-        "Compute the logits of all tokens at once: faster where the vocabulary is small.",
-        fixed=False,
-        group="memory",
+        False, "Compute the logits of all tokens at once: faster for a small vocabulary.", fixed=False, group="memory"
     )
     max_length: int = arg(4096, "Tokens in a row.", min=2)
     document_mask: bool = arg(True, "Keep attention inside a document; --no_document_mask lets it cross the whole row.")
@@ -124,14 +115,12 @@ def main(args: Args) -> None:
     # Model
     model = make_model(args, tokenizer)
     check_belong_together(model.config, tokenizer, args.longest_row)
-    run.prepare(
-        model,
-        tokenizer,
-        total_steps=train_loader.num_steps(),
-        flops_fn=lambda model: flops_per_token(model, validation.rows.attended_length, args.max_length)._replace(
-            last_step=args.steps_alike
-        ),
-    )
+
+    def flops_fn(model: PreTrainedModel) -> Flops:
+        flops = flops_per_token(model, validation.rows.attended_length, args.max_length)
+        return flops._replace(last_step=args.steps_alike)
+
+    run.prepare(model, tokenizer, total_steps=train_loader.num_steps(), flops_fn=flops_fn)
     multiply_in_phases(run.scheduler, args.read.lr_factors(run.total_steps))
     if args.document_mask:
         check_document_mask(run.model, run.accelerator.device)
@@ -152,7 +141,7 @@ def main(args: Args) -> None:
             name: evaluate_loss(run.accelerator, run.model, loader, loss_fn, count_next_tokens)
             for name, loader in validation_loaders.items()
         }
-        return measures_of(parts, losses)
+        return measured(parts, losses)
 
     def values_fn(step: int) -> dict[str, float]:
         return loss.values(step) | train_loader.seen(step)

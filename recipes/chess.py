@@ -82,9 +82,8 @@ def make_model(args: Args, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
 
 
 def trial(args: Args) -> Trial:
-    return packed_trial(
-        args, make_model(args, make_tokenizer(args)).config if args.from_scratch else None, next_token_loss
-    )
+    config = make_model(args, make_tokenizer(args)).config if args.from_scratch else None
+    return packed_trial(args, config, next_token_loss)
 
 
 def main(args: Args) -> None:
@@ -108,12 +107,10 @@ def main(args: Args) -> None:
     run.show_rows(tokenizer, {"Training": train_loader, "Evaluation": heldout_loader}, train_rows.num_targets)
 
     # Model
-    run.prepare(
-        make_model(args, tokenizer),
-        tokenizer,
-        total_steps=num_steps(args, len(train_rows)),
-        flops_fn=lambda model: flops_per_token(model, train_rows.attended_length, args.max_length),
-    )
+    total_steps = num_steps(args, len(train_rows))
+    lengths = train_rows.attended_length, args.max_length
+    model = make_model(args, tokenizer)
+    run.prepare(model, tokenizer, total_steps=total_steps, flops_fn=lambda model: flops_per_token(model, *lengths))
     if args.document_mask:
         check_document_mask(run.model, run.accelerator.device)
     run.print(

@@ -49,9 +49,7 @@ MOVES = ("chosen", "rejected")
 class Args(PositionsArgs, DPOArgs, trl.DPOConfig):
     output_dir: str = "outputs/chess_dpo"
     reject: str = arg(
-        "illegal",
-        "Moves of the model to reject: `illegal` ones, or also legal ones that were `not_played`.",
-        choices=RULES,
+        "illegal", "Moves to reject: `illegal` ones, or also legal ones that were `not_played`.", choices=RULES
     )
 
 
@@ -132,9 +130,7 @@ def main(args: Args) -> None:
     num_targets, cut = count_pairs(config, pairs)
     left_out = {"left out": num_pairs - len(pairs)}
     run.show_rows(tokenizer, rows.first | {"Evaluation": next_moves}, num_targets, left_out | cut)
-    run.print(
-        f"Data: {len(pairs):,} pairs from {len(positions):,} positions, {len(next_moves.positions):,} positions held out"
-    )
+    run.print(f"Data: {len(pairs):,} pairs from {len(positions):,} positions, {len(next_moves.positions):,} held out")
 
     # Training and evaluation
     run.prepare(model, tokenizer, num_whole_steps(args, len(pairs)))

@@ -52,11 +52,9 @@ class Args(StockfishArgs, PositionsArgs, GRPOArgs, trl.GRPOConfig):
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        if len(self.reward_weights) != len(REWARDS) + 1:
-            found.append(
-                f"--reward_weights has {len(self.reward_weights)} numbers; there are {len(REWARDS) + 1} rewards, the last "
-                "of --stockfish"
-            )
+        given, needed = len(self.reward_weights), len(REWARDS) + 1
+        if given != needed:
+            found.append(f"--reward_weights has {given} numbers; there are {needed} rewards, the last of --stockfish")
         return found
 
 

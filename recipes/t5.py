@@ -100,9 +100,8 @@ def make_config(args: Args, tokenizer: PreTrainedTokenizerBase | None = None) ->
 def make_model(args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
     if args.from_scratch:
         return new_encoder_decoder(make_config(args, tokenizer), args.attn_implementation, args.param_dtype)
-    return load_encoder_decoder(
-        args.model_name_or_path, args.attn_implementation, args.dropout_rate, **load_settings(args)
-    )
+    settings = load_settings(args)
+    return load_encoder_decoder(args.model_name_or_path, args.attn_implementation, args.dropout_rate, **settings)
 
 
 def trial(args: Args) -> Trial:
@@ -148,9 +147,8 @@ def main(args: Args) -> None:
         heldout_pairs, *place, lengths=heldout_pairs.lengths, collate_fn=heldout_pairs.collate
     )
     cut = {f"cut {side}": facts["train"][f"truncated_{side}"] for side in ("sources", "targets")}
-    run.show_rows(
-        tokenizer, {"Training": train_loader, "Evaluation": heldout_loader}, train_pairs.num_tokens("target"), cut
-    )
+    loaders = {"Training": train_loader, "Evaluation": heldout_loader}
+    run.show_rows(tokenizer, loaders, train_pairs.num_tokens("target"), cut)
 
     # Model
     model = make_model(args, tokenizer)
@@ -158,12 +156,8 @@ def main(args: Args) -> None:
     # early_stopping is an option of beam search. A model that sets it would contradict greedy search.
     model.generation_config.update(**generation, early_stopping=False)
     lengths = train_pairs.num_tokens("source"), train_pairs.num_tokens("target")
-    run.prepare(
-        model,
-        tokenizer,
-        total_steps=num_steps(args, len(train_pairs)),
-        flops_fn=lambda model: flops_per_target(model, *lengths),
-    )
+    total_steps = num_steps(args, len(train_pairs))
+    run.prepare(model, tokenizer, total_steps=total_steps, flops_fn=lambda model: flops_per_target(model, *lengths))
     run.print(
         f"Data: {facts['train']['pairs']:,} pairs to train on; {facts['skipped']:,} skipped; evaluated on "
         f"{len(heldout):,} of {facts['heldout']['pairs']:,} pairs held out"

@@ -14,6 +14,7 @@ Pictures show which classes the model confuses.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -60,9 +61,7 @@ class Args(ImageArgs, TrainArgs, Architecture):
         "ViT, DeiT, Swin, DINOv2, ConvNeXt or DeepViT: a name on the Hub, or a folder.",
     )
     model_type: str = arg("deepvit", "Architecture of a new model.", choices=list(LAYERS))
-    label_smoothing: float = arg(
-        0.0, "Share of each target that is spread evenly over all classes.", fixed=False, min=0, below=1
-    )
+    label_smoothing: float = arg(0.0, "Share of a target spread evenly over all classes.", fixed=False, min=0, below=1)
     has_new_layer = True
 
     def problems(self, world_size: int) -> list[str]:
@@ -121,12 +120,8 @@ def main(args: Args) -> None:
     run.show_images({"Training": train_loader, "Evaluation": heldout_loader}, names, processor)
 
     # Model
-    run.prepare(
-        make_model(args, names),
-        processor,
-        total_steps=total_steps,
-        flops_fn=partial(flops_per_image, size=heldout_images.size),
-    )
+    flops_fn = partial(flops_per_image, size=heldout_images.size)
+    run.prepare(make_model(args, names), processor, total_steps=total_steps, flops_fn=flops_fn)
     run.print(
         f"Data: {said} of {len(names):,} classes to train on, {len(heldout_images):,} held out; "
         f"{heldout_images.size} x {heldout_images.size} pixels{note}"
@@ -157,13 +152,10 @@ def main(args: Args) -> None:
             for name in measured.values()
         )
         by_class = evaluation.by_class(run.total_steps)
-        text += "\nBy class: " + ", ".join(
-            f"{name} {share:.1f}%" for name, share in list(by_class.items())[:MOST_NAMED]
-        )
-        bars = Bars(values, "Held-out images", "%")
-        return Result(
-            text, bars, [Curves({"top-1": "eval_accuracy", "top-5": "eval_top5_accuracy"}, "Accuracy, held out")]
-        )
+        named = islice(by_class.items(), MOST_NAMED)
+        text += "\nBy class: " + ", ".join(f"{name} {share:.1f}%" for name, share in named)
+        curves = [Curves({"top-1": "eval_accuracy", "top-5": "eval_top5_accuracy"}, "Accuracy, held out")]
+        return Result(text, Bars(values, "Held-out images", "%"), curves)
 
     begin = f"A new {args.model_type}, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
     finish(run, records, f"{begin} on {said} from {args.source}.", result)

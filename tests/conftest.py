@@ -48,6 +48,17 @@ def as_in_forked_runs():
 
 
 @pytest.fixture(scope="module")
+def quick_tries():
+    """Let reading from a failing network end within a second: in workers too, if `worker_server` comes after it."""
+    from accelerate_recipes.data import documents
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"TRIES": 4, "WAIT": 0.01, "LONGEST_WAIT": 0.02, "TIMEOUT": 0.5}.items():
+            patch.setattr(documents, name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
 def worker_server():
     """Let the loaders of a module start their workers as a run does."""
     from accelerate_recipes.life import workers

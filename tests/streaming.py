@@ -12,14 +12,10 @@ import numpy as np
 import pytest
 
 from accelerate_recipes.data import streams
-from accelerate_recipes.data.documents import Retry
 from accelerate_recipes.data.streams import StreamLoader
 from accelerate_recipes.data.token_shards import TokenShards, pretokenize
 
 OF_ROWS = ("input_ids", "position_ids", "labels", "row")  # of a batch, without the document boundaries
-
-
-QUICK = Retry(tries=4, wait=0.01, longest_wait=0.02, timeout=0.5)
 
 
 def no_retry() -> None:

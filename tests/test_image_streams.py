@@ -21,7 +21,7 @@ from helpers import ROOT, png
 from huggingface_hub import constants
 from loopback_hub import LoopbackHub
 from PIL import Image
-from streaming import QUICK, Ranks, no_retry
+from streaming import Ranks, no_retry
 
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.arguments import shipped
@@ -35,7 +35,7 @@ from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.launch import requirements
 from accelerate_recipes.vision.classifiers import new_image_processor
 
-pytestmark = pytest.mark.usefixtures("worker_server")
+pytestmark = pytest.mark.usefixtures("quick_tries", "worker_server")
 
 PROCESSOR = new_image_processor(16)
 NUM_STREAMS, BLOCK, BATCH, SEED = 12, 3, 12, 5
@@ -90,14 +90,16 @@ def streamed(serve, monkeypatch):
         server = serve({f"/{i}.tar": shard_of(i, size) for i, size in enumerate(sizes)})
         urls = [f"{server.url}/{i}.tar" for i in range(len(sizes))]
         source.server = server  # not in what is returned, of which a worker gets a copy
-        return ImageShards(urls, NAMES, PROCESSOR, augmentation, SEED, retry=QUICK, **settings)
+        return ImageShards(urls, NAMES, PROCESSOR, augmentation, SEED, **settings)
 
     return source
 
 
 def loaders_of(source: ImageShards, world_size: int = 1, num_workers: int = 0) -> list[ImageStreams]:
     args = Args(total_batch_size=BATCH, per_device_train_batch_size=1, seed=SEED, dataloader_num_workers=num_workers)
-    return [ImageStreams(source, args, rank, world_size, NUM_STREAMS, BLOCK) for rank in range(world_size)]
+    return [
+        ImageStreams(source, args, rank, world_size, num_streams=NUM_STREAMS, block=BLOCK) for rank in range(world_size)
+    ]
 
 
 def run(loaders: list[ImageStreams], num_steps: int) -> list[list[dict]]:
@@ -306,7 +308,7 @@ def test_a_local_shard_that_is_cut_off(tmp_path):
 
 def test_a_damaged_shard_is_read_again_from_the_network(serve):
     server = serve({"/a.tar": tar_of([(NOTE, b""), *parts(0, 1, 2)])})
-    source = ImageShards([f"{server.url}/a.tar"], NAMES, PROCESSOR, PLAIN, SEED, retry=QUICK)
+    source = ImageShards([f"{server.url}/a.tar"], NAMES, PROCESSOR, PLAIN, SEED)
     server.faults, retries = ["damage", 500], []
     assert [one.content for _, one in source.read(0, 1, 1, lambda: retries.append(1))] == [png(1), png(2)]
     assert len(retries) == 2
@@ -450,7 +452,7 @@ def test_shards_on_the_hub(hub, monkeypatch):
     assert train is None and names == NAMES and len(heldout.labels) == 9
     found = args.train_shards()
     assert found == [f"{hub.url}/datasets/tiny/images/resolve/{hub.commit}/train-{i}.tar" for i in range(2)]
-    source = ImageShards(found, names, PROCESSOR, PLAIN, SEED, retry=QUICK)
+    source = ImageShards(found, names, PROCESSOR, PLAIN, SEED)
     assert [one.content for _, one in source.read(1, 0, 1, no_retry)] == [image(1, 0), image(1, 1)]
     assert source.version()["commit"] == hub.commit
     args.train_files = [HUB.replace("train", "other")]

@@ -16,7 +16,7 @@ from accelerate_recipes.args import parse
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.chess import rules
 from accelerate_recipes.chess.games import PositionsArgs, load_games, prepare_games, prepare_positions
-from accelerate_recipes.data.documents import Retry, read_documents, text_of
+from accelerate_recipes.data.documents import read_documents, text_of
 from accelerate_recipes.data.files import read_files
 from accelerate_recipes.data.text_pairs import pairs_in, text_columns
 from accelerate_recipes.errors import ConfigError, DataError
@@ -391,7 +391,7 @@ def test_any_shard_of_lines(content, tmp_path):
     file.write_bytes(content)
 
     def read() -> None:
-        for document in read_documents(str(file), "text", 0, 1, Retry(tries=1), lambda: None):
+        for document in read_documents(str(file), "text", 0, 1, lambda: None):
             text = text_of(str(file), *document, "text")
             assert text is None or text.encode() is not None
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from helpers import ROOT
 from huggingface_hub import constants
-from streaming import QUICK, Numbered, Ranks, no_retry, tokens_of
+from streaming import Numbered, Ranks, no_retry, tokens_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -43,7 +43,7 @@ from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.tokenizers import new_word_tokenizer
 
-pytestmark = pytest.mark.usefixtures("worker_server")
+pytestmark = pytest.mark.usefixtures("quick_tries", "worker_server")
 
 PAGES = ROOT / "data/c4_pydoc"
 NUM_STREAMS, MAX_LENGTH, BLOCK = 24, 16, 4
@@ -67,7 +67,7 @@ def write_shard(file: Path, texts: list[str]) -> str:
 def corpus() -> list[str]:
     """Texts from the shipped pages, 1 to 40 words each, every word numbered, so that no token comes twice."""
     (shard,) = find_shards(str(PAGES), "en/c4-validation.*.json.gz")
-    pages = [text_of(shard, *document, "text") for document in read_documents(shard, "text", 0, 1, QUICK, no_retry)]
+    pages = [text_of(shard, *document, "text") for document in read_documents(shard, "text", 0, 1, no_retry)]
     words = iter(" ".join(pages).split()[:3000])
     sizes = np.random.default_rng(0).integers(1, 41, size=120).tolist()
     pieces = [list(itertools.islice(words, size)) for size in sizes]
@@ -84,7 +84,7 @@ def split_into(corpus, tokenizer, tmp_path_factory):
     def write(num_shards: int) -> TextShards:
         folder = tmp_path_factory.mktemp("shards")
         files = [write_shard(folder / f"c4-train.{i:05d}.json.gz", corpus[i::num_shards]) for i in range(num_shards)]
-        return TextShards(files, tokenizer, retry=QUICK)
+        return TextShards(files, tokenizer)
 
     return write
 
@@ -450,7 +450,7 @@ def test_kinds_of_files(corpus, tmp_path, name):
     else:
         write_shard(file, corpus)
     for first, stride in ((0, 1), (20, 1), (3, 5), (len(corpus), 1)):
-        found = list(read_documents(*named_shards([str(file)]), "text", first, stride, QUICK, no_retry))
+        found = list(read_documents(*named_shards([str(file)]), "text", first, stride, no_retry))
         assert [index for index, _ in found] == list(range(first, len(corpus), stride))
         assert [text_of("", *document, "text") for document in found] == corpus[first::stride]
 
@@ -460,7 +460,7 @@ def test_files_of_several_members(kind, end, corpus, tmp_path):
     file = tmp_path / f"a{kind}"
     halves = [write_shard(tmp_path / f"{i}{kind}", corpus[i * 60 : (i + 1) * 60]) for i in range(2)]
     file.write_bytes(b"".join(Path(half).read_bytes() for half in halves) + end)
-    found = read_documents(str(file), "text", 0, 1, QUICK, no_retry)
+    found = read_documents(str(file), "text", 0, 1, no_retry)
     assert [text_of("", *document, "text") for document in found] == corpus
 
 
@@ -470,13 +470,13 @@ def test_a_line_without_end(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n' * 3 + b"0" * 2**21)
     for first in (0, 3):
         with pytest.raises(DataError, match=r"a\.jsonl, line 4 has more than 64 MiB; divide or remove it"):
-            list(read_documents(str(tmp_path / "a.jsonl"), "text", first, 1, QUICK, no_retry))
+            list(read_documents(str(tmp_path / "a.jsonl"), "text", first, 1, no_retry))
 
 
 def test_another_column(tokenizer, corpus, tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"content": corpus[0]}) + "\n")
-    (document,) = read_documents(str(file), "content", 0, 1, QUICK, no_retry)
+    (document,) = read_documents(str(file), "content", 0, 1, no_retry)
     assert text_of(str(file), *document, "content") == corpus[0]
     with pytest.raises(DataError, match=r"a.jsonl, line 1 has no 'text', but the keys \['content'\]"):
         text_of(str(file), *document, "text")
@@ -511,7 +511,7 @@ def test_files_that_are_not_what_they_should_be(name, content, message, tmp_path
 def test_columns_of_parquet(tmp_path, corpus):
     pq.write_table(pa.table({"content": corpus}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"has the columns \['content'\], but no 'text'"):
-        list(read_documents(str(tmp_path / "a.parquet"), "text", 0, 1, QUICK, no_retry))
+        list(read_documents(str(tmp_path / "a.parquet"), "text", 0, 1, no_retry))
 
 
 def test_parquet_that_is_damaged_or_holds_no_text(tmp_path, corpus, tokenizer):
@@ -531,7 +531,7 @@ def test_parquet_that_is_damaged_or_holds_no_text(tmp_path, corpus, tokenizer):
             file.write_bytes(content)
         read = []
         with pytest.raises(DataError) as error:
-            for document in read_documents(str(file), "text", 0, 1, QUICK, no_retry):
+            for document in read_documents(str(file), "text", 0, 1, no_retry):
                 read.append(document)
         return len(read), str(error.value).removeprefix(str(file))
 
@@ -596,7 +596,7 @@ def test_a_folder_of_texts(tmp_path, tokenizer, corpus):
     files = named_shards([str(tmp_path)])
     assert [Path(file).name for file in files] == ["a.txt", "2.txt", "c.txt"]
     assert list(all_texts(files, "text")) == [corpus[0] + "\n\n" + corpus[1] + "\r\n", corpus[2]]
-    assert not list(read_documents(files[0], "text", 1, 2, QUICK, no_retry)), "there is no second document"
+    assert not list(read_documents(files[0], "text", 1, 2, no_retry)), "there is no second document"
     (tmp_path / "c.txt").write_bytes("Zürich".encode("latin-1"))
     with pytest.raises(DataError, match=r"c\.txt is not UTF-8 at byte 1"):
         list(all_texts(files, "text"))
@@ -611,7 +611,7 @@ def test_a_folder_of_texts(tmp_path, tokenizer, corpus):
 def test_held_out_documents(split_into, corpus, tokenizer, tmp_path, pretokenised):
     """By the hash of its text each document is on one side, whatever reads it; a resumed run has the same share."""
     shards = split_into(29).shards
-    source = TextShards(shards, tokenizer, retry=QUICK, heldout_share=0.3)
+    source = TextShards(shards, tokenizer, heldout_share=0.3)
     if pretokenised:
         source = tokens_of(tmp_path, tokenizer, lambda: shards, {}, heldout_share=0.3)
         with pytest.raises(ConfigError, match="was tokenised from something else: heldout_share was"):
@@ -726,7 +726,7 @@ def test_faults_are_overcome_and_counted(shard_server, corpus, faults, ignores_r
     shard_server.faults = list(faults)
     shard_server.ignores_range = ignores_range
     retries = Counter()
-    found = read_documents(f"{shard_server.url}/a.json.gz", "text", 5, 2, QUICK, lambda: retries.update(["network"]))
+    found = read_documents(f"{shard_server.url}/a.json.gz", "text", 5, 2, lambda: retries.update(["network"]))
     assert [text_of("", *document, "text") for document in found] == corpus[5::2]
     assert retries["network"] == len(faults)
     positions = [int(range_.removeprefix("bytes=").removesuffix("-") or 0) for _, range_ in shard_server.requests]
@@ -750,7 +750,7 @@ def test_faults_that_stay_are_an_error(shard_server, fault, message, num_request
     if fault == "stall":
         shard_server.ignores_range = True  # so that no try gets further
     with pytest.raises(DataError, match=f"^{url} {message}"):
-        list(read_documents(url, "text", 0, 1, QUICK, lambda: None))
+        list(read_documents(url, "text", 0, 1, lambda: None))
     if num_requests:
         assert len(shard_server.requests) == num_requests
 
@@ -759,19 +759,19 @@ def test_a_server_that_is_not_there(shard_server):
     shard_server.shutdown()
     shard_server.server_close()
     with pytest.raises(DataError, match=r"from byte 0: URLError: .*refused.*\(tried 4 times\)"):
-        list(read_documents(f"{shard_server.url}/a.json.gz", "text", 0, 1, QUICK, lambda: None))
+        list(read_documents(f"{shard_server.url}/a.json.gz", "text", 0, 1, lambda: None))
 
 
 def test_shards_cut_off_on_the_server(shard_server):
     body = shard_server.files["/a.json.gz"]
     shard_server.files["/a.json.gz"] = body[: len(body) // 2]
     with pytest.raises(DataError, match=r"cannot be read: .* ended before the end.*\(tried 4 times\)"):
-        list(read_documents(f"{shard_server.url}/a.json.gz", "text", 0, 1, QUICK, lambda: None))
+        list(read_documents(f"{shard_server.url}/a.json.gz", "text", 0, 1, lambda: None))
 
 
 def test_idle_connections_are_given_up(shard_server, corpus, monkeypatch):
     monkeypatch.setattr(documents, "IDLE_SECONDS", -1.0)
-    found = read_documents(f"{shard_server.url}/a.json.gz", "text", 0, 1, QUICK, no_retry)
+    found = read_documents(f"{shard_server.url}/a.json.gz", "text", 0, 1, no_retry)
     assert [text_of("", *document, "text") for document in found] == corpus
     assert len(shard_server.requests) > 10
 
@@ -780,9 +780,7 @@ def test_idle_connections_are_given_up(shard_server, corpus, monkeypatch):
 def test_retries_are_counted_over_all_workers(serve, text_shards, num_workers):
     server = serve({f"/{Path(file).name}": Path(file).read_bytes() for file in text_shards.shards})
     server.faults = [429, "truncate", 503]
-    source = TextShards(
-        [f"{server.url}/{Path(file).name}" for file in text_shards.shards], text_shards.tokenizer, retry=QUICK
-    )
+    source = TextShards([f"{server.url}/{Path(file).name}" for file in text_shards.shards], text_shards.tokenizer)
     loader = make_loader(source, num_workers=num_workers)
     assert run_steps([loader], 4) == expected_rows(text_shards, 4)
     assert loader.counts()["retries"] == 3
@@ -810,7 +808,7 @@ def test_shards_on_the_hub(serve, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     found = find_shards("allenai/c4", "en/c4-train.*.json.gz")
     assert found == [f"{server.url}/datasets/allenai/c4/resolve/{commit}/{name}" for name in names]
-    texts = [text_of("", *document, "text") for document in read_documents(found[1], "text", 0, 1, QUICK, no_retry)]
+    texts = [text_of("", *document, "text") for document in read_documents(found[1], "text", 0, 1, no_retry)]
     assert texts == corpus[1::2]
     with pytest.raises(ConfigError, match=r"no file of the dataset allenai/c4 .*matches 'en/c4-validation"):
         find_shards("allenai/c4", "en/c4-validation.*.json.gz")

@@ -49,12 +49,12 @@ def that_apply(sentences: Mapping[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def noting(problems: list[str]) -> Iterator[None]:
-    """Catch a ConfigError in this context, and append its text to a list."""
+def noting(problems: list[str], where: str = "") -> Iterator[None]:
+    """Catch a ConfigError in this context, and append its text to a list, behind `where`."""
     try:
         yield
     except ConfigError as error:
-        problems.append(str(error))
+        problems.append(f"{where}{error}")
 
 
 def closest(name: str, known: Collection[str], cutoff: float = 0.75) -> str:

@@ -1,6 +1,6 @@
 """Preparation of games from files or the Hub: check, split by hash, tokenise, and cache as packed rows or as positions."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,11 +53,7 @@ class GamesArgs:
         below=1,
     )
     num_positions: int = arg(
-        600,
-        "Positions of held-out games to predict the next move in.",
-        fixed=False,
-        min=len(rules.PHASES),
-        group="evaluation",
+        600, "Positions of held-out games to predict moves in.", fixed=False, min=len(rules.PHASES), group="evaluation"
     )
     data_cache_dir: str = arg(".cache/data", "Folder for prepared games and positions.", fixed=False)
 
@@ -97,9 +93,7 @@ class PositionsArgs(GamesArgs):
 
     group = "data"
     model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
-    num_train_positions: int = arg(
-        20000, "Number of positions in training games in which the model moves.", min=len(rules.PHASES)
-    )
+    num_train_positions: int = arg(20000, "Positions of training games that the model moves in.", min=len(rules.PHASES))
 
 
 def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_length: int, seed: int) -> Path:
@@ -128,12 +122,9 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
         games = datasets.concatenate_datasets(parts)
         heldout = np.array(games["heldout"])
         facts = {"games": len(games), "skipped": int((~good).sum())}
-        for name, chosen in {"train": good & ~heldout, "heldout": good & heldout}.items():
-            if not chosen.any():
-                raise ConfigError(
-                    f"none of {len(games)} games is left for {name}; change --heldout_share {args.heldout_share}"
-                )
-            part = games.select(np.flatnonzero(chosen)).flatten_indices(cache_file_name=str(tmp / f"{name}.arrow"))
+        for name, chosen in sides_of(good, heldout).items():
+            check_left(name, chosen, games, args)
+            part = games.select(chosen).flatten_indices(cache_file_name=str(tmp / f"{name}.arrow"))
             rows = pack_documents(part, max_length, tmp / f"{name}-rows.arrow")
             rows.save_to_disk(folder / name)
             facts[name] = len(part)
@@ -146,9 +137,8 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
                 rules.mark_seen(facts["positions"], train_games)
         return facts
 
-    return cached(
-        Path(args.data_cache_dir), {"games": args.game_key, "rows": [tokens_key(tokenizer), max_length, seed]}, build
-    )
+    key = {"games": args.game_key, "rows": [tokens_key(tokenizer), max_length, seed]}
+    return cached(Path(args.data_cache_dir), key, build)
 
 
 def prepare_positions(args: PositionsArgs, seed: int) -> Path:
@@ -170,32 +160,37 @@ def prepare_positions(args: PositionsArgs, seed: int) -> Path:
         good = good_games(parts, args)
         games = datasets.concatenate_datasets(parts)["Moves"]
         heldout = np.array([falls_under(" ".join(moves), args.heldout_share) for moves in games])
+        sides, numbers = sides_of(good, heldout), {"train": args.num_train_positions, "heldout": args.num_positions}
         found = {}
-        for name, chosen, number in (
-            ("train", good & ~heldout, args.num_train_positions),
-            ("heldout", good & heldout, args.num_positions),
-        ):
-            positions = rules.sample_positions((games[i] for i in np.flatnonzero(chosen)), number, seed)
+        for name, chosen in sides.items():
+            positions = rules.sample_positions((games[i] for i in chosen), numbers[name], seed)
             legal = [p for p in positions if rules.is_legal(p["prefix"], p["move"])]
             if len(legal) < len(positions) and not args.skip_bad_games:
                 raise ConfigError(
                     f"{len(positions) - len(legal)} of {len(positions)} positions come from games with illegal moves; "
                     "--skip_bad_games leaves them out"
                 )
-            if not legal:
-                raise ConfigError(
-                    f"none of {len(games)} games is left for {name}; change --heldout_share {args.heldout_share}"
-                )
+            check_left(name, legal, games, args)
             found[name] = legal
         np.random.Generator(np.random.Philox(seed)).shuffle(found["train"])  # otherwise they are sorted by phase
         datasets.Dataset.from_list(found["train"]).save_to_disk(folder / "train")
-        train_games = np.flatnonzero(good & ~heldout)
-        baseline = rules.most_frequent_followers(games[i] for i in train_games)
-        rules.mark_seen(found["heldout"], (games[i] for i in train_games))
+        baseline = rules.most_frequent_followers(games[i] for i in sides["train"])
+        rules.mark_seen(found["heldout"], (games[i] for i in sides["train"]))
         return {"positions": found["heldout"], "baseline": baseline}
 
     key = {"games": args.game_key, "positions": [args.num_train_positions, seed]}
     return cached(Path(args.data_cache_dir), key, build)
+
+
+def sides_of(good: np.ndarray, heldout: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the numbers of the good games on each side."""
+    return {"train": np.flatnonzero(good & ~heldout), "heldout": np.flatnonzero(good & heldout)}
+
+
+def check_left(name: str, left: Sized, games: Sized, args: GamesArgs) -> None:
+    """Raise ConfigError if nothing of the games is left for a side."""
+    if not len(left):
+        raise ConfigError(f"none of {len(games)} games is left for {name}; change --heldout_share {args.heldout_share}")
 
 
 def begin_token(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -223,12 +218,8 @@ def load_games(file: str, cache_dir: Path, letters: str = rules.LETTERS) -> "dat
         with reading(file):
             if next(rules.read_pgn(file, letters), None) is None:
                 raise ValueError("it has 0 games")
-            return datasets.Dataset.from_generator(
-                rules.read_pgn,
-                features=columns,
-                gen_kwargs={"path": file, "letters": letters},
-                cache_dir=str(cache_dir),
-            )
+            given = {"path": file, "letters": letters}
+            return datasets.Dataset.from_generator(rules.read_pgn, columns, str(cache_dir), gen_kwargs=given)
     rows = read_files([file], cache_dir)
     if "Moves" not in rows.column_names:
         raise ConfigError(
@@ -275,14 +266,12 @@ def tokenize_games(
     import datasets
 
     added = {"input_ids": datasets.List(datasets.Value("int32")), "heldout": datasets.Value("bool")}
-    make = partial(checked_games, tokenizer=tokenizer, heldout_share=heldout_share)
+    make = partial(checked_games, tokenizer=tokenizer, share=heldout_share)
     said = f"Checking and tokenising {Path(source).name}"
     return made_of(games, make, datasets.Features(dict(games.features) | added), desc=said, file=file)
 
 
-def checked_games(
-    table: "pa.Table", first: int, tokenizer: PreTrainedTokenizerBase, heldout_share: float
-) -> "pa.Table":
+def checked_games(table: "pa.Table", first: int, tokenizer: PreTrainedTokenizerBase, share: float) -> "pa.Table":
     """Make what `tokenize_games` returns."""
     import pyarrow as pa
 
@@ -293,5 +282,5 @@ def checked_games(
         "Moves": table["Moves"],
         "defect": [defect or rules.defect_of_game(moves) for moves, defect in zip(games, defects, strict=True)],
         "input_ids": [[begin_token(tokenizer), *ids, tokenizer.eos_token_id] for ids in tokens],
-        "heldout": [falls_under(text, heldout_share) for text in texts],
+        "heldout": [falls_under(text, share) for text in texts],
     })  # fmt: skip

@@ -42,9 +42,7 @@ REWARDS = [is_a_move, is_legal_move, is_played_move]
 class StockfishArgs:
     """Arguments of the reward that a chess engine gives."""
 
-    stockfish: str = arg(
-        "", "Program of a UCI chess engine that judges how good legal answers are; empty: none.", fixed=False
-    )
+    stockfish: str = arg("", "UCI chess engine that judges how good legal answers are; empty: none.", fixed=False)
     stockfish_nodes: int = arg(
         10_000, "Nodes that --stockfish searches for a judgement; ten thousand take about 0.03 s.", fixed=False, min=1
     )
@@ -71,7 +69,7 @@ def stockfish_reward(program: str, nodes: int) -> Iterator[Callable[..., list[fl
     def score(board: chess.Board, moves: list[chess.Move] | None = None) -> int:
         """Return the score in centipawns, for the side to move."""
         found = engine.analyse(board, chess.engine.Limit(nodes=nodes), game=object(), root_moves=moves)
-        return found["score"].relative.score(mate_score=10_000)
+        return found["score"].relative.score(mate_score=10_000)  # pyright: ignore[reportTypedDictNotRequiredAccess]
 
     def is_good_move(prompts: list[str], completions: list[str], **columns) -> list[float]:
         best: dict[str, int] = {}  # a position occurs once for each of its answers

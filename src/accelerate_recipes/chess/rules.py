@@ -8,33 +8,19 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
-
-def import_python_chess():
-    """Import python-chess, even if the recipe of the same name is the running script.
-
-    `python recipes/chess.py` puts recipes/ first on the path, where `import chess` would find the recipe.
-    """
-    path = sys.path[:]
-    sys.path[:] = [entry for entry in path if not (Path(entry) / "chess.py").is_file()]
-    try:
-        import chess
-        import chess.engine
-        import chess.pgn
-
-        return chess
-    finally:
-        sys.path[:] = path
-
-
-if TYPE_CHECKING:
+# `python recipes/chess.py` puts recipes/ first on the path, where `import chess` would find the recipe, not python-chess.
+PATH = sys.path[:]
+sys.path[:] = [entry for entry in PATH if not (Path(entry) / "chess.py").is_file()]
+try:
     import chess
+    import chess.engine
     import chess.pgn
-else:
-    chess = import_python_chess()
+finally:
+    sys.path[:] = PATH
 
 LETTERS = "KQRBN"
 FIGURINES = str.maketrans("♔♕♖♗♘♚♛♜♝♞", 2 * LETTERS, "♙♟\ufe0e\ufe0f")  # a pawn has no letter
@@ -218,15 +204,10 @@ def read_pgn(path: str, letters: str = LETTERS) -> Iterator[dict]:
     """
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = Movetext(file, letters)
-        while game := read_game(lines):
+        while game := chess.pgn.read_game(lines, Visitor=GameBuilder):  # pyright: ignore[reportArgumentType]
             moves = [move.uci() for move in game.mainline_moves()]
             yield {"Moves": moves, "defect": defect_of_pgn(game, len(moves), lines)}
-
-
-def read_game(lines: Movetext) -> "chess.pgn.Game | None":
-    """Read the next game; `lines` then knows whether its text was PGN, and whether it has a result."""
-    lines.begin_game()
-    return chess.pgn.read_game(lines, Visitor=GameBuilder)  # pyright: ignore[reportArgumentType]
+            lines.begin_game()
 
 
 def defect_of_pgn(game: chess.pgn.Game, num_moves: int, lines: Movetext) -> str:
@@ -256,11 +237,8 @@ def sample_positions(games: Iterable[list[str]], num_positions: int, seed: int) 
     generator = random.Random(seed)
     candidates: dict[str, list[dict]] = {phase: [] for phase in PHASES}
     for moves in games:
-        plies: dict[str, list[int]] = {}
-        for ply in range(len(moves)):
-            plies.setdefault(phase_of(ply), []).append(ply)
-        for phase, choices in plies.items():
-            ply = generator.choice(choices)
+        for phase, plies in groupby(range(len(moves)), phase_of):
+            ply = generator.choice([*plies])
             candidates[phase].append({"prefix": moves[:ply], "move": moves[ply], "phase": phase})
     share = num_positions // len(PHASES)
     return [p for found in candidates.values() for p in generator.sample(found, min(share, len(found)))]

@@ -21,6 +21,8 @@ from accelerate_recipes.errors import DataError
 from accelerate_recipes.models import IGNORE_INDEX
 
 RATIO = 4 / 3  # largest ratio of the sides of a random crop
+# From the number of an image: it, or None, and its label.
+Labelling = Callable[[int], tuple[Image.Image | None, int]]
 TORCHS_GENERATOR = threading.Lock()  # several threads may augment at the same time if a stream has no workers
 
 
@@ -32,30 +34,28 @@ class Augmentation:
     crop_area: float = arg(0.08, "Smallest area of a random crop, as a share of the image; 1: no crop.", above=0, max=1)
     horizontal_flip: bool = arg(True, "Mirror each image with probability 1/2.")
     rand_augment: int = arg(
-        0,
-        "Operations of torchvision's RandAugment on each image; 0: none. Install torchvision separately.",
-        min=0,
-        max=14,
+        0, "Operations of RandAugment on each image; 0: none. Install torchvision separately.", min=0, max=14
     )
     mixup_alpha: float = arg(
         0.0, "Mix each image with another; the share is drawn from Beta(this, this); 0: never.", min=0, max=100
     )
     cutmix_alpha: float = arg(
-        0.0,
-        "Paste a part of another image into each; its share is drawn from Beta(this, this); 0: never.",
-        min=0,
-        max=100,
+        0.0, "Paste a part of another into each; its share is drawn from Beta(this, this); 0: never.", min=0, max=100
     )
 
 
+def open_image(content: bytes) -> Image.Image:
+    """Open an image. Raises ValueError for a mode that PIL would silently convert to white or black."""
+    image = Image.open(io.BytesIO(content))
+    if image.mode[0] in "IF":
+        raise ValueError(f"it has more than 8 bits a channel (PIL's mode {image.mode}); convert the images to 8 bits")
+    return image
+
+
 def decode(content: bytes) -> Image.Image:
-    """Decode an image to RGB, upright. Raises ValueError for a mode that PIL would silently convert to white or black."""
-    with Image.open(io.BytesIO(content)) as opened:
-        if opened.mode[0] in "IF":
-            raise ValueError(
-                f"it has more than 8 bits a channel (PIL's mode {opened.mode}); convert the images to 8 bits"
-            )
-        return ImageOps.exif_transpose(opened).convert("RGB")
+    """Decode an image as transformers does: upright, red, green and blue, the first picture of several."""
+    with open_image(content) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 class Preparation:
@@ -65,12 +65,10 @@ class Preparation:
         self, processor: Any, augmentation: Augmentation | None = None, seed: int = 0, skips_broken: bool = False
     ):
         self.processor, self.seed, self.skips_broken = processor, seed, skips_broken
-        self.augmentation = augmentation
+        self.augmentation: Any = augmentation
         self.size = image_size(processor)
 
-    def trained(
-        self, key: tuple[int, ...], number: int, count: int, labelled: Callable[[int], tuple[Image.Image | None, int]]
-    ) -> dict[str, torch.Tensor]:
+    def trained(self, key: tuple[int, ...], number: int, count: int, labelled: Labelling) -> dict[str, torch.Tensor]:
         """Return `pixel_values`, (3, H, W), and `labels` of image `number`, augmented at random with the seed `key`.
 
         `labelled(number)` gives an image, or None, and its label.
@@ -80,9 +78,7 @@ class Preparation:
         Raises:
             DataError: for an image that cannot be decoded, unless broken images are left out.
         """
-        settings = self.augmentation
-        assert settings is not None
-        generator = np.random.default_rng(key)
+        settings, generator = self.augmentation, np.random.default_rng(key)
         first, label = self.decoded(labelled, number)
         found = {"labels": torch.tensor(label)}
         pixels = self.augmented(first, generator)
@@ -94,9 +90,7 @@ class Preparation:
             found |= {"other_labels": torch.tensor(other_label), "share": torch.tensor(share)}
         return found | {"pixel_values": normalized(pixels, self.processor)}
 
-    def decoded(
-        self, labelled: Callable[[int], tuple[Image.Image | None, int]], number: int
-    ) -> tuple[Image.Image | None, int]:
+    def decoded(self, labelled: Labelling, number: int) -> tuple[Image.Image | None, int]:
         """Return image and label, `labelled(number)`; for a broken image that is left out, no image and no target."""
         try:
             return labelled(number)
@@ -110,7 +104,6 @@ class Preparation:
         if image is None:
             return torch.zeros(3, self.size, self.size)
         settings = self.augmentation
-        assert settings is not None
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
         if settings.crop_area < 1:
             top, left, height, width = random_box(image.height, image.width, settings.crop_area, generator)
@@ -128,7 +121,6 @@ class Preparation:
         Source: Zhang et al., mixup, 2018; Yun et al., CutMix, 2019.
         """
         settings = self.augmentation
-        assert settings is not None
         is_cut = settings.cutmix_alpha > 0 and (settings.mixup_alpha == 0 or generator.random() < 0.5)
         alpha = settings.cutmix_alpha if is_cut else settings.mixup_alpha
         share = float(generator.beta(alpha, alpha))

@@ -12,7 +12,8 @@ import urllib.parse
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from huggingface_hub import constants
 from huggingface_hub.utils import build_hf_headers
@@ -26,7 +27,6 @@ from accelerate_recipes.data.reading import (
     open_parquet,
     reading,
     record_of,
-    remedy_of,
 )
 from accelerate_recipes.errors import DataError, first_line, other_recipe, suggestion
 
@@ -34,22 +34,17 @@ CHUNK = 2**18  # bytes to read at once; decompressed text may be ten times as la
 # A stream does not use its connection while its documents are tokenised and trained on, minutes or hours for a shard.
 # Servers drop such a connection. After this number of seconds we open a new one, and do not count it as a failure.
 IDLE_SECONDS = 10.0
+TIMEOUT = 30.0  # seconds without a byte after which a connection counts as dead
+TRIES = 10  # on a failing network; they end after about five minutes without a byte
+WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before the second try, which double with each try, and the most before any
 T = TypeVar("T")
-
-
-class Retry(NamedTuple):
-    """Settings for retries on a failing network. The defaults give up after about five minutes without a byte."""
-
-    tries: int = 10
-    wait: float = 1.0  # seconds before the second try; doubles with each try, up to `longest_wait`
-    longest_wait: float = 60.0
-    timeout: float = 30.0  # seconds without a byte after which a connection counts as dead
+Document = tuple[int, bytes | str]  # its place in the shard; a line of JSON, or a text
 
 
 def read_documents(
-    shard: str, text_column: str, first: int, stride: int, retry: Retry, on_retry: Callable[[], None]
-) -> Iterator[tuple[int, bytes | str]]:
-    """Read documents `first`, `first + stride`, ... of a shard, as (index, document); it is a line of JSON, or a text.
+    shard: str, text_column: str, first: int, stride: int, on_retry: Callable[[], None]
+) -> Iterator[Document]:
+    """Read documents `first`, `first + stride`, ... of a shard.
 
     Documents before `first` are decompressed, but neither split into lines nor decoded. This takes seconds for a shard of
     C4. `on_retry` is called before each new try.
@@ -66,7 +61,7 @@ def read_documents(
         suffix = os.path.splitext(shard)[1]
         return lines(shard, unpacked(chunks, suffix) if suffix in (".gz", ".zst") else chunks, first, stride)
 
-    return read_again(shard, first, stride, parse, retry, on_retry)
+    return read_again(shard, first, stride, parse, on_retry)
 
 
 def read_again(
@@ -74,7 +69,6 @@ def read_again(
     first: int,
     stride: int,
     parse: Callable[[Iterator[bytes], int], Iterator[T]],
-    retry: Retry,
     on_retry: Callable[[], None],
 ) -> Iterator[tuple[int, T]]:
     """Yield items `first`, `first + stride`, ... of a shard, as (index, item). Read the shard again if it arrived damaged.
@@ -86,7 +80,7 @@ def read_again(
     """
     failures = 0
     while True:
-        chunks = fetch(shard, retry, on_retry) if is_remote(shard) else read_file(shard)
+        chunks = fetch(shard, on_retry) if is_remote(shard) else read_file(shard)
         try:
             for item in parse(chunks, first):
                 yield first, item
@@ -96,13 +90,13 @@ def read_again(
             failures += 1
             if not is_remote(shard):
                 raise DataError(f"{shard} {error}") from None
-            wait_or_give_up(f"{shard} {error}", failures, retry, on_retry)
+            wait_or_give_up(f"{shard} {error}", failures, on_retry)
 
 
-def all_texts(shards: Sequence[str], text_column: str, retry: Retry | None = None) -> Iterator[str]:
+def all_texts(shards: Sequence[str], text_column: str) -> Iterator[str]:
     """Yield the texts of all documents, shard after shard."""
     for shard in shards:
-        for index, document in read_documents(shard, text_column, 0, 1, retry or Retry(), on_retry=lambda: None):
+        for index, document in read_documents(shard, text_column, 0, 1, on_retry=lambda: None):
             if (text := text_of(shard, index, document, text_column)) is not None:
                 yield text
 
@@ -134,20 +128,19 @@ def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Itera
 
 def read_file(path: str) -> Iterator[bytes]:
     with reading(path), open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            yield chunk
+        yield from iter(partial(file.read, CHUNK), b"")
 
 
-def fetch(url: str, retry: Retry, on_retry: Callable[[], None]) -> Iterator[bytes]:
+def fetch(url: str, on_retry: Callable[[], None]) -> Iterator[bytes]:
     """Yield the bytes of a file on the network; after a failure, continue at the same byte.
 
     Raises:
-        DataError: at once for an answer that will not change (such as 404); otherwise after `retry.tries` failures in a row.
+        DataError: at once for an answer that will not change (such as 404); otherwise after TRIES failures in a row.
     """
     position = failures = 0
     while True:
         try:
-            with open_at(url, position, retry.timeout) as response:
+            with open_at(url, position) as response:
                 # A server that ignores the range sends the file from its start.
                 skip = 0 if response.status == 206 else position
                 while chunk := response.read(CHUNK):
@@ -169,15 +162,15 @@ def fetch(url: str, retry: Retry, on_retry: Callable[[], None]) -> Iterator[byte
             if error.code not in (408, 425, 429) and error.code < 500:
                 raise DataError(f"{url} cannot be read: {reason}") from None
             failures += 1
-            wait_or_give_up(f"{url} cannot be read: {reason}", failures, retry, on_retry, error.headers["Retry-After"])
+            wait_or_give_up(f"{url} cannot be read: {reason}", failures, on_retry, error.headers["Retry-After"])
         # These are timeouts, refused and broken connections, unknown hosts, and bodies that end early.
         except (OSError, http.client.HTTPException) as error:
             failures += 1
             reason = f"{type(error).__name__}: {first_line(error)}"
-            wait_or_give_up(f"{url} cannot be read from byte {position}: {reason}", failures, retry, on_retry)
+            wait_or_give_up(f"{url} cannot be read from byte {position}: {reason}", failures, on_retry)
 
 
-def open_at(url: str, position: int, timeout: float) -> http.client.HTTPResponse:
+def open_at(url: str, position: int) -> http.client.HTTPResponse:
     request = urllib.request.Request(url)
     if url.startswith(f"{constants.ENDPOINT}/"):
         for name, value in build_hf_headers().items():
@@ -185,21 +178,19 @@ def open_at(url: str, position: int, timeout: float) -> http.client.HTTPResponse
             request.add_unredirected_header(name, value)
     if position:
         request.add_header("Range", f"bytes={position}-")
-    return urllib.request.urlopen(request, timeout=timeout)
+    return urllib.request.urlopen(request, timeout=TIMEOUT)
 
 
-def wait_or_give_up(
-    problem: str, failures: int, retry: Retry, on_retry: Callable[[], None], retry_after: str | None = None
-) -> None:
+def wait_or_give_up(problem: str, failures: int, on_retry: Callable[[], None], retry_after: str | None = None) -> None:
     """Sleep longer after each failure in a row; raise DataError after the last."""
-    if failures >= retry.tries:
+    if failures >= TRIES:
         raise DataError(f"{problem} (tried {failures} times)") from None
-    seconds = retry.wait * 2 ** (failures - 1)
+    seconds = WAIT * 2 ** (failures - 1)
     if retry_after and retry_after.isdecimal():
         seconds = max(seconds, int(retry_after))
     # Hundreds of processes meet the same failure at the same time, and should not retry at the same time. This generator is
     # separate, because the state of the global generator is part of the checkpoint.
-    seconds = min(seconds, retry.longest_wait) * random.Random().uniform(0.75, 1)
+    seconds = min(seconds, LONGEST_WAIT) * random.Random().uniform(0.75, 1)
     on_retry()
     time.sleep(seconds)
 
@@ -275,7 +266,7 @@ def whole_text(file: str, chunks: Iterable[bytes], first: int) -> Iterator[str]:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 at byte {error.start}{remedy_of(str(error))}") from None
+        raise DataError(f"{file} is not UTF-8 at byte {error.start}; save it as UTF-8") from None
     if text.strip():
         yield text
 

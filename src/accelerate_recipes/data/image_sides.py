@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,16 +34,10 @@ class Labelled(NamedTuple):
     @property
     def content(self) -> str:
         """Return a checksum of the labels, of sizes or names of the images, and of the bytes of NUM_READ images."""
-        import pyarrow.compute as pc
-
-        column = self.images.data.column("image")
         digest = xxhash.xxh3_128(np.ascontiguousarray(self.labels))
         digest.update(np.ascontiguousarray(self.rows))
-        for chunk in column.chunks:
-            sizes = pc.binary_length(chunk.field("bytes")).to_pylist()
-            names = chunk.field("path").to_pylist()
-            for size, name in zip(sizes, names, strict=True):
-                digest.update(repr(size or "/".join(Path(name or "").parts[-2:])).encode())
+        for size, name in sizes_and_paths(self):
+            digest.update(repr(size or "/".join(Path(name or "").parts[-2:])).encode())
         for number in spread(self):
             with contextlib.suppress(OSError):  # a later step reports a missing image, or leaves it out
                 digest.update(read_bytes(self.images[int(number)]["image"]))
@@ -73,19 +68,21 @@ def digest_of(side: Labelled, number: int) -> int | None:
 
 def image_sizes(side: Labelled) -> list[int | None]:
     """Return the size of each image; None if there is no such file, which a later step reports."""
-    import pyarrow.compute as pc
 
     def size(path: str | None) -> int | None:
         with contextlib.suppress(OSError):
             return image_place(path)[2] if path else None
 
-    return [
-        size(path) if inside is None else inside
-        for chunk in side.images.data.column("image").chunks
-        for inside, path in zip(
-            pc.binary_length(chunk.field("bytes")).to_pylist(), chunk.field("path").to_pylist(), strict=True
-        )
-    ]
+    return [size(path) if inside is None else inside for inside, path in sizes_and_paths(side)]
+
+
+def sizes_and_paths(side: Labelled) -> Iterator[tuple[int | None, str | None]]:
+    """Yield of each image the size of its bytes in the table, if they are there, and its path."""
+    import pyarrow.compute as pc
+
+    for chunk in side.images.data.column("image").chunks:
+        sizes = pc.binary_length(chunk.field("bytes")).to_pylist()
+        yield from zip(sizes, chunk.field("path").to_pylist(), strict=True)
 
 
 def spread(side: Labelled) -> np.ndarray:
@@ -100,9 +97,7 @@ def heldout(side: Labelled, share: float) -> np.ndarray:
         ConfigError: if a side is empty.
     """
     contents = map(partial(digest_of, side), range(len(side.images)))  # None if it cannot be read
-    chosen = np.array(
-        [falls_under(str(n if content is None else content), share) for n, content in enumerate(contents)]
-    )
+    chosen = np.array([falls_under(str(n if found is None else found), share) for n, found in enumerate(contents)])
     if chosen.all() or not chosen.any():
         raise ConfigError(
             f"none of the {len(chosen):,} images of {side.source} is left to {'train' if chosen.all() else 'evaluate'} on; "

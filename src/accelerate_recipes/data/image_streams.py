@@ -15,8 +15,8 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data.augmentation import Augmentation, Preparation, decode
-from accelerate_recipes.data.documents import Retry, read_again
+from accelerate_recipes.data.augmentation import Preparation, decode
+from accelerate_recipes.data.documents import read_again
 from accelerate_recipes.data.images import some_names
 from accelerate_recipes.data.reading import reading
 from accelerate_recipes.data.shards import shards_version
@@ -30,29 +30,19 @@ SHUFFLED = 256  # images that every stream holds in memory, about 28 MB of Image
 
 
 class ImageShards(Preparation):
-    """Source of a stream's images: tar shards. `names` are the names of the classes."""
+    """Source of a stream's images: tar shards. `names` are the names of the classes; more arguments are Preparation's."""
 
-    def __init__(
-        self,
-        shards: Sequence[str],
-        names: Sequence[str],
-        processor: Any,
-        augmentation: Augmentation,
-        seed: int,
-        skips_broken: bool = False,
-        retry: Retry | None = None,
-    ):
-        super().__init__(processor, augmentation, seed, skips_broken)
+    def __init__(self, shards: Sequence[str], names: Sequence[str], *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
         self.shards, self.names = shards, names
         self.number_of = {name: number for number, name in enumerate(names)}
-        self.retry = retry or Retry()
 
     def version(self) -> dict[str, str]:
         return shards_version(self.shards) | {"classes": xxhash.xxh3_128_hexdigest(repr(list(self.names)).encode())}
 
     def read(self, shard: int, first: int, stride: int, on_retry: Callable[[], None]) -> Iterator[tuple[int, TarImage]]:
         parse = partial(stream_images, shard=self.shards[shard], stride=stride)
-        return read_again(self.shards[shard], first, stride, parse, self.retry, on_retry)
+        return read_again(self.shards[shard], first, stride, parse, on_retry)
 
     def tokens(
         self, shard: int, documents: Sequence[tuple[int, TarImage]], first: int = 0, epoch: int = 0
@@ -83,10 +73,8 @@ class ImageStreams(StreamLoader):
 
     names = ("epoch", "shard", "image")
 
-    def __init__(
-        self, source: ImageShards, args: TrainArgs, rank: int, world_size: int, num_streams: int, block: int = SHUFFLED
-    ):
-        super().__init__(source, args, rank, world_size, max_length=1, num_streams=num_streams, shuffle_block=block)
+    def __init__(self, source: ImageShards, args: TrainArgs, *place: int, num_streams: int, block: int = SHUFFLED):
+        super().__init__(source, args, *place, max_length=1, num_streams=num_streams, shuffle_block=block)
 
     def _batch(self, rows: list[list[Row]], max_length: int) -> dict[str, Any]:
         images = [row.tokens[0] for (row,) in rows]

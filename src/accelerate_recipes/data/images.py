@@ -22,18 +22,10 @@ from accelerate_recipes.data.heldout import RowsArgs, check_apart
 from accelerate_recipes.data.image_sides import Labelled, heldout, read_bytes, same_images
 from accelerate_recipes.data.prepared import same_on_machines
 from accelerate_recipes.data.reading import reading
-from accelerate_recipes.data.shards import (
-    HUB,
-    downloaded,
-    hub_file,
-    is_named_elsewhere,
-    named_shards,
-    needs_of_shards,
-    parts_of_hub_path,
-)
+from accelerate_recipes.data.shards import HUB, downloaded, hub_file, hub_files, is_named_elsewhere, named_shards
 from accelerate_recipes.data.streams import StreamArgs
 from accelerate_recipes.data.tars import TAR, Member, images_and_labels, text_of_label, with_labels
-from accelerate_recipes.errors import ConfigError, DataError, first_line, suggestion
+from accelerate_recipes.errors import ConfigError, DataError, first_line, noting, suggestion, that_apply
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.ranks import is_first, on_first_of_machine_before_others, on_first_rank
@@ -58,9 +50,7 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
     eval_split: str = arg("", "Split of the dataset to evaluate on, instead of a share of the rows.")
     image_column: str = arg("image", "Column with the images.")
     label_column: str = arg("label", "Column with the labels: names, or numbers.")
-    heldout_share: float = arg(
-        0.05, "Share of the images to evaluate on, chosen by a hash of their content.", above=0, below=1
-    )
+    heldout_share: float = arg(0.05, "Share of images to evaluate on, by a hash of their content.", above=0, below=1)
     skip_broken_images: bool = arg(False, "Leave out images that cannot be decoded, instead of ending with an error.")
 
     def problems(self, world_size: int) -> list[str]:
@@ -73,19 +63,15 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
                     f"--rand_augment needs torchvision, but it cannot be imported: {first_line(error)}; install one "
                     "that was built for this torch, from the same index, or give --rand_augment 0"
                 )
-        if self.eval_split and self.train_files:
-            found.append(
-                f"--eval_split {self.eval_split} names a split of a dataset, but there are --train_files; give "
-                "--eval_files, and --eval_split ''"
-            )
-        if self.eval_split and self.eval_files:
-            found.append(f"--eval_split {self.eval_split} and --eval_files both say what to evaluate on; remove one")
-        if self.is_streamed and not self.eval_files:
-            found.append(
-                "--train_files are streamed, and no share of a stream can be held out; give --eval_files: .tar or .parquet "
-                "files that are here, or hf://datasets/ORG/NAME/PATH, which is downloaded"
-            )
-        return found
+        split, files = self.eval_split, self.eval_files
+        problems = {
+            f"--eval_split {split} names a split of a dataset, but there are --train_files; give --eval_files, and "
+            "--eval_split ''": split and self.train_files,
+            f"--eval_split {split} and --eval_files both say what to evaluate on; remove one": split and files,
+            "--train_files are streamed, and no share of a stream can be held out; give --eval_files: .tar or .parquet "
+            "files that are here, or hf://datasets/ORG/NAME/PATH, which is downloaded": self.is_streamed and not files,
+        }
+        return found + that_apply(problems)
 
     def file_problems(self, name: str, suffixes: Collection[str], files: Sequence[str] | None = None) -> list[str]:
         if name not in ("train_files", "eval_files"):
@@ -101,10 +87,8 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
             elif not file.endswith(kinds):
                 found.append(f"--{name} {file}: its name must end with one of {', '.join(kinds)}")
             elif file.startswith(HUB):
-                try:
-                    parts_of_hub_path(file)
-                except ConfigError as error:
-                    found.append(f"--{name} {error}")
+                with noting(found, f"--{name} "):
+                    hub_file(file, streamed=False)
         return found
 
     @property
@@ -120,7 +104,7 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
     def row_datasets(self) -> list[cache.HubDataset]:
         evaluated = [hub_file(file, streamed=False) for file in self.eval_files if file.startswith(HUB)]
         if not self.dataset_name:
-            return needs_of_shards(self.train_files) + evaluated
+            return hub_files(self.train_files) + evaluated
         splits = (self.train_split, *filter(None, [self.eval_split]))
         return [cache.HubDataset(self.dataset_name, config=self.dataset_config, splits=splits), *evaluated]
 
@@ -178,9 +162,8 @@ def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
         whole = sides["train"]
         is_heldout = on_first_rank(lambda: heldout(whole, args.heldout_share))
         for name, chosen in (("train", np.flatnonzero(~is_heldout)), ("test", np.flatnonzero(is_heldout))):
-            sides[name] = Labelled(
-                whole.images.select(chosen).flatten_indices(), whole.labels[chosen], chosen, whole.source
-            )
+            images = whole.images.select(chosen).flatten_indices()
+            sides[name] = Labelled(images, whole.labels[chosen], chosen, whole.source)
     for side in sides.values():
         if not len(side.images):
             raise ConfigError(f"{side.source} has no images; give others")
@@ -201,9 +184,7 @@ def check_columns(table: "datasets.Dataset", args: ImageArgs, source: str) -> No
         raise DataError(f"{source}: {args.image_column!r} holds {table.features[args.image_column]}, not images")
     label = table.features[args.label_column]
     if not isinstance(label, datasets.ClassLabel | datasets.Value) or label.dtype.startswith("float"):
-        raise DataError(
-            f"{source}: {args.label_column!r} holds {label}, not one name or number of a class; set --label_column"
-        )
+        raise DataError(f"{source}: {args.label_column!r} holds {label}, not one name or number; set --label_column")
     for column in (args.image_column, args.label_column):
         if missing := table.data.column(column).null_count:
             raise DataError(f"{source}: {column!r} is null in {missing} of {len(table)} rows")
@@ -219,11 +200,7 @@ def numbered(table: "datasets.Dataset", column: str, names: Sequence[str], sourc
         numbers = [number_of.get(str(label), -1) for label in labels]
     elif feature.names == names:  # not by name: two classes of ImageNet are called "crane"
         numbers = labels
-    elif (
-        number_of.keys() >= {*feature.names}
-        and len({*feature.names}) == len(feature.names)
-        and len(number_of) == len(names)
-    ):
+    elif len({*feature.names}) == len(feature.names) and len({*names}) == len(names) and {*feature.names} <= {*names}:
         in_order = [number_of[name] for name in feature.names]  # such as 0, 1, 10, 2, the order of texts
         numbers = [in_order[label] if 0 <= label < len(in_order) else -1 for label in labels]
     else:
@@ -231,11 +208,9 @@ def numbered(table: "datasets.Dataset", column: str, names: Sequence[str], sourc
             f"{source} has the classes {some_names(feature.names)}, but those trained on are {some_names(names)}; give both "
             "the same"
         )
-    for row, number in enumerate(numbers, 1):
+    for row, (label, number) in enumerate(zip(labels, numbers, strict=True), 1):
         if not 0 <= number < len(names):
-            raise DataError(
-                f"{source}, row {row}: the label {labels[row - 1]!r} is none of the {len(names)} classes trained on"
-            )
+            raise DataError(f"{source}, row {row}: the label {label!r} is none of the {len(names)} classes trained on")
     return np.array(numbers, dtype=np.int64)
 
 

@@ -92,15 +92,13 @@ class MixedTable:
         """Say which shares hold from now on, if a resumed run has others than it had; "" if not."""
         return changed_shares(self.before, self.weights, self.begun_at) if self.before else ""
 
-    def facts(self) -> dict[str, dict[str, Any]]:
-        """Describe each source by what must not change on a resume."""
-        limits = (None if math.isinf(source.max_epochs) else source.max_epochs for source in self.mixture.sources)
-        parts = zip(self.names, self.contents, limits, strict=True)
-        return {name: {"content": content, "max_epochs": most} for name, content, most in parts}
-
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides the step. A run without a mixture refuses the `content` of all."""
-        facts = self.facts()
+        """Return what a checkpoint needs besides the step: the weights, and of each source what must not change on a resume.
+
+        A run without a mixture refuses the `content` of all.
+        """
+        parts = zip(self.mixture.sources, self.contents, strict=True)
+        facts = {source.name: {"content": content, "max_epochs": source.limit} for source, content in parts}
         content = xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
         return {"content": content, "sources": facts, "weights": self.weights}
 
@@ -108,15 +106,11 @@ class MixedTable:
         """Raise ConfigError if the states of a checkpoint belong to other sources. `remedy` is that of `check_content`."""
         if not states:
             return
-        if "sources" not in states[0]:
-            raise ConfigError(
-                "the checkpoint was trained without a mixture; remove --mixture, or start anew in another --output_dir"
-            )
-        then, now = states[0]["sources"], self.facts()
-        check_same_sources(then, now, self.mixture.file)
-        for name, facts in now.items():
+        now = self.state()
+        check_same_sources(states[0], now, self.mixture.file)
+        for name, facts in now["sources"].items():
             try:
-                check_content(facts["content"], [then[name]], remedy)
+                check_content(facts["content"], [states[0]["sources"][name]], remedy)
             except ConfigError as error:
                 raise ConfigError(f"{self.mixture.file}, source {name}: {error}") from None
 
@@ -130,10 +124,8 @@ class MixedTable:
         counts, asked = self.shares.counts(int(place)), self.shares.asked(place)
         found = {}
         for name, size, count, wanted in zip(self.names, self.sizes, counts.tolist(), asked.tolist(), strict=True):
-            share = {"share": count / place, "asked": wanted / place}
-            found |= {
-                f"{name}_{key}": value for key, value in ({"rows": count, "epochs": count / size} | share).items()
-            }
+            values = {"rows": count, "epochs": count / size, "share": count / place, "asked": wanted / place}
+            found |= {f"{name}_{key}": value for key, value in values.items()}
         return found
 
 

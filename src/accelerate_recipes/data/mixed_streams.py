@@ -94,10 +94,8 @@ def mixed_rows(
         DataError: if a source that is due has no document.
     """
     shares, place = mixing.shares[stream], sum(state.rows for state in states)
-    rows = [
-        stream_rows(source, order, stream, state, on_retry)
-        for source, order, state in zip(sources, orders, states, strict=True)
-    ]
+    of_sources = zip(sources, orders, states, strict=True)
+    rows = [stream_rows(source, order, stream, state, on_retry) for source, order, state in of_sources]
     while True:
         for source in shares.take(place, place + ROWS_AT_ONCE)[0].tolist():
             if source < 0:
@@ -121,20 +119,13 @@ class MixedStreamLoader(StreamLoader):
     source: MixedDocuments
 
     def __init__(
-        self,
-        sources: Mapping[str, Documents],
-        args: TrainArgs,
-        rank: int,
-        world_size: int,
-        *,
-        mixture: Mixture,
-        **settings: Any,
+        self, sources: Mapping[str, Documents], args: TrainArgs, *place: int, mixture: Mixture, **settings: Any
     ):
         self.mixture = mixture
-        super().__init__(MixedDocuments(sources), args, rank, world_size, runs_on=True, **settings)
+        super().__init__(MixedDocuments(sources), args, *place, runs_on=True, **settings)
         self.lengths = [(0, self.order.max_length), *mixture.lengths(args.max_steps)]
         sizes, self.limits = on_first_rank(self._counted)
-        self.weights = mixture.weights(sizes, args.max_steps)
+        self.weigh(mixture.weights(sizes, args.max_steps))
 
     @property
     def names(self) -> list[str]:
@@ -162,15 +153,9 @@ class MixedStreamLoader(StreamLoader):
         """Return the order of one source: two sources with the same documents have them in different orders."""
         return order._replace(seed=xxhash.xxh3_64_intdigest(f"{order.seed} {name}".encode()))
 
-    @property
-    def weights(self) -> Weights:
-        """Weights of the sources, each from a step on."""
-        return self._weights
-
-    @weights.setter
-    def weights(self, weights: Weights) -> None:
-        self._weights = weights
-        size = self.args.total_batch_size
+    def weigh(self, weights: Weights) -> None:
+        """Mix the sources by `weights`."""
+        self.weights, size = weights, self.args.total_batch_size
         rows = [(step * size, [some[name] for name in self.names]) for step, some in weights]
         self.mixing = Mixing(rows, self.limits, self.args.seed)
 
@@ -242,10 +227,7 @@ class MixedStreamLoader(StreamLoader):
         return super()._batch(rows, max_length) | {"source": sources[:, None].expand(-1, max_length)}
 
     def state(self) -> dict:
-        sources = {
-            source.name: {"max_epochs": source.max_epochs if math.isfinite(source.max_epochs) else None}
-            for source in self.mixture.sources
-        }
+        sources = {source.name: {"max_epochs": source.limit} for source in self.mixture.sources}
         return super().state() | {"sources": sources, "weights": self.weights}
 
     def start_at(self, step: int, states: list[dict]) -> None:
@@ -253,16 +235,12 @@ class MixedStreamLoader(StreamLoader):
         if not states:
             return
         before = states[0]["weights"]
-        self.weights = continued(before, step, self.weights)
+        self.weigh(continued(before, step, self.weights))
         if (said := changed_shares(before, self.weights, step)) and is_first():
             print(said, flush=True)
 
     def check(self, states: list[dict]) -> None:
-        if "sources" not in states[0]:
-            raise ConfigError(
-                "the checkpoint was trained without a mixture; remove --mixture, or start anew in another --output_dir"
-            )
-        check_same_sources(states[0]["sources"], self.state()["sources"], self.mixture.file)
+        check_same_sources(states[0], self.state(), self.mixture.file)
         super().check(states)
 
     def counts(self) -> dict[str, Any]:

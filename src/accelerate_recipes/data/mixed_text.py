@@ -69,10 +69,7 @@ class MixedTextArgs(MixtureArgs, TextArgs):
                 )
         lengths = [phase.max_length for phase in self.read.phases if phase.max_length]
         if lengths and ends:
-            yield (
-                f"{where}: rows of another max_length are not counted before the run, which max_epochs and weight: "
-                "size need; remove one of the two"
-            )
+            yield f"{where}: max_epochs and weight: size cannot count rows of another max_length; remove one of the two"
         for length in lengths:
             if length % self.row_size:
                 yield f"{where}: max_length {length} is not a multiple of parallelism_config_cp_size {self.row_size}"
@@ -139,11 +136,8 @@ def read_validation(args: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
     """
     settings = args.max_length, tokenizer.pad_token_id, args.document_mask, args.min_document_tokens
     number = -(-args.num_validation_rows // len(args.alone))
-    names = args.read.names or [""]
-    return {
-        name: validation_rows(one.validation_text(tokenizer), number, *settings)
-        for name, one in zip(names, args.alone, strict=True)
-    }
+    parts = zip(args.read.names or [""], args.alone, strict=True)
+    return {name: validation_rows(one.validation_text(tokenizer), number, *settings) for name, one in parts}
 
 
 def join_sources(parts: Mapping[str, ValidationRows]) -> ValidationRows:
@@ -163,14 +157,10 @@ def join_sources(parts: Mapping[str, ValidationRows]) -> ValidationRows:
     )
 
 
-def measures_of(parts: Mapping[str, ValidationRows], losses: Mapping[str, float]) -> dict[str, float]:
+def measured(parts: Mapping[str, ValidationRows], losses: Mapping[str, float]) -> dict[str, float]:
     """Return what `ValidationRows.measures` does of the mean over all targets and, of a mixture, the loss of each source."""
-    targets = {name: int(part.rows.num_targets.sum()) for name, part in parts.items()}
-    if len(parts) == 1:
-        (part,), (loss,) = parts.values(), losses.values()
-        found = part.measures(loss)
-    else:
-        found = join_sources(parts).measures(
-            sum(losses[name] * targets[name] for name in parts) / sum(targets.values())
-        )
-    return found | {f"{name}_loss": loss for name, loss in losses.items() if name}
+    mean, *others = losses.values()
+    if others:
+        targets = {name: int(part.rows.num_targets.sum()) for name, part in parts.items()}
+        mean = sum(losses[name] * targets[name] for name in parts) / sum(targets.values())
+    return join_sources(parts).measures(mean) | {f"{name}_loss": loss for name, loss in losses.items() if name}

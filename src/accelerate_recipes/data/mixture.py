@@ -20,9 +20,8 @@ WHICH_DATA = ("dataset_name", "train_files", "eval_files", "validation_files")
 SIZE = "size"
 FURTHEST = 1e9  # times the smallest weight: the largest, beyond which places of a run would not be exact numbers
 INSIDE = "--mixture"  # what messages call a mixture that the preset holds
-NAME = re.compile(
-    r"(?!eval_|aux$)\w[\w.-]*", re.ASCII
-)  # also in the log: eval_loss and aux_loss are no loss of a source
+# Names are also in the log, where eval_loss and aux_loss are no loss of a source.
+NAME = re.compile(r"(?!eval_|aux$)\w[\w.-]*", re.ASCII)
 
 # Weights by source, each from a step on, in the order of the steps.
 Weights = list[tuple[int, dict[str, float]]]
@@ -35,6 +34,11 @@ class MixedSource(NamedTuple):
     weight: float | None
     max_epochs: float
     values: dict[str, Any]
+
+    @property
+    def limit(self) -> float | None:
+        """Return `max_epochs` as a checkpoint holds them: None if there is no limit."""
+        return self.max_epochs if math.isfinite(self.max_epochs) else None
 
 
 class MixturePhase(NamedTuple):
@@ -65,11 +69,6 @@ class Mixture:
     @property
     def names(self) -> list[str]:
         return [source.name for source in self.sources]
-
-    @property
-    def of_size(self) -> bool:
-        """Tell whether weights follow from the sizes of the sources."""
-        return any(source.weight is None for source in self.sources)
 
     def weights(self, sizes: Mapping[str, int], total_steps: int) -> Weights:
         """List the weights of a run from its first step on. `sizes` are the numbers of rows by source, where they count.
@@ -130,9 +129,7 @@ def continued(before: Sequence[Sequence[Any]], step: int, now: Weights) -> Weigh
 def changed_shares(before: Sequence[Sequence[Any]], now: Weights, step: int) -> str:
     """Say which shares hold from `step` on, if a run that is resumed there had others `before`; "" if not."""
     then, after = ([entry for begin, entry in table if begin <= step][-1] for table in (before, now))
-    then, after = (
-        ", ".join(f"{name} {share:.2%}" for name, share in shares_of(entry).items()) for entry in (then, after)
-    )
+    then, after = (", ".join(f"{name} {share:.2%}" for name, share in shares_of(one).items()) for one in (then, after))
     return f"Shares from step {step + 1} on: {after}; before: {then}" if then != after else ""
 
 
@@ -155,9 +152,6 @@ class MixtureArgs:
 
     # What a phase may change.
     of_phase: ClassVar[tuple[str, ...]] = ("weights", "lr_factor")
-
-    # Whether the rows of a source are counted before the run, so that its weight can be that of its size.
-    counts_rows: ClassVar[bool] = True
 
     @cached_property
     def read(self) -> Mixture:
@@ -186,8 +180,7 @@ class MixtureArgs:
             for f in fields(self)
             if f.name in WHICH_DATA
         }
-        for name, value in (unset | source.values).items():
-            setattr(args, name, value)
+        vars(args).update(unset | source.values)
         return args
 
     def problems(self, world_size: int) -> list[str]:
@@ -217,8 +210,6 @@ class MixtureArgs:
         for source in mixture.sources:
             if defaults["dataset_name"] and not {*WHICH_DATA[:2]} & {*source.values}:
                 yield f"{file}, source {source.name}: it names no data; give dataset_name or train_files"
-        if mixture.of_size and not self.counts_rows:
-            yield f"{file}: weight: {SIZE} needs rows that are counted before the run; give numbers"
         endless = [source.name for source in mixture.sources if math.isinf(source.max_epochs)]
         steps = args["max_steps"]
         if steps < 0 and endless:
@@ -248,17 +239,16 @@ def read_mixture(given: str, args_class: type[MixtureArgs]) -> Mixture:
     """Read a mixture, as --mixture gives it. What is wrong with it is in `problems` of the result."""
     content: Any = section_in(given)
     file, found = INSIDE if content else given, []
-    with noting(found):
+    with noting(found, "--mixture "):
         content = content or read_yaml(Path(given), Texts)
     if found:
-        return Mixture(file, problems=[f"--mixture {problem}" for problem in found])
+        return Mixture(file, problems=found)
     if not isinstance(content, dict) or not isinstance(content.get("sources"), list):
         must = "must hold `sources:`, a list of sections with a name, a weight and data; docs/mixtures.md"
         return Mixture(file, problems=[f"{file} {must}"])
     found += unknown_keys(content, ("sources", "temperature", "phases"), file)
-    sources = [
-        read_source(section, number, file, args_class, found) for number, section in enumerate(content["sources"], 1)
-    ]
+    sections = enumerate(content["sources"], 1)
+    sources = [read_source(section, number, file, args_class, found) for number, section in sections]
     names = [source.name for source in sources]
     if not names:
         found.append(f"{file} names no source")
@@ -267,9 +257,8 @@ def read_mixture(given: str, args_class: type[MixtureArgs]) -> Mixture:
     phases = phases if isinstance(phases, list) else [phases]
     mixture = Mixture(
         file,
-        sorted(
-            sources, key=lambda source: source.name
-        ),  # by name: what a run trains on does not depend on their order in the file
+        # By name: what a run trains on does not depend on their order in the file.
+        sorted(sources, key=lambda source: source.name),
         [
             read_phase(section, f"{file}, phase {number}", names, args_class.of_phase, found)
             for number, section in enumerate(phases, 1)
@@ -382,11 +371,16 @@ def read_phase(section: Any, where: str, names: Sequence[str], known: Sequence[s
     return MixturePhase(begin, weights, factor if "lr_factor" in section else None, int(length))
 
 
-def check_same_sources(then: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]], file: str) -> None:
+def check_same_sources(before: Mapping[str, Any], state: Mapping[str, Any], file: str) -> None:
     """Raise ConfigError if a resumed run has other sources than its checkpoint, or others of their `max_epochs`.
 
-    `then` and `now` hold, by the name of each source, what decides its rows and their order.
+    The states before and now hold under `sources`, by the name of each, what decides its rows and their order.
     """
+    if "sources" not in before:
+        raise ConfigError(
+            "the checkpoint was trained without a mixture; remove --mixture, or start anew in another --output_dir"
+        )
+    then, now = before["sources"], state["sources"]
     new, lost = (", ".join(sorted({*one} - {*other})) for one, other in ((now, then), (then, now)))
     if new or lost:
         added = f"{new} new in {file}" if new else ""

@@ -4,7 +4,6 @@ The tokens of an image follow from its size alone. So rows are made from sizes, 
 """
 
 import contextlib
-import io
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from PIL import Image, ImageOps
+from PIL import Image
 from transformers import ProcessorMixin
 
+from accelerate_recipes.data.augmentation import decode, open_image
 from accelerate_recipes.data.image_texts import ImageTexts, Key, Size, render_documents
 from accelerate_recipes.data.rendering import Rendering, first_difference
 from accelerate_recipes.errors import DataError
@@ -25,8 +25,6 @@ ORIENTATION = 0x0112  # EXIF's number of the field that says how a camera was he
 SIDEWAYS = (5, 6, 7, 8)
 OF_EXIF = (b"eXIf", b"exif", b"adobe.xmp")  # one of these stands in a PNG that has EXIF, or the same in XMP
 ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}  # stand near the end of a whole file
-# Kinds of pixels with more than 8 bits: PIL would make all that is brighter than 255 white.
-DEEP = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 URL = re.compile(r"[a-z][a-z0-9+.-]*://|data:", re.I)
 
 
@@ -82,22 +80,13 @@ def upright_size(content: bytes, place: str) -> tuple[int, int]:
 
 
 def decoded(content: bytes, place: str) -> Image.Image:
-    """Decode an image as transformers does: upright, red, green and blue, the first picture of several.
+    """Decode an image, as `decode` does.
 
     Raises:
         DataError: for bytes that are no image, or a part of one.
     """
-    with reading_image(place), open_image(content) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
-
-
-def open_image(content: bytes) -> Image.Image:
-    image = Image.open(io.BytesIO(content))
-    if image.mode in DEEP:
-        raise ValueError(
-            f"its pixels have more than 8 bits ({image.mode}), and most would become white; save it with 8"
-        )
-    return image
+    with reading_image(place):
+        return decode(content)
 
 
 @contextlib.contextmanager
@@ -209,13 +198,10 @@ def render_with_images(row: dict, processor: ProcessorMixin, **settings: Any) ->
     if documents:
         given = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}
         text = tokenizer.apply_chat_template(row["messages"], tokenize=False, **given)
-        (ids,) = processor(text=[text], images=[images] if images else None, **{"add_special_tokens": False})[
-            "input_ids"
-        ]
+        seen = {"images": [images] if images else None, "add_special_tokens": False}
+        (ids,) = processor(text=[text], **seen)["input_ids"]
         if (place := first_difference(documents[-1].ids, [*ids])) is not None:
-            raise ValueError(
-                f"token {place + 1} is another one of the processor: images stand elsewhere than in training"
-            )
+            raise ValueError(f"token {place + 1} is another of the processor: images stand elsewhere than in training")
     if images and row.get("pixels"):
         before, now = row["pixels"], pixels_shown(processor, images)
         # Releases of PIL and numpy may round otherwise; another mean, size or filter changes more.

@@ -136,9 +136,7 @@ def num_steps(args: TrainArgs, num_rows: int) -> int:
         return args.max_steps
     num_trained = round(args.num_train_epochs * num_rows)
     if num_trained == 0:
-        raise ConfigError(
-            f"--num_train_epochs {args.num_train_epochs} of {num_rows:,} rows is less than one row; raise it"
-        )
+        raise ConfigError(f"--num_train_epochs {args.num_train_epochs} of {num_rows:,} rows is less than one; raise it")
     return math.ceil(num_trained / args.total_batch_size)
 
 
@@ -155,6 +153,10 @@ class RowLoader(DataLoader):
     Raises:
         DataError: for a batch that holds only an `error`. (An error raised in a worker would have its traceback as text.)
     """
+
+    def __init__(self, rows: torch.utils.data.Dataset, **settings: Any):
+        # iter() would draw from the global generator, and change the dropout of a resumed run, or that after an evaluation.
+        super().__init__(rows, pin_memory=torch.cuda.is_available(), generator=torch.Generator(), **settings)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for batch in super().__iter__():
@@ -213,14 +215,7 @@ def make_train_loader(
     """
     position = (args, rank, world_size)
     order = order_class(len(rows), *position) if lengths is None else LengthOrder(lengths, *position)
-    loader = loader_class(
-        rows,
-        batch_sampler=order,
-        collate_fn=collate_fn,
-        num_workers=args.dataloader_num_workers,
-        pin_memory=torch.cuda.is_available(),
-        generator=torch.Generator(),  # iter() would draw from the global generator, and change a resumed run's dropout
-    )
+    loader = loader_class(rows, batch_sampler=order, collate_fn=collate_fn, num_workers=args.dataloader_num_workers)
     loader.content = content
     return loader
 
@@ -250,11 +245,4 @@ def make_eval_loader(
     places = range(rank, num_batches * size * world_size, world_size)
     mine = [order[place] if place < len(rows) else -1 for place in places]
     batches = [mine[start : start + size] for start in range(0, len(mine), size)]
-    return RowLoader(
-        rows,
-        batch_sampler=batches,
-        collate_fn=collate_fn,
-        num_workers=num_workers,
-        pin_memory=torch.cuda.is_available(),
-        generator=torch.Generator(),  # evaluation must not change the dropout of later steps
-    )
+    return RowLoader(rows, batch_sampler=batches, collate_fn=collate_fn, num_workers=num_workers)

@@ -91,12 +91,11 @@ def parts_of_hub_path(file: str) -> tuple[str, str, str]:
 def hub_file(file: str, *, streamed: bool) -> cache.HubDataset:
     """Return the files on the Hub that a run reads for a name that a user gives."""
     name, revision, path = parts_of_hub_path(file)
-    return cache.HubDataset(
-        name, files=path if "*" in path else glob.escape(path), revision=revision, streamed=streamed
-    )
+    pattern = path if "*" in path else glob.escape(path)
+    return cache.HubDataset(name, files=pattern, revision=revision, streamed=streamed)
 
 
-def needs_of_shards(files: Sequence[str]) -> list[cache.HubDataset]:
+def hub_files(files: Sequence[str]) -> list[cache.HubDataset]:
     """List the files that `named_shards` reads from the Hub."""
     found = [hub_file(file, streamed=True) for file in files if file.startswith(HUB)]
     return [need for need in found if not need.revision]

@@ -204,17 +204,13 @@ def stream_rows(
 
 def check_not_empty(source: Documents, order: Order, on_retry: Callable[[], None]) -> None:
     """Raise DataError if no shard has a document that is long enough: a stream would search for one without end."""
-
-    def has_one(shard: int) -> bool:
+    for shard in range(len(source.shards)):
         documents = source.read(shard, 0, 1, on_retry)
         while members := list(islice(documents, order.shuffle_block)):
             if any(len(tokens) >= max(1, order.min_document_tokens) for tokens in source.tokens(shard, members)):
-                return True
-        return False
-
-    if not any(map(has_one, range(len(source.shards)))):
-        left = f", beside the {order.heldout_share:.1%} held out" if order.heldout_share else ""
-        raise DataError(f"{no_document('train', source.shards, order.min_document_tokens)}{left}")
+                return
+    left = f", beside the {order.heldout_share:.1%} held out" if order.heldout_share else ""
+    raise DataError(f"{no_document('train', source.shards, order.min_document_tokens)}{left}")
 
 
 def no_document(use: str, shards: Sequence[str], min_document_tokens: int) -> str:
@@ -229,8 +225,8 @@ def tokens_of_epoch(lengths: Sequence[np.ndarray], order: Order, epoch: int) -> 
     found = []
     for stream in range(order.num_streams):
         parts = parts_of_stream(order, len(lengths), stream, epoch)
-        read = np.concatenate([lengths[shard][first::stride] for shard, first, stride in parts] or [np.empty(0, int)])
-        found.append(int(read[read >= order.min_document_tokens].sum()))
+        read = (lengths[shard][first::stride] for shard, first, stride in parts)
+        found.append(sum(int(some[some >= order.min_document_tokens].sum()) for some in read))
     return found
 
 

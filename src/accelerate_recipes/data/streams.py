@@ -36,13 +36,8 @@ from accelerate_recipes.data.stream_order import (
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank, ranks_a_row, readers
 
-NUM_STREAMS = 24  # or a multiple of it; it divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
+NUM_STREAMS = 24  # or the smallest multiple that the ranks divide; 24 divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
 HANDED_OVER = 16  # rows of a rank in one collective: every rank receives the rows of all ranks, and images are large
-
-
-def fewest_streams(world_size: int) -> int:
-    """Return the smallest multiple of NUM_STREAMS that `world_size` processes divide."""
-    return math.lcm(NUM_STREAMS, world_size)
 
 
 def stream_problems(num_streams: int, world_size: int, row_size: int = 1) -> list[str]:
@@ -52,7 +47,7 @@ def stream_problems(num_streams: int, world_size: int, row_size: int = 1) -> lis
     fitting = [str(size) for size in range(1, num_streams + 1) if num_streams % size == 0]
     return [
         f"--num_streams {num_streams} is not a multiple of {readers(world_size, row_size)}; numbers that work: "
-        f"{', '.join(fitting)}; a new run takes --num_streams {fewest_streams(world_size)} by default"
+        f"{', '.join(fitting)}; a new run takes --num_streams {math.lcm(NUM_STREAMS, world_size)} by default"
     ]
 
 
@@ -90,7 +85,7 @@ class StreamArgs:
         found = super().settle(saved)
         if self.num_streams or not self.is_streamed:
             return found
-        self.num_streams = saved.get("num_streams") or fewest_streams(self.num_launched)
+        self.num_streams = saved.get("num_streams") or math.lcm(NUM_STREAMS, self.num_launched)
         return found + stream_problems(self.num_streams, self.num_launched, self.row_size)
 
 
@@ -240,18 +235,16 @@ class StreamLoader:
         """Return what the log tells of the sources of a mixture after a step."""
         return {}
 
-    def first_batch(self, size: int = NUM_ROWS) -> dict[str, Any]:
-        """Make a batch of the run's first `size` rows, to show them. Only this process reads them.
+    def first_batch(self) -> dict[str, Any]:
+        """Make a batch of the run's first rows, to show them. Only this process reads them.
 
         Raises:
             DataError: for shards that cannot be read.
         """
-        streams = range(self.order.num_streams)
         read = self.read(self.order)
-        first = (next(read(stream, self.beginning, lambda: None)) for stream in streams)
-        return self._batch(
-            [[row] for row in islice((row for row in first if len(row.tokens)), size)], self.order.max_length
-        )
+        first = (next(read(stream, self.beginning, lambda: None)) for stream in range(self.order.num_streams))
+        rows = islice((row for row in first if len(row.tokens)), NUM_ROWS)
+        return self._batch([[row] for row in rows], self.order.max_length)
 
     def num_steps(self) -> int:
         """Count the optimizer steps of the run: --max_steps, or the steps that --num_train_epochs passes over the rows need.
@@ -286,20 +279,14 @@ class StreamLoader:
         parts = [streams[worker::num_workers] for worker in range(num_workers)] or [streams]
         # Prefetch enough rows for the next step while a step is computed.
         lists_of_two_steps = max(2, -(-2 * self.share // len(streams)))
+        of_worker = {"num_workers": 1, "prefetch_factor": lists_of_two_steps} if num_workers else {}
         started = []
         for part in parts:
             states = {stream: self.consumed[stream] for stream in part}
             rows = StreamRows(self.read(self.current), states, self.retries)
-            # Each worker has its own loader, because workers do not have equally many rows.
-            loader = DataLoader(
-                rows,
-                batch_size=None,
-                collate_fn=list,
-                num_workers=1 if num_workers else 0,
-                prefetch_factor=lists_of_two_steps if num_workers else None,
-                # Without this, iter() would draw from the global generator, and change a resumed run's dropout.
-                generator=torch.Generator(),
-            )
+            # Each worker has its own loader, because workers do not have equally many rows. And each loader its generator:
+            # iter() would draw from the global one, and change a resumed run's dropout.
+            loader = DataLoader(rows, batch_size=None, collate_fn=list, generator=torch.Generator(), **of_worker)
             started.append(iter(loader))
         return [single_rows(lists) for lists in started]
 
@@ -345,8 +332,7 @@ class StreamLoader:
             share = shares[rows[0][-1]]
             (share if len(share) < self.share else left).append(rows)
         for share in shares:
-            while len(share) < self.share:
-                share.append(left.popleft())
+            share += [left.popleft() for _ in range(self.share - len(share))]
         # Exchange the rows that another rank takes than the one that has read them. All ranks have computed the same shares,
         # so each knows which of its rows to give and which to keep of those that it receives.
         found = {row.key: row for row in own}

@@ -55,9 +55,7 @@ def images_and_labels(tar: tarfile.TarFile, shard: str) -> Iterator[tuple[int, s
         if member.isdir() or not (is_image or suffix == "cls"):
             continue
         if not member.isreg():
-            raise DataError(
-                f"{shard}: {member.name} is a link, not a file; pack it by `tar --dereference --hard-dereference`"
-            )
+            raise DataError(f"{shard}: {member.name} is a link; pack it by `tar --dereference --hard-dereference`")
         number, last = number + (stem != last), stem
         yield number, stem, is_image, member
     while rest := tar.fileobj.read(CHUNK):

@@ -5,30 +5,23 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.control_tokens import Controls
-from accelerate_recipes.data.documents import Retry, all_texts, read_documents, text_of
+from accelerate_recipes.data.documents import Document, all_texts, read_documents, text_of
 from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.data.reading import TXT
-from accelerate_recipes.data.shards import (
-    find_shards,
-    is_named_elsewhere,
-    named_shards,
-    needs_of_shards,
-    shards_version,
-)
+from accelerate_recipes.data.shards import find_shards, hub_files, is_named_elsewhere, named_shards, shards_version
 from accelerate_recipes.data.stream_order import no_document
 from accelerate_recipes.data.streams import StreamArgs
-from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.errors import ConfigError, DataError, noting
 from accelerate_recipes.hub import cache
 
 ENCODE_BYTES = 2**17  # text to tokenise at once: enough to keep the tokenizer busy, and little enough to start soon
@@ -83,10 +76,8 @@ class TextArgs(StreamArgs):
         found = super().problems(world_size)
         named = {"train_files": {*self.train_files}, "validation_files": {*self.validation_files}}
         for name in ("validation_files",) if self.pretokenize else named:
-            try:
+            with noting(found, f"--{name} "):
                 named[name] |= self.files_here(name)
-            except ConfigError as error:
-                found.append(f"--{name} {error}")
         train, validation = ({*map(os.path.realpath, files)} for files in named.values())
         if both := sorted(train & validation):
             found.append(f"--train_files and --validation_files both name {both[0]}; remove it from one")
@@ -143,9 +134,7 @@ class TextArgs(StreamArgs):
     def validation_text(self, tokenizer: PreTrainedTokenizerBase) -> "TextShards":
         """Open the text to validate on."""
         share = self.share_left_out if self.share_heldout else 0.0
-        return TextShards(
-            self.validation_shards(), tokenizer, self.text_column, heldout_share=share, is_heldout=share > 0
-        )
+        return TextShards(self.validation_shards(), tokenizer, self.text_column, share, is_heldout=share > 0)
 
     def text_note(self, shards: Sequence[str]) -> str:
         """Note for the end of a line: the held-out documents, and that a .txt file is one document; else an empty text."""
@@ -160,7 +149,7 @@ class TextArgs(StreamArgs):
         parts = [(validated, self.validation_dataset_files), (self.train_files, self.dataset_files)]
         for files, pattern in parts if training else parts[:1]:
             dataset = cache.HubDataset(self.dataset_name, files=pattern, revision=self.dataset_revision, streamed=True)
-            found += needs_of_shards(files) if files else [dataset]
+            found += hub_files(files) if files else [dataset]
         return found
 
     @property
@@ -179,11 +168,8 @@ class TextShards:
     shards: Sequence[str]
     tokenizer: PreTrainedTokenizerBase
     text_column: str = "text"
-    retry: Retry = field(default_factory=Retry)
     heldout_share: float = 0.0
     is_heldout: bool = False
-    bos: list[int] = field(init=False)
-    backend: Tokenizer = field(init=False)
 
     def __post_init__(self):
         if self.tokenizer.eos_token_id is None:
@@ -203,14 +189,10 @@ class TextShards:
     def version(self) -> dict[str, str]:
         return shards_version(self.shards)
 
-    def read(
-        self, shard: int, first: int, stride: int, on_retry: Callable[[], None]
-    ) -> Iterator[tuple[int, bytes | str]]:
-        return read_documents(self.shards[shard], self.text_column, first, stride, self.retry, on_retry)
+    def read(self, shard: int, first: int, stride: int, on_retry: Callable[[], None]) -> Iterator[Document]:
+        return read_documents(self.shards[shard], self.text_column, first, stride, on_retry)
 
-    def tokens(
-        self, shard: int, documents: Iterable[tuple[int, bytes | str]], first: int = 0, epoch: int = 0
-    ) -> Iterator[np.ndarray]:
+    def tokens(self, shard: int, documents: Iterable[Document], first: int = 0, epoch: int = 0) -> Iterator[np.ndarray]:
         texts, size = [], 0
         for index, document in islice(documents, first, None):
             text = text_of(self.shards[shard], index, document, self.text_column)
@@ -281,7 +263,7 @@ def validation_rows(
     texts: list[str] = []
     pieces: list[np.ndarray] = []
     wanted, num_tokens = num_rows * max_length, 0
-    for text in filter(source.is_read, all_texts(source.shards, source.text_column, source.retry)):
+    for text in filter(source.is_read, all_texts(source.shards, source.text_column)):
         (tokens,) = source.encode([text])
         if len(tokens) >= max(1, min_document_tokens):
             texts.append(text)

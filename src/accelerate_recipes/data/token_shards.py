@@ -189,10 +189,8 @@ def check_text(folder: Path, shards: Sequence[str]) -> None:
 
 def check_key(folder: Path, key: dict) -> None:
     """Raise ConfigError unless the manifest agrees with everything in `key`."""
-    written = read_json(folder / MANIFEST)
-    differing = [
-        f"{name} was {written.get(name)}, is {value}" for name, value in key.items() if written.get(name) != value
-    ]
+    then = read_json(folder / MANIFEST)
+    differing = [f"{name} was {then.get(name)}, is {value}" for name, value in key.items() if then.get(name) != value]
     if differing:
         raise ConfigError(
             f"{folder} was tokenised from something else: {'; '.join(differing)}. Give --pretokenize another folder"

@@ -72,17 +72,14 @@ class ImageEvaluation:
             probabilities=[line["probability"] for line in lines],
         )
 
-    def lines(self, step: int) -> list[dict]:
-        """Read the predictions of a step."""
-        return read_json_lines(self.file(step))
-
     def by_class(self, step: int) -> dict[str, float]:
         """Return the accuracy of each class, in percent."""
-        return {self.names[label]: 100 * share for label, share in self.measure(self.lines(step))["by_class"].items()}
+        shares = self.measure(read_json_lines(self.file(step)))["by_class"]
+        return {self.names[label]: 100 * share for label, share in shares.items()}
 
     def draw(self, folder: Path, step: int) -> None:
         """Draw the confusion matrix, and held-out images with their predictions, as confusion.png and heldout.png."""
-        lines = self.lines(step)
+        lines = read_json_lines(self.file(step))
         if len(self.names) <= MOST_CLASSES:
             matrix = np.zeros((len(self.names), len(self.names)), dtype=int)
             for line in lines:
