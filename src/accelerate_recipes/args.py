@@ -50,6 +50,7 @@ OWNED_ELSEWHERE = {
     "deepspeed": "this collection shards with FSDP: choose a file of accelerate_configs/",
     "use_cpu": "a machine without a GPU is recognised by itself",
 }
+    group = "rare"  # of an argument that names no other
 
 
 OPTIMIZERS = ["adamw_torch_fused", "adamw_bf16_kahan", "adafactor", "adamw_8bit", "muon"]
@@ -74,9 +75,7 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
     seed: int = arg(
         42, "Seed of the initial weights, dropout and the order of the data.", fixed=True, min=0, group="batch"
     )
-    full_determinism: bool = arg(
-        False, "Use slower algorithms on GPUs, so that the same run gives the same bits.", group="rare"
-    )
+    full_determinism: bool = arg(False, "Use slower algorithms on GPUs, so that the same run gives the same bits.")
     num_train_epochs: float = arg(
         1.0, "Passes over the training data, unless --max_steps is given.", min=0, max=1e6, group="essential"
     )
@@ -92,15 +91,13 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
     lr_scheduler_type: str = arg(
         "cosine", "Learning rate after the warm-up.", choices=[*OWN_SCHEDULES, *THEIR_SCHEDULES], group="optimizer"
     )
-    lr_scheduler_kwargs: dict = arg(
-        {}, "Settings of transformers' schedules, NAME=VALUE, such as num_decay_steps=500.", group="rare"
-    )
-    min_lr_ratio: float = arg(0.0, "Learning rate at the end, as a share of the peak.", min=0, max=1, group="rare")
+    lr_scheduler_kwargs: dict = arg({}, "Settings of transformers' schedules, NAME=VALUE, such as num_decay_steps=500.")
+    min_lr_ratio: float = arg(0.0, "Learning rate at the end, as a share of the peak.", min=0, max=1)
     warmup_steps: float = arg(0.03, "Steps of the warm-up; below 1: a share of all steps.", min=0, group="optimizer")
     weight_decay: float = arg(0.1, "Weight decay; norms and biases have none.", min=0, max=1000, group="optimizer")
-    adam_beta1: float = arg(0.9, "AdamW's beta1.", min=0, below=1, group="rare")
-    adam_beta2: float = arg(0.95, "AdamW's beta2.", min=0, below=1, group="rare")
-    adam_epsilon: float = arg(1e-8, "AdamW's epsilon.", min=1e-30, max=1, group="rare")
+    adam_beta1: float = arg(0.9, "AdamW's beta1.", min=0, below=1)
+    adam_beta2: float = arg(0.95, "AdamW's beta2.", min=0, below=1)
+    adam_epsilon: float = arg(1e-8, "AdamW's epsilon.", min=1e-30, max=1)
     optim: str = arg(
         "adamw_torch_fused",
         "Optimizer; `kahan` keeps the weights in bf16.",
@@ -112,7 +109,7 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
         1.0, "Global gradient norm above which gradients are scaled down; 0: never.", min=0, group="optimizer"
     )
     prefetch_layers: int = arg(
-        0, "Layers that FSDP2 gathers ahead of the computing layer; 0: torch's default, one.", min=0, group="rare"
+        0, "Layers that FSDP2 gathers ahead of the computing layer; 0: torch's default, one.", min=0
     )
     checkpoint_every_n_layers: int = arg(
         1, "Recompute only every n-th layer, if the YAML sets fsdp_activation_checkpointing.", min=1, group="memory"
@@ -122,7 +119,6 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
         "Share of the activations that compiled layers keep; those that are cheapest to compute are recomputed.",
         min=0,
         max=1,
-        group="rare",
     )
     reduce_dtype: str = arg(
         "fp32", "Precision in which FSDP sums gradients over the ranks.", choices=list(DTYPES), group="memory"
@@ -138,43 +134,34 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
         group="saving",
     )
     save_minutes: float = arg(
-        0.0,
-        "Minutes since the last checkpoint after which to save one more; 0: save by steps only.",
-        min=0,
-        group="rare",
+        0.0, "Minutes since the last checkpoint after which to save one more; 0: save by steps only.", min=0
     )
     save_total_limit: int = arg(2, "Newest complete checkpoints to keep; 0: all.", min=0, group="saving")
-    keep_every_n_steps: int = arg(
-        0, "Also keep the checkpoints at multiples of this number of steps; 0: none.", min=0, group="rare"
-    )
+    keep_every_n_steps: int = arg(0, "Also keep the checkpoints at multiples of this number of steps; 0: none.", min=0)
     metric_for_best_model: str = arg(
         "", "Also keep the best checkpoint by this value of the evaluation, such as `loss`.", group="saving"
     )
     greater_is_better: bool | None = arg(
-        None, "A higher value is better; default: true unless the name ends in `loss`.", group="rare"
+        None, "A higher value is better; default: true unless the name ends in `loss`."
     )
-    async_save: bool = arg(True, "Write checkpoints in the background, from a copy in host memory.", group="rare")
+    async_save: bool = arg(True, "Write checkpoints in the background, from a copy in host memory.")
     dataloader_num_workers: int = arg(
         0, "Worker processes that collate batches, per process.", min=0, max=1024, group="data"
     )
     ddp_timeout: int = arg(
-        1800, "Seconds to wait for a process that does not join a collective; then the run fails.", min=1, group="rare"
+        1800, "Seconds to wait for a process that does not join a collective; then the run fails.", min=1
     )
     step_timeout: int = arg(
-        300,
-        "Seconds to wait for a step that hangs; then the run fails. The first step has --ddp_timeout.",
-        min=1,
-        group="rare",
+        300, "Seconds to wait for a step that hangs; then the run fails. The first step has --ddp_timeout.", min=1
     )
     report_to: str = arg(
         "none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: only metrics.jsonl.", group="logging"
     )
     profile_steps: str = arg("", "Steps that torch's profiler records, such as 10-12.", group="logging")
-    profile_ranks: list[int] = arg([0], "Processes of which --profile_steps are recorded.", min=0, group="rare")
+    profile_ranks: list[int] = arg([0], "Processes of which --profile_steps are recorded.", min=0)
     text_only_export: bool = arg(
         False,
         "Export only the trained language model, without the untrained parts of the base, such as those for images.",
-        group="rare",
     )
     push_to_hub: str = arg(
         "", "Repository for the export, ORG/NAME on the Hub; a new one is made private.", group="saving"
