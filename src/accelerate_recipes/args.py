@@ -18,17 +18,7 @@ import torch
 import yaml
 
 from accelerate_recipes.arguments.adapters import AdapterArgs
-from accelerate_recipes.arguments.declaring import (
-    FileOrSection,
-    Merge,
-    Range,
-    arg,
-    declarations,
-    flag_problem,
-    group_flags,
-    read_preset,
-    words_of,
-)
+from accelerate_recipes.arguments.declaring import Range, arg, declarations, group_flags, parse_groups, read_preset
 from accelerate_recipes.arguments.health import HealthArgs
 from accelerate_recipes.arguments.help import help_text, recipe_parser
 from accelerate_recipes.arguments.mirror import MirrorArgs
@@ -50,7 +40,6 @@ OWNED_ELSEWHERE = {
     "deepspeed": "this collection shards with FSDP: choose a file of accelerate_configs/",
     "use_cpu": "a machine without a GPU is recognised by itself",
 }
-    group = "rare"  # of an argument that names no other
 
 
 OPTIMIZERS = ["adamw_torch_fused", "adamw_bf16_kahan", "adafactor", "adamw_8bit", "muon"]
@@ -61,6 +50,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
     """Arguments that every recipe takes. A step is a completed optimizer step; the size of a batch counts sequences."""
 
+    group = "rare"  # of an argument that names no other
     output_dir: str = arg(
         "outputs/run", "Folder for checkpoints, metrics.jsonl, args.yaml and export/.", group="essential"
     )
@@ -386,23 +376,16 @@ def resolve(
     flags, stray = group_flags(argv)
     errors = [f"{token!r} does not belong to any flag" for token in stray]
     presets = [values for flag, values in flags if flag == "--config"]
-    mappings = {action.dest for action in parser._actions if isinstance(action, Merge)}
-    sections = {action.dest for action in parser._actions if action.type is FileOrSection}
     groups, script = [], getattr(sys.modules.get(args_class.__module__), "__file__", None)
     unread: list[str] = []  # what is wrong with the preset as a whole
     with noting(unread):
-        groups += read_preset(presets, mappings, sections, script or "")
+        groups += read_preset(presets, parser, script or "")
     errors += unread
     groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
-    # Parse each flag alone first, to find all errors. Then parse the flags without error together, in the same order: a flag
-    # after the preset overrides it.
-    right = []
-    for group in groups:
-        if problem := flag_problem(parser, args_class.owned_elsewhere, *group):
-            errors.append(problem)
-        else:
-            right.append(group)
-    namespace = parser.parse_args(words_of(parser, right))
+    namespace, _, wrong = parse_groups(
+        parser, args_class.owned_elsewhere, groups
+    )  # a flag after the preset overrides it
+    errors += wrong
     args = args_class(**{f.name: getattr(namespace, f.name) for f in fields(args_class)})
     args.elsewhere, args.num_launched, args.row_size = elsewhere, world_size, row_size
     # Without the preset, values that it gives would be told as missing.
