@@ -19,7 +19,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.models.attention import of_layers, unsupported_kernels, width_of_heads
+from accelerate_recipes.models.attention import class_of, of_layers, unsupported_kernels, width_of_heads
 from accelerate_recipes.models.documents import READ_BOUNDARIES, document_masks
 from accelerate_recipes.models.mixers import unpack_documents
 from accelerate_recipes.models.shared_rows import whole_rows
@@ -139,7 +139,7 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
     try:
         text = config.get_text_config()
         # Take the text part alone if it has a class of its own.
-        config = copy.deepcopy(text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config)
+        config = copy.deepcopy(text if class_of(text) else config)
         shrink(config.get_text_config())
         model = randomly_made(AutoModelForCausalLM, config, attention)
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False, **inputs)
@@ -197,7 +197,7 @@ def fields_by_layer(
     text: PreTrainedConfig, chosen: Sequence[int], sizes: Mapping[str, Any]
 ) -> dict[int, dict[str, Any]] | None:
     """Take the fields that differ between layers, as in Gemma 4, out of a configuration; return them by chosen layer."""
-    if not getattr(text, "is_heterogeneous", False):  # transformers before 5.23 does not know this
+    if not text.is_heterogeneous:
         return None
     layers, names = text.per_layer_config, [*(text.per_layer_attributes or ())]
     found = {new: {name: sizes.get(name, getattr(layers[i], name)) for name in names} for new, i in enumerate(chosen)}
