@@ -90,14 +90,14 @@ def by_length(
     module: Any, forward: Callable, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call the `forward` of a rotary embedding for texts up to the original length, then for each greater length."""
-    of_layer = {} if layer_type is None else {"layer_type": layer_type}
-    kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+    kind, parameters, of_layer, prefix = module.rope_type, module.config.rope_parameters, {}, ""
+    if layer_type is not None:
+        kind, parameters = kind[layer_type], parameters[layer_type]
+        of_layer, prefix = {"layer_type": layer_type}, f"{layer_type}_"
     if _texts is None or kind not in KINDS:
         return forward(x, position_ids, **of_layer)
-    parameters = module.config.rope_parameters if layer_type is None else module.config.rope_parameters[layer_type]
-    is_dynamic, original = kind == "dynamic", module.original_max_seq_len
-    if not is_dynamic:
-        original = parameters["original_max_position_embeddings"]
+    is_dynamic = kind == "dynamic"
+    original = module.original_max_seq_len if is_dynamic else parameters["original_max_position_embeddings"]
     lengths, starts = _texts
     positions = position_ids.expand_as(lengths)
     # From the begin of the text: only differences of positions count.
@@ -108,7 +108,6 @@ def by_length(
         if not group.any():
             continue
         if is_dynamic:
-            prefix = "" if layer_type is None else f"{layer_type}_"
             module.register_buffer(f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False)
             setattr(module, f"{prefix}max_seq_len_cached", original)
         made = forward(x, torch.where(group, positions, 0), **of_layer)  # the largest of these positions decides
