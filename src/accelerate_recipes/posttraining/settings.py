@@ -25,7 +25,6 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from accelerate_recipes.args import OWNED_ELSEWHERE, TrainArgs, arg
 from accelerate_recipes.arguments.declaring import Range
-from accelerate_recipes.checkpoint.exported import stops_of
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models.adapters import load_settings
@@ -36,6 +35,7 @@ from accelerate_recipes.models.pretrained import load_text_config
 from accelerate_recipes.models.probes import UNTRIED, Packing, packing_of
 from accelerate_recipes.models.shared_rows import balance_weight
 from accelerate_recipes.models.slices import source_of
+from accelerate_recipes.models.tokenizers import stops_of
 from accelerate_recipes.models.weights import initialize, seed_of
 from accelerate_recipes.ranks import computes_in_bf16, ranks_a_row
 from accelerate_recipes.run import Run
