@@ -19,13 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from accelerate_recipes.disk import checksum
 from accelerate_recipes.errors import ConfigError, first_line
@@ -251,7 +245,7 @@ def first_names(names: Iterable[str]) -> str:
 
 def conversions(
     model: PreTrainedModel, tensors: Iterable[str]
-) -> Iterator[tuple[str, str, str | None, WeightTransform]]:
+) -> Iterator[tuple[str, str, str | None, WeightConverter | WeightRenaming]]:
     """Find the conversion of each tensor in files, as transformers 5.23 does (convert_and_load_state_dict_in_model).
 
     Yields the tensor, the first weight of the model that is made of it, the pattern that the conversion takes it for (None
