@@ -8,13 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from accelerate_recipes import upstream
 from accelerate_recipes.errors import ConfigError, one_line
@@ -56,12 +50,7 @@ def load_model(
         config._attn_implementation = attention
         check_packing(config)
     settings |= {"attn_implementation": attention}
-    if is_text_part(config, load_config(name)) and not slices.applies(name, settings):
-        with torch.device("meta"):
-            model = made(AutoModelForCausalLM, config)
-        model = with_weights(model, name, weights_in_files(model, name), settings)
-    else:
-        model = read_model(AutoModelForCausalLM, config, name, settings)
+    model = read_model(AutoModelForCausalLM, config, name, settings)
     model.placeholders = placeholders(load_config(name))  # see `composites.check_tokens`
     upstream.name_backbone(model)
     return tie_as_read(model)
@@ -69,11 +58,14 @@ def load_model(
 
 def read_model(auto: Any, config: PreTrainedConfig, name: str, settings: dict[str, Any]) -> PreTrainedModel:
     """Load a model with the weights in the files of `name`; without values if each rank will read its own slices."""
-    if not slices.applies(name, settings):
+    is_sliced = slices.applies(name, settings)
+    if not is_sliced and not is_text_part(config, load_config(name)):
         return auto.from_pretrained(name, config=config, **settings, **cache.pinned(name))
     with torch.device("meta"):
         model = made(auto, config)
-    return slices.load_on_meta(model, name, settings)
+    if is_sliced:
+        return slices.load_on_meta(model, name, settings)
+    return with_weights(model, name, weights_in_files(model, name), settings)
 
 
 def tie_as_read(model: PreTrainedModel) -> PreTrainedModel:
@@ -133,6 +125,7 @@ def made(auto: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedMode
     Raises:
         ConfigError: if no model can be made with this configuration.
     """
+    config.architectures = config.architectures or []  # transformers 5.23 reads it to choose a class of a DeiT
     try:
         model = auto.from_config(config, **settings)
     except Exception as error:  # each class of models checks its sizes in its own way
@@ -171,7 +164,6 @@ def load_classifier(auto: Any, name: str, names: Sequence[str], **settings: Any)
     """
     config = load_config(name)
     of_base = [label for _, label in sorted(config.id2label.items())]
-    config.architectures = config.architectures or []  # transformers 5.23 reads it to choose a class of a DeiT
     with torch.device("meta"):
         one_more = made(auto, with_classes(copy.deepcopy(config), [*names, ""]))
         model = made(auto, with_classes(config, names))
@@ -202,10 +194,3 @@ def occurrences(names: Iterable[object]) -> list[tuple[str, int]]:
         counts[name] += 1
         found.append((name, counts[name]))
     return found
-
-
-def classifier_on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Make a classifier of images on the meta device, in `dtype`."""
-    config.architectures = config.architectures or []  # transformers 5.23 reads it to choose a class of a DeiT
-    with torch.device("meta"):
-        return made(AutoModelForImageClassification, config, dtype=dtype)
