@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from accelerate_recipes.disk import checksum
-from accelerate_recipes.errors import ConfigError, first_line
+from accelerate_recipes.errors import ConfigError, first_few, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models.composites import is_text_part, names_of_class, text_part
 
@@ -214,7 +214,7 @@ def loaded_on_meta(model: PreTrainedModel, name: str, kind: Kind) -> PreTrainedM
         if kind.has_new_layer:
             names = [weight for weight in names if not is_new(shapes.get(weight, weight), loaded)]
         if names:
-            problems.append(f"{kind_of_problem}: {first_names(names)}")
+            problems.append(f"{kind_of_problem}: {first_few(sorted(names), NUM_NAMED)}")
     if problems:
         prefix = next((prefix for prefix in PREFIXES if all(weight.startswith(prefix) for weight in weights)), None)
         part = next((part for part in PARTS if any(part in weight for weight in weights)), None)
@@ -235,12 +235,6 @@ def is_new(weight: str, model: PreTrainedModel) -> bool:
     if weight.startswith("pooler.") or weight.endswith("mask_token"):
         return True
     return weight.split(".")[0] not in dict(model.base_model.named_children())
-
-
-def first_names(names: Iterable[str]) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
-    return f"{', '.join(names[:NUM_NAMED])}{more}"
 
 
 def conversions(
