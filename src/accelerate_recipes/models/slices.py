@@ -31,7 +31,7 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models.pretrained import conversions, mapped_weights, names_in_files, with_weights
 from accelerate_recipes.models.weights import all_places, draw_values, fill
-from accelerate_recipes.ranks import is_first, is_first_of_machine, on_all_ranks, on_first_rank
+from accelerate_recipes.ranks import is_first, is_first_of_machine, on_first_rank, raise_on_all
 
 BLOCK = 2**22  # bytes that each of the threads reads at once, and so holds besides the weights of its rank
 THREADS = 32  # more than cores: they wait together for a store on the network
@@ -279,9 +279,7 @@ def read_slices(model: PreTrainedModel, source: Source, device: torch.device, st
     except Exception as raised:
         error = raised
     threads.shutdown(cancel_futures=True)
-    for raised in on_all_ranks(error):
-        if raised is not None:
-            raise raised
+    raise_on_all(error)
     rest = [place for place in places if id(place.tensor) not in filled]
     if lost := [place.name for place in rest if isinstance(place.tensor, nn.Parameter)]:
         raise ConfigError(f"the files of the model give {len(lost)} of its weights no values, such as {min(lost)}")
