@@ -5,7 +5,6 @@ earlier batches too. What a document teaches would depend on its neighbours in t
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
+from accelerate_recipes.models.mixers import take_over
 from accelerate_recipes.upstream import CACHES
 
 KINDS = ("dynamic", "longrope")
@@ -41,13 +41,9 @@ def embed_by_length(model: nn.Module) -> list[nn.Module]:
     Returns:
         These modules.
     """
-    found = [module for module in model.modules() if kinds_of(module)]
-    for module in found:
-        module.forward = partial(by_length, module, module.forward)
-    if found:
-        model.register_forward_pre_hook(begin_texts, with_kwargs=True)
-        model.register_forward_hook(end_texts, always_call=True)
-    return found
+    return take_over(
+        model, [module for module in model.modules() if kinds_of(module)], by_length, begin_texts, end_texts
+    )
 
 
 def texts_of(inputs: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None) -> TextPlaces:
@@ -87,9 +83,10 @@ def end_texts(*_: Any) -> None:
 @torch.compiler.disable
 @torch.no_grad()
 def by_length(
-    module: Any, forward: Callable, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    forward: Callable, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call the `forward` of a rotary embedding for texts up to the original length, then for each greater length."""
+    module: Any = forward.__self__  # pyright: ignore[reportFunctionMemberAccess]
     kind, parameters, of_layer, prefix = module.rope_type, module.config.rope_parameters, {}, ""
     if layer_type is not None:
         kind, parameters = kind[layer_type], parameters[layer_type]
