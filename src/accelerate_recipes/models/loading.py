@@ -27,28 +27,22 @@ ENCODER_DECODERS = ("t5", "mt5", "umt5", "bart")
 BLIND_TO_PADDING = ("recurrent_gemma", "rwkv", "xlstm")
 
 
-def load_model(
-    name: str, attn_implementation: str, *, packed: bool = False, has_boundaries: bool = True, **settings: Any
-) -> PreTrainedModel:
+def load_model(name: str, attn_implementation: str, has_boundaries: bool = True, **settings: Any) -> PreTrainedModel:
     """Load a causal language model, with the `settings` that `adapters.load_settings` gives, such as the `dtype`.
 
-    With `packed`, a class of models is refused if its attention crosses the documents of a packed row. `has_boundaries` has
-    the same meaning as in `attention.choose`.
+    `has_boundaries` has the same meaning as in `attention.choose`.
 
     Under FSDP2, the model has no values until `distributed.prepare` has sharded it; see `slices`.
 
     Raises:
-        ConfigError: if the model's class does not support the attention, packed rows, or rows that ranks share; and if the
-            model is not a decoder.
+        ConfigError: if the model's class does not support the attention, or rows that ranks share; and if the model is not a
+            decoder.
     """
     config = load_text_config(name)
     check_decoder(config, name)
     check_sharing(config)
     dtype = settings.get("dtype", torch.float32)
     attention, _ = choose(attn_implementation, config, dtype, has_boundaries, ranks_a_row() > 1)
-    if packed:
-        config._attn_implementation = attention
-        check_packing(config)
     settings |= {"attn_implementation": attention}
     model = read_model(AutoModelForCausalLM, config, name, settings)
     model.placeholders = placeholders(load_config(name))  # see `composites.check_tokens`
