@@ -17,7 +17,7 @@ from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import choose, sees_images_whole
 from accelerate_recipes.models.composites import IMAGE_MODELS, PARTS_OF_WHOLE, freeze, sees_images
 from accelerate_recipes.models.documents import READ_BOUNDARIES, boundaries, boundary_arguments, text_positions
-from accelerate_recipes.models.loading import made, read_model, tie_as_read
+from accelerate_recipes.models.loading import on_meta, read_model, tie_as_read
 from accelerate_recipes.models.pretrained import Kind, generation_config, load_config
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.ranks import ranks_a_row
@@ -206,8 +206,7 @@ def correct(model: PreTrainedModel) -> PreTrainedModel:
 
 def image_model_on_meta(config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
     """Make a model that sees images without values: it knows positions; see `join_documents`."""
-    with torch.device("meta"):
-        return made(AutoModelForImageTextToText, config, **settings)
+    return on_meta(AutoModelForImageTextToText, config, **settings)
 
 
 @torch.compiler.disable

@@ -17,7 +17,7 @@ from accelerate_recipes.models import slices
 from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.composites import COMPOSITES, is_text_part, placeholders, text_part
 from accelerate_recipes.models.pretrained import Kind, load_config, load_text_config, weights_in_files, with_weights
-from accelerate_recipes.models.probes import check_packing, sees_later_tokens
+from accelerate_recipes.models.probes import sees_later_tokens
 from accelerate_recipes.models.shared_rows_check import check_sharing
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.ranks import is_first, on_first_rank, ranks_a_row
@@ -55,8 +55,7 @@ def read_model(auto: Any, config: PreTrainedConfig, name: str, settings: dict[st
     is_sliced = slices.applies(name, settings)
     if not is_sliced and not is_text_part(config, load_config(name)):
         return auto.from_pretrained(name, config=config, **settings, **cache.pinned(name))
-    with torch.device("meta"):
-        model = made(auto, config)
+    model = on_meta(auto, config)
     if is_sliced:
         return slices.load_on_meta(model, name, settings)
     return with_weights(model, name, weights_in_files(model, name), settings)
@@ -129,6 +128,12 @@ def made(auto: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedMode
     return model
 
 
+def on_meta(auto: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
+    """Make a model without values, as `made` makes one."""
+    with torch.device("meta"):
+        return made(auto, config, **settings)
+
+
 def new_model(
     config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype = torch.float32, has_boundaries: bool = True
 ) -> PreTrainedModel:
@@ -138,8 +143,7 @@ def new_model(
     """
     check_sharing(config)
     attention, _ = choose(attn_implementation, config, dtype, has_boundaries, ranks_a_row() > 1)
-    with torch.device("meta"):
-        return made(AutoModelForCausalLM, config, dtype=dtype, attn_implementation=attention)
+    return on_meta(AutoModelForCausalLM, config, dtype=dtype, attn_implementation=attention)
 
 
 def with_classes(config: PreTrainedConfig, names: Sequence[str]) -> PreTrainedConfig:
@@ -158,9 +162,8 @@ def load_classifier(auto: Any, name: str, names: Sequence[str], **settings: Any)
     """
     config = load_config(name)
     of_base = [label for _, label in sorted(config.id2label.items())]
-    with torch.device("meta"):
-        one_more = made(auto, with_classes(copy.deepcopy(config), [*names, ""]))
-        model = made(auto, with_classes(config, names))
+    one_more = on_meta(auto, with_classes(copy.deepcopy(config), [*names, ""]))
+    model = on_meta(auto, with_classes(config, names))
     shapes = {weight: parameter.shape for weight, parameter in one_more.named_parameters()}
     of_classes = [weight for weight, parameter in model.named_parameters() if parameter.shape != shapes[weight]]
     weights = weights_in_files(model, name)

@@ -25,7 +25,7 @@ from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.configurations import Architecture, new_config
 from accelerate_recipes.models.deepvit import DeepViTConfig, DeepViTForImageClassification
-from accelerate_recipes.models.loading import load_classifier, made, with_classes
+from accelerate_recipes.models.loading import load_classifier, on_meta, with_classes
 from accelerate_recipes.models.pretrained import Kind, load_config
 from accelerate_recipes.trial import Trial, config_of
 
@@ -77,8 +77,7 @@ def new_classifier(args: Architecture, names: list[str], dtype: torch.dtype) -> 
 
 def classifier_on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Make a classifier of images on the meta device, in `dtype`."""
-    with torch.device("meta"):
-        return made(AutoModelForImageClassification, config, dtype=dtype)
+    return on_meta(AutoModelForImageClassification, config, dtype=dtype)
 
 
 def load_image_classifier(name: str, names: list[str], **settings: Any) -> PreTrainedModel:
