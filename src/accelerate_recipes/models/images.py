@@ -16,7 +16,7 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import choose, sees_images_whole
 from accelerate_recipes.models.composites import IMAGE_MODELS, PARTS_OF_WHOLE, freeze, sees_images
-from accelerate_recipes.models.documents import READ_BOUNDARIES, boundaries, boundary_arguments, text_positions
+from accelerate_recipes.models.documents import boundaries, boundary_arguments, text_positions
 from accelerate_recipes.models.loading import on_meta, read_model, tie_as_read
 from accelerate_recipes.models.pretrained import Kind, generation_config, load_config
 from accelerate_recipes.models.tokenizers import load_tokenizer
@@ -48,9 +48,7 @@ def join_documents(base: PreTrainedModel, documents: Sequence[dict[str, torch.Te
         else:
             # Idefics numbers texts first, then their images; a row is one text.
             joined[name] = join_images(values, 1 if any("pixel_attention_mask" in d for d in documents) else 0)
-    if base.config.get_text_config()._attn_implementation in READ_BOUNDARIES:
-        joined |= boundary_arguments(base.config, boundaries(text_positions(joined["position_ids"])))
-    return joined
+    return joined | boundary_arguments(base.config, boundaries(text_positions(joined["position_ids"])))
 
 
 def positions_of(base: Any, document: dict[str, torch.Tensor]) -> torch.Tensor:

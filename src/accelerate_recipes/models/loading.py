@@ -1,9 +1,10 @@
 """Models: from a name, a folder or a configuration."""
 
 import copy
+import itertools
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -185,9 +186,5 @@ def load_classifier(auto: Any, name: str, names: Sequence[str], **settings: Any)
 
 def occurrences(names: Iterable[object]) -> list[tuple[str, int]]:
     """Number the occurrences of each name: two classes of ImageNet are called "crane". A "LABEL_3" is a class 3."""
-    counts: Counter[str] = Counter()
-    found = []
-    for name in (re.sub(r"^LABEL_(?=\d+$)", "", str(name)) for name in names):
-        counts[name] += 1
-        found.append((name, counts[name]))
-    return found
+    numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+    return [(name, next(numbers[name])) for name in (re.sub(r"^LABEL_(?=\d+$)", "", str(name)) for name in names)]

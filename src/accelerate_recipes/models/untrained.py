@@ -247,9 +247,4 @@ def untrained(rest: Iterable[str], name: str) -> str:
 
 def part_of(weight: str) -> str:
     """Return the part of a model to which a weight belongs, by its name in the files: a tower, a head, or an extra layer."""
-    found = []
-    for step in weight.split("."):
-        found.append(step)
-        if step not in ("model", "language_model", "layers"):
-            break
-    return ".".join(found)
+    return re.match(r"((model|language_model|layers)\.)*[^.]*", weight)[0]  # pyright: ignore[reportOptionalSubscript]
