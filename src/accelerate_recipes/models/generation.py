@@ -3,7 +3,6 @@
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
-from types import MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,12 +155,12 @@ def drawn_by(model: nn.Module, numbers: torch.Tensor) -> Iterator[None]:
     """
     inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
-    def processors(self: Any, *args: Any, **settings: Any) -> list:
-        found = type(self)._get_logits_processor(self, *args, **settings)
+    def processors(*args: Any, **settings: Any) -> list:
+        found = type(inner)._get_logits_processor(inner, *args, **settings)
         found.append(ByOwnNumbers(numbers))
         return found
 
-    inner._get_logits_processor = MethodType(processors, inner)
+    inner._get_logits_processor = processors
     try:
         yield
     finally:

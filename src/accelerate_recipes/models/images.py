@@ -21,7 +21,6 @@ from accelerate_recipes.models.loading import on_meta, read_model, tie_as_read
 from accelerate_recipes.models.pretrained import Kind, generation_config, load_config
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.ranks import ranks_a_row
-from accelerate_recipes.upstream import CACHES
 
 # Outputs of processors that have a value for each token.
 OF_TOKENS = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")
@@ -210,7 +209,7 @@ def image_model_on_meta(config: PreTrainedConfig, **settings: Any) -> PreTrained
 @torch.compiler.disable
 def add_image_masks(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Give a model the masks of packed rows before it computes them; a text that it generates has another mask."""
-    is_other = any(kwargs.get(name) is not None for name in ("attention_mask", *CACHES))
+    is_other = any(kwargs.get(name) is not None for name in ("attention_mask", *upstream.CACHES))
     if is_other or kwargs.get("position_ids") is None:
         return None
     return args, kwargs | image_masks(model.config, kwargs)
