@@ -137,14 +137,10 @@ def check_document_mask(model: nn.Module, device: torch.device) -> None:
     """
     check_packing(unwrapped(model).config)
     tokens = torch.arange(12, device=device) % unwrapped(model).config.get_text_config().vocab_size
-    positions = torch.arange(4).repeat(2, 2)
+    positions = torch.arange(4, device=device).repeat(2, 2)
     # Two rows of two documents, of four tokens each. The first documents differ, the second ones are equal.
-    rows = {
-        "input_ids": torch.stack([tokens[:8], torch.cat([tokens[8:], tokens[4:8]])]),
-        "position_ids": positions.to(device),
-    }
-    ends = boundaries(positions)
-    rows |= {"cu_seqlens": ends["cu_seqlens"].to(device), "max_seqlen": ends["max_seqlen"]}
+    input_ids = torch.stack([tokens[:8], torch.cat([tokens[8:], tokens[4:8]])])
+    rows = {"input_ids": input_ids, "position_ids": positions} | boundaries(positions)
     model.eval()
     one, other = predict(model, rows)[0].logits[:, 4:].float()
     model.train()

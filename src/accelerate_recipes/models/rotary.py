@@ -63,14 +63,13 @@ def texts_of(inputs: torch.Tensor, positions: torch.Tensor | None, mask: torch.T
 def begin_texts(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
     """Find the texts of the batch before a model computes it. While it generates, transformers decides."""
     global _texts
-    inputs = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+    given = (kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
+    inputs = next(given, args[0] if args else None)
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    inputs = args[0] if inputs is None and args else inputs
     is_cached = any(kwargs.get(name) is not None for name in CACHES)
     is_known = isinstance(inputs, torch.Tensor) and (positions is None or positions.ndim == 2)
-    if is_cached or not is_known or isinstance(inputs, FakeTensor):  # in a simulation tokens have no values
-        _texts = None
-    else:
+    _texts = None
+    if is_known and not is_cached and not isinstance(inputs, FakeTensor):  # in a simulation tokens have no values
         _texts = texts_of(inputs, positions, mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None)
 
 
