@@ -81,8 +81,7 @@ def requirements(args: Args) -> Requirements:
 
 def make_model(args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
     if args.base_model:
-        settings = load_settings(args)
-        return load_model(args.model_name_or_path, args.attn_implementation, packed=args.document_mask, **settings)
+        return load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
     return new_model(new_config(args, tokenizer, args.longest_row), args.attn_implementation, args.param_dtype)
 
 

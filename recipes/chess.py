@@ -73,8 +73,7 @@ def make_tokenizer(args: Args) -> PreTrainedTokenizerBase:
 
 def make_model(args: Args, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     if not args.from_scratch:
-        settings = load_settings(args)
-        return load_model(args.model_name_or_path, args.attn_implementation, packed=args.document_mask, **settings)
+        return load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
     words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     config = new_config(args, tokenizer, args.max_length, **words)
     check_belong_together(config, tokenizer, args.max_length)

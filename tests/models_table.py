@@ -320,7 +320,7 @@ class Model:
         self.done: dict[str, Path] = {}
 
     def load(self, folder: Path | None = None, **settings: object) -> PreTrainedModel:
-        model = load_model(str(folder or self.base), "auto", packed=True, **settings).eval()
+        model = load_model(str(folder or self.base), "auto", **settings).eval()
         unpack_documents(model, mixers_in(model))  # as a run does
         return model
 

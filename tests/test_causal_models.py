@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from types import SimpleNamespace
 
@@ -29,16 +30,17 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.chess import rules
 from accelerate_recipes.chess.games import tokenize_games
 from accelerate_recipes.chess.next_moves import NextMoves, longest_move, prompt_of
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.launch.requirements import check_models
 from accelerate_recipes.losses import check_document_mask
 from accelerate_recipes.models import probes
 from accelerate_recipes.models import shared_rows_check as sharing
 from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.generation import generate_texts
-from accelerate_recipes.models.loading import load_model
 from accelerate_recipes.models.mixers import unpack_documents
 from accelerate_recipes.models.positions import check_length, max_positions
 from accelerate_recipes.models.probes import Packing, mixers_in, packing_of
@@ -234,10 +236,11 @@ def test_models_whose_attention_crosses_games(tmp_path):
     config = BloomConfig()
     config.save_pretrained(tmp_path)
     said = f"{config.model_type} models do not keep attention inside .* not even with a mask; give --no_document_mask"
-    with pytest.raises(ConfigError, match=said):
-        load_model(str(tmp_path), "auto", packed=True)
-    with pytest.raises(OSError, match=r"no file named model\.safetensors"):  # the weights would be next
-        load_model(str(tmp_path), "auto")
+    recipe = shipped.load(SCRIPT)
+    for has_mask, expected in ((True, [said]), (False, [])):
+        args = recipe.Args(model_name_or_path=str(tmp_path), document_mask=has_mask)
+        _, problems = check_models(args, recipe.requirements(args))
+        assert len(problems) == len(expected) and all(map(re.search, expected, problems))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "documents"])

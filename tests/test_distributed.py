@@ -507,7 +507,7 @@ def test_parts_of_a_mixer_are_no_units(run_python):
 
 
 def test_one_process_of_a_machine_reads_the_weights(run_python, tmp_path):
-    """The others get theirs later, but not their buffers. When the third is True, remove adapters.gets_weights_later."""
+    """The others get theirs later, but not their buffers. When the third is True, remove slices.gets_weights_later."""
     tiny_model(num_hidden_layers=1, num_attention_heads=8).save_pretrained(tmp_path / "model")
     code = f"""
         import os

@@ -563,10 +563,10 @@ def test_evaluations_draw_for_themselves():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    with own_draws(torch.device("cpu"), 1):
+    with own_draws(1):
         first = torch.rand(3)
     assert torch.equal(torch.rand(3), expected)
-    with own_draws(torch.device("cpu"), 1):
+    with own_draws(1):
         assert torch.equal(torch.rand(3), first)
 
 

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.arguments.declaring import read_preset
+from accelerate_recipes.arguments.help import recipe_parser
 from accelerate_recipes.launch.settings import parse_flags
 
 LIBRARY = REPOSITORY / "src/accelerate_recipes"
@@ -68,7 +69,8 @@ def test_what_is_named_is_found(tmp_path, monkeypatch):
 def test_data_of_a_shipped_preset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     preset = shipped.HOME / "recipes/configs/chess/laptop.yaml"
-    found = {flag: values for flag, values, _ in read_preset([[str(preset)]], {"config_overrides"}, ())}
+    parser = recipe_parser(shipped.load(shipped.HOME / "recipes/chess.py").Args)
+    found = {flag: values for flag, values, _ in read_preset([[str(preset)]], parser)}
     assert found["--output_dir"] == ["outputs/demo"]
     assert found["--train_files"] == [str(shipped.HOME / "data/chess/games_20k.parquet")]
     # Data of the user come first, and presets of the user mean the user's data.

@@ -87,7 +87,6 @@ TOUCHED = [
     (PreTrainedConfig, "_attn_implementation", "supervised_images", "with which attention images are tried", None),
     (PreTrainedConfig, "_attn_implementation", "losses", "whether attention is told where documents begin", None),
     (PreTrainedConfig, "_attn_implementation", "probes", "with which attention packing is tried", None),
-    (PreTrainedConfig, "_attn_implementation", "loading", "the same, before the weights are read", None),
     (PreTrainedConfig, "_attn_implementation", "settings", "whether ranks can share packed rows of SFT", None),
     (PreTrainedConfig, "_attn_implementation", "run", "whether rows that ranks share need a mask", None),
     (PreTrainedConfig, "_attn_implementation", "requirements", "the same, with all other checks of a model", None),

@@ -25,10 +25,10 @@ from accelerate_recipes.args import parse
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.deepvit import DeepViTConfig, DeepViTForImageClassification, ReAttention
-from accelerate_recipes.models.loading import classifier_on_meta
 from accelerate_recipes.models.weights import initialize
 from accelerate_recipes.vision.classifiers import (
     LAYERS,
+    classifier_on_meta,
     flops_per_image,
     image_loss,
     image_size_problems,

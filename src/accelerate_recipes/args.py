@@ -18,17 +18,7 @@ import torch
 import yaml
 
 from accelerate_recipes.arguments.adapters import AdapterArgs
-from accelerate_recipes.arguments.declaring import (
-    FileOrSection,
-    Merge,
-    Range,
-    arg,
-    declarations,
-    flag_problem,
-    group_flags,
-    read_preset,
-    words_of,
-)
+from accelerate_recipes.arguments.declaring import Range, arg, declarations, group_flags, parse_groups, read_preset
 from accelerate_recipes.arguments.health import HealthArgs
 from accelerate_recipes.arguments.help import help_text, recipe_parser
 from accelerate_recipes.arguments.mirror import MirrorArgs
@@ -60,6 +50,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
     """Arguments that every recipe takes. A step is a completed optimizer step; the size of a batch counts sequences."""
 
+    group = "rare"  # of an argument that names no other
     output_dir: str = arg(
         "outputs/run", "Folder for checkpoints, metrics.jsonl, args.yaml and export/.", group="essential"
     )
@@ -74,9 +65,7 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
     seed: int = arg(
         42, "Seed of the initial weights, dropout and the order of the data.", fixed=True, min=0, group="batch"
     )
-    full_determinism: bool = arg(
-        False, "Use slower algorithms on GPUs, so that the same run gives the same bits.", group="rare"
-    )
+    full_determinism: bool = arg(False, "Use slower algorithms on GPUs, so that the same run gives the same bits.")
     num_train_epochs: float = arg(
         1.0, "Passes over the training data, unless --max_steps is given.", min=0, max=1e6, group="essential"
     )
@@ -92,15 +81,13 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
     lr_scheduler_type: str = arg(
         "cosine", "Learning rate after the warm-up.", choices=[*OWN_SCHEDULES, *THEIR_SCHEDULES], group="optimizer"
     )
-    lr_scheduler_kwargs: dict = arg(
-        {}, "Settings of transformers' schedules, NAME=VALUE, such as num_decay_steps=500.", group="rare"
-    )
-    min_lr_ratio: float = arg(0.0, "Learning rate at the end, as a share of the peak.", min=0, max=1, group="rare")
+    lr_scheduler_kwargs: dict = arg({}, "Settings of transformers' schedules, NAME=VALUE, such as num_decay_steps=500.")
+    min_lr_ratio: float = arg(0.0, "Learning rate at the end, as a share of the peak.", min=0, max=1)
     warmup_steps: float = arg(0.03, "Steps of the warm-up; below 1: a share of all steps.", min=0, group="optimizer")
     weight_decay: float = arg(0.1, "Weight decay; norms and biases have none.", min=0, max=1000, group="optimizer")
-    adam_beta1: float = arg(0.9, "AdamW's beta1.", min=0, below=1, group="rare")
-    adam_beta2: float = arg(0.95, "AdamW's beta2.", min=0, below=1, group="rare")
-    adam_epsilon: float = arg(1e-8, "AdamW's epsilon.", min=1e-30, max=1, group="rare")
+    adam_beta1: float = arg(0.9, "AdamW's beta1.", min=0, below=1)
+    adam_beta2: float = arg(0.95, "AdamW's beta2.", min=0, below=1)
+    adam_epsilon: float = arg(1e-8, "AdamW's epsilon.", min=1e-30, max=1)
     optim: str = arg(
         "adamw_torch_fused",
         "Optimizer; `kahan` keeps the weights in bf16.",
@@ -112,7 +99,7 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
         1.0, "Global gradient norm above which gradients are scaled down; 0: never.", min=0, group="optimizer"
     )
     prefetch_layers: int = arg(
-        0, "Layers that FSDP2 gathers ahead of the computing layer; 0: torch's default, one.", min=0, group="rare"
+        0, "Layers that FSDP2 gathers ahead of the computing layer; 0: torch's default, one.", min=0
     )
     checkpoint_every_n_layers: int = arg(
         1, "Recompute only every n-th layer, if the YAML sets fsdp_activation_checkpointing.", min=1, group="memory"
@@ -122,7 +109,6 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
         "Share of the activations that compiled layers keep; those that are cheapest to compute are recomputed.",
         min=0,
         max=1,
-        group="rare",
     )
     reduce_dtype: str = arg(
         "fp32", "Precision in which FSDP sums gradients over the ranks.", choices=list(DTYPES), group="memory"
@@ -138,43 +124,34 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
         group="saving",
     )
     save_minutes: float = arg(
-        0.0,
-        "Minutes since the last checkpoint after which to save one more; 0: save by steps only.",
-        min=0,
-        group="rare",
+        0.0, "Minutes since the last checkpoint after which to save one more; 0: save by steps only.", min=0
     )
     save_total_limit: int = arg(2, "Newest complete checkpoints to keep; 0: all.", min=0, group="saving")
-    keep_every_n_steps: int = arg(
-        0, "Also keep the checkpoints at multiples of this number of steps; 0: none.", min=0, group="rare"
-    )
+    keep_every_n_steps: int = arg(0, "Also keep the checkpoints at multiples of this number of steps; 0: none.", min=0)
     metric_for_best_model: str = arg(
         "", "Also keep the best checkpoint by this value of the evaluation, such as `loss`.", group="saving"
     )
     greater_is_better: bool | None = arg(
-        None, "A higher value is better; default: true unless the name ends in `loss`.", group="rare"
+        None, "A higher value is better; default: true unless the name ends in `loss`."
     )
-    async_save: bool = arg(True, "Write checkpoints in the background, from a copy in host memory.", group="rare")
+    async_save: bool = arg(True, "Write checkpoints in the background, from a copy in host memory.")
     dataloader_num_workers: int = arg(
         0, "Worker processes that collate batches, per process.", min=0, max=1024, group="data"
     )
     ddp_timeout: int = arg(
-        1800, "Seconds to wait for a process that does not join a collective; then the run fails.", min=1, group="rare"
+        1800, "Seconds to wait for a process that does not join a collective; then the run fails.", min=1
     )
     step_timeout: int = arg(
-        300,
-        "Seconds to wait for a step that hangs; then the run fails. The first step has --ddp_timeout.",
-        min=1,
-        group="rare",
+        300, "Seconds to wait for a step that hangs; then the run fails. The first step has --ddp_timeout.", min=1
     )
     report_to: str = arg(
         "none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: only metrics.jsonl.", group="logging"
     )
     profile_steps: str = arg("", "Steps that torch's profiler records, such as 10-12.", group="logging")
-    profile_ranks: list[int] = arg([0], "Processes of which --profile_steps are recorded.", min=0, group="rare")
+    profile_ranks: list[int] = arg([0], "Processes of which --profile_steps are recorded.", min=0)
     text_only_export: bool = arg(
         False,
         "Export only the trained language model, without the untrained parts of the base, such as those for images.",
-        group="rare",
     )
     push_to_hub: str = arg(
         "", "Repository for the export, ORG/NAME on the Hub; a new one is made private.", group="saving"
@@ -399,23 +376,16 @@ def resolve(
     flags, stray = group_flags(argv)
     errors = [f"{token!r} does not belong to any flag" for token in stray]
     presets = [values for flag, values in flags if flag == "--config"]
-    mappings = {action.dest for action in parser._actions if isinstance(action, Merge)}
-    sections = {action.dest for action in parser._actions if action.type is FileOrSection}
     groups, script = [], getattr(sys.modules.get(args_class.__module__), "__file__", None)
     unread: list[str] = []  # what is wrong with the preset as a whole
     with noting(unread):
-        groups += read_preset(presets, mappings, sections, script or "")
+        groups += read_preset(presets, parser, script or "")
     errors += unread
     groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
-    # Parse each flag alone first, to find all errors. Then parse the flags without error together, in the same order: a flag
-    # after the preset overrides it.
-    right = []
-    for group in groups:
-        if problem := flag_problem(parser, args_class.owned_elsewhere, *group):
-            errors.append(problem)
-        else:
-            right.append(group)
-    namespace = parser.parse_args(words_of(parser, right))
+    namespace, _, wrong = parse_groups(
+        parser, args_class.owned_elsewhere, groups
+    )  # a flag after the preset overrides it
+    errors += wrong
     args = args_class(**{f.name: getattr(namespace, f.name) for f in fields(args_class)})
     args.elsewhere, args.num_launched, args.row_size = elsewhere, world_size, row_size
     # Without the preset, values that it gives would be told as missing.

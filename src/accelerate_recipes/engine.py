@@ -195,11 +195,7 @@ def train(
         # Retries on a failing network may take longer than the time limit of a step, so each retry restarts the clock.
         agenda.expect(f"the data of step {step + 1}", lambda: train_loader.counts().get("retries"))
         start = time.perf_counter()
-        batches = []
-        for _ in range(accumulation_steps):
-            batch = next(micro_batches)
-            check_tokens(batch, run.model)
-            batches.append(on_this_rank(batch, accelerator))
+        batches = [on_this_rank(next(micro_batches), accelerator, run.model) for _ in range(accumulation_steps)]
         data_seconds = time.perf_counter() - start
         agenda.expect(f"step {step + 1}")
         try:
@@ -269,13 +265,17 @@ def batches_to_evaluate(accelerator: Accelerator, model: nn.Module, batches: Ite
     model.eval()
     for batch in batches:
         stop.raise_if_requested(accelerator)
-        check_tokens(batch, model)
-        yield on_this_rank(batch, accelerator)
+        yield on_this_rank(batch, accelerator, model)
     model.train()
 
 
-def on_this_rank(batch: Batch, accelerator: Accelerator) -> Batch:
-    """Copy a batch to the device. Where ranks share rows, copy only this rank's part of the rows."""
+def on_this_rank(batch: Batch, accelerator: Accelerator, model: nn.Module) -> Batch:
+    """Copy a batch to the device. Where ranks share rows, copy only this rank's part of the rows.
+
+    Raises:
+        DataError: for a token that stands for an image, if the model cannot read one.
+    """
+    check_tokens(batch, model)
     return to_device(part_of_rows(batch, row_group(accelerator)), accelerator.device)
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import difflib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 # Control characters except line break and tab, and marks of writing direction.
@@ -66,6 +66,12 @@ def suggestion(name: str, known: Collection[str], cutoff: float = 0.75) -> str:
     """Return "; did you mean ...?" with the most similar known name, or "" if no name is similar."""
     close = closest(name, known, cutoff)
     return f"; did you mean {close!r}?" if close else ""
+
+
+def first_few(names: Iterable[str], most: int = 8) -> str:
+    """Join names by commas, at most `most` of them, and say how many more there are."""
+    names = [*names]
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def other_recipe(columns: Collection[str]) -> str:

@@ -25,7 +25,9 @@ LOGITS_IN_FP32 = 3 * 2**21  # few enough for the cache of a GPU, with enough wor
 SPREAD = 2**8  # factor with which fp16 can hold gradients of logits down to 2**-32
 
 
-def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def next_token_loss(
+    model: nn.Module, batch: dict[str, torch.Tensor], losses: torch.Tensor | None = None
+) -> torch.Tensor:
     """Compute the summed cross-entropy of a causal language model, in nats, as an fp32 scalar.
 
     `batch` holds `input_ids`, `position_ids` and `labels`, each (B, T). A label stands at its own token's position, as
@@ -37,17 +39,22 @@ def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
     For a mixture of experts in training, the loss that balances the experts is added, weighted by `router_aux_loss_coef`
     of the model's configuration and by the number of targets. It measures the balance within this batch; where ranks
     share rows, over the whole rows. So it is the only value that depends a little on how a global batch is divided.
+
+    `losses`, (B x T,) in fp32, gets the loss of each position, 0 where there is no target.
     """
     output, balance = predict(model, batch)
-    return summed_cross_entropy(output.logits.flatten(0, 1), next_tokens(batch)) + balance
+    logits, targets = output.logits.flatten(0, 1), next_tokens(batch)
+    if losses is None:
+        return summed_cross_entropy(logits, targets) + balance
+    found = F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="none")
+    losses.copy_(found.detach())
+    return found.sum() + balance
 
 
 def next_token_loss_without_logits(
     model: nn.Module, batch: dict[str, torch.Tensor], losses: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Compute the loss and the gradients of `next_token_loss`, with logits of only some of the tokens at a time.
-
-    `losses`, (B x T,) in fp32, gets the loss of each position, 0 where there is no target.
 
     This is for a large vocabulary: whole logits are (B, T, V), and with their gradient take some 10 bytes an element.
 
@@ -69,7 +76,7 @@ def next_token_loss_without_logits(
     return output.logits + balance
 
 
-def next_token_loss_fn(whole_logits: bool) -> Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]:
+def next_token_loss_fn(whole_logits: bool) -> Callable[..., torch.Tensor]:
     """Choose between `next_token_loss` and `next_token_loss_without_logits`."""
     return next_token_loss if whole_logits else next_token_loss_without_logits
 
@@ -130,14 +137,10 @@ def check_document_mask(model: nn.Module, device: torch.device) -> None:
     """
     check_packing(unwrapped(model).config)
     tokens = torch.arange(12, device=device) % unwrapped(model).config.get_text_config().vocab_size
-    positions = torch.arange(4).repeat(2, 2)
+    positions = torch.arange(4, device=device).repeat(2, 2)
     # Two rows of two documents, of four tokens each. The first documents differ, the second ones are equal.
-    rows = {
-        "input_ids": torch.stack([tokens[:8], torch.cat([tokens[8:], tokens[4:8]])]),
-        "position_ids": positions.to(device),
-    }
-    ends = boundaries(positions)
-    rows |= {"cu_seqlens": ends["cu_seqlens"].to(device), "max_seqlen": ends["max_seqlen"]}
+    input_ids = torch.stack([tokens[:8], torch.cat([tokens[8:], tokens[4:8]])])
+    rows = {"input_ids": input_ids, "position_ids": positions} | boundaries(positions)
     model.eval()
     one, other = predict(model, rows)[0].logits[:, 4:].float()
     model.train()
@@ -345,24 +348,15 @@ class LossOfSources:
     """
 
     def __init__(self, whole_logits: bool, names: Sequence[str] = ()):
-        self.loss_fn, self.whole_logits, self.names = next_token_loss_fn(whole_logits), whole_logits, names
-        self.gathered = Gathered()
+        self.loss_fn, self.names, self.gathered = next_token_loss_fn(whole_logits), names, Gathered()
 
     def __call__(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if not self.names:
             return self.loss_fn(model, batch)
-        if self.whole_logits:
-            output, balance = predict(model, batch)
-            targets = next_tokens(batch)
-            losses = F.cross_entropy(
-                output.logits.flatten(0, 1).float(), targets, ignore_index=IGNORE_INDEX, reduction="none"
-            )
-            loss = losses.sum() + balance
-        else:
-            losses = torch.empty(batch["input_ids"].numel(), device=batch["input_ids"].device)
-            loss = next_token_loss_without_logits(model, batch, losses)
+        losses = torch.empty(batch["input_ids"].numel(), device=batch["input_ids"].device)
+        loss = self.loss_fn(model, batch, losses)
         # Where ranks share rows, the last position has a target too.
-        losses = losses.detach().view(batch["input_ids"].shape)[:, : batch["labels"].shape[1] - 1]
+        losses = losses.view(batch["input_ids"].shape)[:, : batch["labels"].shape[1] - 1]
         self.gathered.add(sums_by_source(batch, losses, len(self.names)))
         return loss
 

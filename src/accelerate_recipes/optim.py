@@ -200,18 +200,11 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         assert closure is None
-        for group in self.param_groups:
-            if group["is_muon"]:
-                self._step_matrices(group)
-                continue
-            params, grads, exp_avgs, exp_avg_sqs, steps = [], [], [], [], []
-            self._init_group(group, params, grads, exp_avgs, exp_avg_sqs, [], steps)
-            tensors = (params, grads, exp_avgs, exp_avg_sqs)
-            params, grads, exp_avgs, exp_avg_sqs = ([local_shard(t) for t in ts] for ts in tensors)
-            adamw(
-                params, grads, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False, lr=group["lr"],
-                beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"],
-            )  # fmt: skip
+        (matrices,) = (group for group in self.param_groups if group["is_muon"])
+        self._step_matrices(matrices)
+        for parameter in matrices["params"]:
+            parameter.grad = None  # so that AdamW leaves it out
+        super().step()
 
     def _step_matrices(self, group: dict) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -411,11 +404,8 @@ def multiply_in_phases(scheduler: torch.optim.lr_scheduler.LambdaLR, factors: Se
     def factor(step: int) -> float:
         return next((value for begin, value in reversed(factors) if begin <= step), 1.0)
 
-    def times_factor(share: Callable[[int], float]) -> Callable[[int], float]:
-        return lambda step: share(step) * factor(step)
-
     if factors:
-        scheduler.lr_lambdas = [*map(times_factor, scheduler.lr_lambdas)]
+        scheduler.lr_lambdas = [lambda step, of=of: of(step) * factor(step) for of in scheduler.lr_lambdas]
 
 
 def warmup_warnings(args: TrainArgs, total_steps: int) -> list[str]:

@@ -130,6 +130,13 @@ def on_first_rank(compute: Callable[[], T], group: dist.ProcessGroup | None = No
     return found[0]
 
 
+def raise_on_all(error: BaseException | None) -> None:
+    """Raise on every rank the error of the first rank that has one."""
+    for raised in on_all_ranks(error):
+        if raised is not None:
+            raise raised
+
+
 def gather_when_done(compute: Callable[[], T] | None) -> list[T | None]:
     """Call `compute` in a thread, and gather the results of all ranks. It may take longer than a collective waits.
 
@@ -139,8 +146,7 @@ def gather_when_done(compute: Callable[[], T] | None) -> list[T | None]:
         done = thread.submit(compute or (lambda: None))
         while not all(on_all_ranks(not wait([done], timeout=30).not_done)):
             pass
-    if error := next(filter(None, on_all_ranks(done.exception())), None):
-        raise error
+    raise_on_all(done.exception())
     return on_all_ranks(done.result())
 
 
@@ -157,8 +163,7 @@ def on_first_of_machine_before_others(compute: Callable[[], T]) -> T:
                 result = compute()
             except Exception as raised:
                 error = raised
-        if raised := next(filter(None, on_all_ranks(error)), None):
-            raise raised
+        raise_on_all(error)
     return result
 
 

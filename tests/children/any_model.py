@@ -43,7 +43,7 @@ def main(args: Args) -> None:
     run = start(args)
     rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, document_mask=True)
     tokenizer = load_tokenizer(args.model_name_or_path)
-    model = load_model(args.model_name_or_path, args.attn_implementation, packed=True, **load_settings(args))
+    model = load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
     run.prepare(model, tokenizer, args.max_steps, lambda model: Flops(1.0))
     check_document_mask(run.model, run.accelerator.device)
     heldout_loader = make_eval_loader(rows, args, run.rank, run.world_size, collate_fn=collate)

@@ -101,7 +101,9 @@ def main(args: Args) -> None:
         found = []
         for rows in STEPS:
             own = [join_documents(positions, documents_of(name, row)) for row in rows[run.rank :: run.world_size]]
-            step = train_step(run, [on_this_rank(row, run.accelerator) for row in own], loss_of, count_next_tokens)
+            step = train_step(
+                run, [on_this_rank(row, run.accelerator, run.model) for row in own], loss_of, count_next_tokens
+            )
             if args.exports:
                 run.scheduler.step()
             found.append((step.loss, step.grad_norm.item()))

@@ -63,7 +63,8 @@ def main(args: Args) -> None:
         found = []
         for _ in range(first, STEPS):
             micro = [
-                on_this_rank(next(batches), accelerator) for _ in range(args.accumulation_steps(run.data_world_size))
+                on_this_rank(next(batches), accelerator, model)
+                for _ in range(args.accumulation_steps(run.data_world_size))
             ]
             done = train_step(run, micro, next_token_loss, count_next_tokens)
             run.scheduler.step()

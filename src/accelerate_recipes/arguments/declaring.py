@@ -5,7 +5,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, NewType
@@ -179,13 +179,12 @@ def tokens(flag: str, values: Sequence[str]) -> list[str]:
 
 
 def read_preset(
-    presets: list[list[str]], mappings: Collection[str], sections: Collection[str], recipe: str = ""
+    presets: list[list[str]], parser: argparse.ArgumentParser, recipe: str = ""
 ) -> Iterator[tuple[str, list[Any], str]]:
     """Yield flag, values and place of each line of the preset, as from a command line, so that both pass the same checks.
 
-    `mappings` are the keys that hold settings, `sections` those of the type FileOrSection, `recipe` is the path of the
-    recipe. Values stay as they are written in the file: YAML would make 8 of 010, false of `no`, 3.1 of 3.10, and a text of
-    1e-5.
+    `recipe` is the path of the recipe, which has this parser. Values stay as they are written in the file: YAML would make
+    8 of 010, false of `no`, 3.1 of 3.10, and a text of 1e-5.
 
     Raises:
         ConfigError: if it is not one file of `name: value` lines.
@@ -203,12 +202,12 @@ def read_preset(
     for key, value in content.items():
         if value in (None, [], {}):
             continue  # `save` writes an argument that was not set this way
-        value = shipped.data(value, path)
-        if key in mappings and isinstance(value, dict):
+        value, action = shipped.data(value, path), parser._option_string_actions.get(f"--{key}")
+        if isinstance(action, Merge) and isinstance(value, dict):
             value = [
                 f"{name}={as_yaml(leaf)}" for part in value for name, leaf in with_dots(str(part), value[part]).items()
             ]
-        elif key in sections and isinstance(value, dict):
+        elif isinstance(value, dict) and action and action.type is FileOrSection:
             value = json.dumps(value, ensure_ascii=False)
         yield f"--{key}", value if isinstance(value, list) else [value], f"in {path}"
 
@@ -301,6 +300,20 @@ def is_of_new_model(parser: HfArgumentParser, name: str) -> bool:
     """Tell whether the config.json of a new model, of the type that the recipe makes by default, has this field."""
     model_type = parser.get_default("model_type") if parser.get_default("config_overrides") is not None else None
     return model_type in CONFIG_MAPPING and name in field_names(CONFIG_MAPPING[model_type])
+
+
+def parse_groups(
+    parser: HfArgumentParser, owned_elsewhere: Mapping[str, str], groups: Sequence[tuple[str, list[Any], str]]
+) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Parse flags, each with its values and place.
+
+    Returns:
+        The values, the flags without error, and what is wrong with the others.
+    """
+    # Parse each flag alone first, to find all errors. Then parse the flags without error together, in the same order.
+    problems = [flag_problem(parser, owned_elsewhere, *group) for group in groups]
+    right = [group for group, problem in zip(groups, problems, strict=True) if not problem]
+    return parser.parse_args(words_of(parser, right)), [flag for flag, *_ in right], [*filter(None, problems)]
 
 
 def flag_problem(

@@ -27,6 +27,7 @@ from accelerate_recipes.data.template_values import SETTINGS, parsed, with_objec
 from accelerate_recipes.disk import read_json, write_atomically
 from accelerate_recipes.errors import ConfigError, DataError, raise_problems
 from accelerate_recipes.models.pretrained import load_config
+from accelerate_recipes.models.tokenizers import stops_of
 
 ROWS = "rows.json"  # in the output directory, beside export/
 NUM_SHOWN = 8  # tokens on each side of a difference
@@ -64,12 +65,6 @@ def as_exported(model: transformers.PreTrainedModel, tokenizer: PreTrainedTokeni
         except ValueError as error:  # transformers refuses to save some settings that it loads
             raise ConfigError(f"the model's settings cannot be exported: {error}; mend its configuration") from error
         return read_exported(Path(folder))
-
-
-def stops_of(settings: GenerationConfig | PreTrainedConfig | PreTrainedTokenizerBase | None) -> set[int]:
-    """Return the tokens at which generation with these settings stops."""
-    ends: Any = getattr(settings, "eos_token_id", None)
-    return {*(ends if isinstance(ends, list) else [ends])} - {None}
 
 
 def shown_ends(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> str:

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from accelerate_recipes.distributed import shard_world_size
-from accelerate_recipes.errors import ReplicaError
+from accelerate_recipes.errors import ReplicaError, first_few
 from accelerate_recipes.models.weights import WRAPPERS
 from accelerate_recipes.optim import local_shard
 from accelerate_recipes.ranks import on_all_ranks
@@ -39,11 +39,10 @@ def check_replicas(accelerator: Accelerator, model: nn.Module, optimizer: torch.
     all_sums = on_all_ranks(sums)
     there = {name for rank, right in wrong.items() for name in sums if all_sums[rank][name] != all_sums[right][name]}
     names = sorted(there, key=[*sums].index)
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     held = [f"rank {rank} (replica {rank // shards})" for rank in sorted(wrong)]
     vote = "" if 2 * len(wrong) < len(digests) else "; no majority tells which of them is right"
     raise ReplicaError(
-        f"the replicas differ: {', '.join(held)}, in {', '.join(names[:SHOWN])}{more}{vote}. It is hardware or a race"
+        f"the replicas differ: {', '.join(held)}, in {first_few(names, SHOWN)}{vote}. It is hardware or a race"
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.arguments.declaring import FileOrSection, Texts, flag_problem, read_yaml, words_of
+from accelerate_recipes.arguments.declaring import FileOrSection, Texts, parse_groups, read_yaml
 from accelerate_recipes.arguments.help import recipe_parser
 from accelerate_recipes.errors import ConfigError, noting, raise_problems, suggestion
 
@@ -328,19 +328,12 @@ def read_source(section: Any, number: int, file: str, args_class: type[MixtureAr
     weight = None if section.get("weight") == SIZE else number_in(section, "weight", 1.0, where, found)
     max_epochs = number_in(section, "max_epochs", math.inf, where, found, above=0)
     found += unknown_keys(section, ("name", "weight", "max_epochs", *args_class.of_source), where)
-    parser, right = recipe_parser(args_class), []
-    for key in args_class.of_source:
-        value = section.get(key)
-        if value in (None, []):
-            continue
-        values = value if isinstance(value, list) else [value]
-        group = (f"--{key}", values, f"in {where}")
-        if problem := flag_problem(parser, args_class.owned_elsewhere, *group):  # pyright: ignore[reportAttributeAccessIssue]
-            found.append(problem)
-        else:
-            right.append(group)
-    parsed = vars(parser.parse_args(words_of(parser, right)))
-    return MixedSource(name, weight, max_epochs, {flag[2:]: parsed[flag[2:]] for flag, *_ in right})
+    given = {f"--{key}": section[key] for key in args_class.of_source if section.get(key) not in (None, [])}
+    groups = [(flag, value if isinstance(value, list) else [value], f"in {where}") for flag, value in given.items()]
+    owned_elsewhere: Any = args_class.owned_elsewhere  # pyright: ignore[reportAttributeAccessIssue]
+    parsed, right, wrong = parse_groups(recipe_parser(args_class), owned_elsewhere, groups)
+    found += wrong
+    return MixedSource(name, weight, max_epochs, {flag[2:]: getattr(parsed, flag[2:]) for flag in right})
 
 
 def read_phase(section: Any, where: str, names: Sequence[str], known: Sequence[str], found: list[str]) -> MixturePhase:

@@ -26,7 +26,7 @@ from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils.sha import git_hash, sha_fileobj
 
 from accelerate_recipes.disk import existing, own_suffix, readable, write_atomically
-from accelerate_recipes.errors import ConfigError, first_line, noting, raise_problems
+from accelerate_recipes.errors import ConfigError, first_few, first_line, noting, raise_problems
 from accelerate_recipes.hub import cache
 from accelerate_recipes.hub.cache import HubDataset, HubModel, Need
 
@@ -101,7 +101,7 @@ def add_to(plans: dict[tuple[str, str], dict], need: Need, max_shards: int | Non
             listed = tree(api, *key, plan["revision"], *cache.place_of(need.files))
             chosen = {file: listed[file] for file in sorted(listed) if cache.matches(file, need.files)}
             if not chosen:
-                raise ConfigError(f"{need} has no file that matches; there are {some(listed)}")
+                raise ConfigError(f"{need} has no file that matches; there are {first_few(listed)}")
             chosen = dict(list(chosen.items())[:max_shards])
         else:
             chosen = files_of_config(api, plan, need)
@@ -141,7 +141,7 @@ def files_of_model(plan: dict, listed: dict[str, dict], weights: bool) -> dict[s
     if weights:
         found = next((name for name in cache.WEIGHTS if name in listed), None)
         if found is None:
-            raise ConfigError(f"model {plan['name']!r} has no weights for PyTorch; it has {some(listed)}")
+            raise ConfigError(f"model {plan['name']!r} has no weights for PyTorch; it has {first_few(listed)}")
         names.append(found)
         if found.endswith(".index.json"):
             names += cache.shards_of(Path(hf_hub_download(plan["name"], found, revision=plan["revision"])))
@@ -269,7 +269,3 @@ def listing() -> str:
 def total(files: dict[str, dict]) -> int:
     """Return the size of all files, in bytes."""
     return sum(entry["size"] for entry in files.values())
-
-
-def some(names: dict[str, dict]) -> str:
-    return ", ".join(list(names)[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

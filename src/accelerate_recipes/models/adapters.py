@@ -34,17 +34,10 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models.composites import layers_of_text, sees_images
 from accelerate_recipes.models.pretrained import load_config, mapped_weights
-from accelerate_recipes.models.slices import Source, loads_when_sharded, plain_name, rows_of_tokens, source_of
+from accelerate_recipes.models.slices import Source, gets_weights_later, plain_name, rows_of_tokens, source_of
 from accelerate_recipes.models.untrained import as_in_files, described, folder_of_base, open_base, parts_in_files
 from accelerate_recipes.models.weights import BY_WEIGHT, linear_layers_and_experts, seed_of
-from accelerate_recipes.ranks import (
-    computes_in_bf16,
-    is_compiled,
-    is_first_of_machine,
-    on_all_ranks,
-    on_first_rank,
-    share,
-)
+from accelerate_recipes.ranks import computes_in_bf16, is_compiled, on_all_ranks, on_first_rank, share
 
 # Functions import PEFT when they use it. If bitsandbytes is installed, PEFT imports it and torch's compiler. This takes a
 # quarter of the start time of a process.
@@ -82,18 +75,6 @@ def load_settings(args: TrainArgs) -> dict[str, Any]:
     form = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     dtypes = {"bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": dtype}
     return {"dtype": dtype, "quantization_config": BitsAndBytesConfig(load_in_4bit=True, **form, **dtypes)}
-
-
-def gets_weights_later() -> bool:
-    """Tell whether Accelerate sends this process its weights when it shards the model, so that it need not read them.
-
-    Under FSDP2, `fsdp_cpu_ram_efficient_loading: true` means that one process of each machine reads the weights. But
-    transformers 5.23 reads in all processes. If it converts the dtype, each process then holds a whole model: 8 billion
-    parameters in fp32 are 256 GB in eight processes. tests/test_distributed.py fails when upstream no longer needs this. The
-    first process of every other machine also reads, although its weights come from rank 0, because transformers makes
-    buffers if LOCAL_RANK is not 0.
-    """
-    return loads_when_sharded() and not is_first_of_machine()
 
 
 def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.errors import ConfigError, that_apply
 from accelerate_recipes.models.documents import DOCUMENTS
 from accelerate_recipes.models.torch_attention import FLASH_3
 from accelerate_recipes.ranks import computes_in_bf16
@@ -28,9 +28,7 @@ WHOLE_IMAGES = "images whose tokens see each other"
 
 def of_layers(text: PreTrainedConfig) -> list[PreTrainedConfig]:
     """List the configurations of a model's layers. Layers may differ in the number and width of heads, as in Gemma 4."""
-    number = getattr(text, "num_hidden_layers", 0)
-    # transformers before 5.23 has no `per_layer_config`. A model without layers has no list of them.
-    return (list(getattr(text, "per_layer_config", ())) if number else []) or [text] * max(number, 1)
+    return [*text.per_layer_config] if getattr(text, "num_hidden_layers", 0) else [text]
 
 
 def width_of_heads(layer: PreTrainedConfig) -> int:
@@ -116,11 +114,11 @@ def choose(
             f"--attn_implementation {name}: rows that ranks share (parallelism_config_cp_size) need {DOCUMENTS}, or "
             "sdpa with a mask; give auto"
         )
-    plain = lacks.get("sdpa", "sdpa")
+    plain, features = lacks.get("sdpa", "sdpa"), ", ".join(beyond_documents(config))
     if sees_images_whole(config) and name not in ("auto", DOCUMENTS, "sdpa", "eager"):
         raise ConfigError(f"--attn_implementation {name}: the model has {WHOLE_IMAGES}; give {plain}, or auto")
-    if name == DOCUMENTS and (why := ", ".join(beyond_documents(config))):
-        raise ConfigError(f"--attn_implementation {DOCUMENTS}: the model has {why}; give {plain}, or auto")
+    if name == DOCUMENTS and features:
+        raise ConfigError(f"--attn_implementation {DOCUMENTS}: the model has {features}; give {plain}, or auto")
     if name == DOCUMENTS and torch.cuda.is_available() and not is_bf16:
         raise ConfigError(
             f"--attn_implementation {DOCUMENTS} computes in bf16 on a GPU; set `mixed_precision: bf16` in the accelerate "
@@ -136,17 +134,17 @@ def choose(
         raise ConfigError(f"--attn_implementation {name}: its package {package} is not installed; {how}, or give auto")
     if name != "auto":
         return name, ""
-    if why := ", ".join(beyond_documents(config)):
-        return plain, f"the model has {why}"
-    if not has_boundaries:
-        return plain, "trl's batches do not say where documents begin"
-    if not is_bf16 and torch.cuda.is_available():
-        return plain, "the precision is not bf16"
-    if is_shared:
-        return DOCUMENTS, "ranks share a row"
-    if not torch.cuda.is_available():
-        return plain, "there is no GPU"
-    return DOCUMENTS, "bf16 on a GPU"
+    against = that_apply(
+        {
+            f"the model has {features}": features,
+            "trl's batches do not say where documents begin": not has_boundaries,
+            "the precision is not bf16": torch.cuda.is_available() and not is_bf16,
+            "there is no GPU": not torch.cuda.is_available() and not is_shared,
+        }
+    )
+    if against:
+        return plain, against[0]
+    return DOCUMENTS, "ranks share a row" if is_shared else "bf16 on a GPU"
 
 
 @contextlib.contextmanager

@@ -86,9 +86,8 @@ def try_config(
     if found := field_problems(config_class, args.config_overrides):
         return None, [f"{title}: {problem}" for problem in found]
     usual: dict[str, Any] = {"pad_token_id": None}  # where rows are packed
-    if any(
-        f.name == "pad_token_id" and f.type is int for f in fields(config_class)
-    ):  # ModernBERT's decoder must have one
+    # ModernBERT's decoder must have one.
+    if any(f.name == "pad_token_id" and f.type is int for f in fields(config_class)):
         usual["pad_token_id"] = getattr(tokenizer, "pad_token_id", None) or 0
     if tokenizer is not None:
         usual |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}

@@ -142,13 +142,11 @@ def probabilities(query: torch.Tensor, key: torch.Tensor, unseen: torch.Tensor, 
 # has no kernel for a CPU; this one is for tests and small runs. It cannot use `scaled_dot_product_attention`, because an
 # operator cannot call autograd.
 @_varlen_attn.register_kernel("cpu")
-def _attend_on_cpu(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=(-1, -1), *args
-):
+def _attend_on_cpu(query, key, value, ends, _, max_q, max_k, is_causal=False, scale=None, window_size=(-1, -1), *args):
     repeats = query.shape[1] // key.shape[1]
     wide_key, wide_value = (t.repeat_interleave(repeats, 1) for t in (key, value))
     found = torch.empty_like(query)
-    for rows, columns, unseen in blocks(cu_seq_q, window_size[0]):
+    for rows, columns, unseen in blocks(ends, window_size[0]):
         weights = probabilities(query[rows], wide_key[columns], unseen, scale or query.shape[-1] ** -0.5)
         found[rows] = torch.einsum("hqk,khd->qhd", weights, wide_value[columns].float()).to(query.dtype)
     # The backward pass on a GPU needs these values; the backward pass below computes them again.
@@ -158,27 +156,13 @@ def _attend_on_cpu(
 
 @_varlen_attn_backward.register_kernel("cpu")
 def _attend_backward_on_cpu(
-    grad,
-    query,
-    key,
-    value,
-    out,
-    lse,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    is_causal,
-    rng,
-    scale=None,
-    window_size=(-1, -1),
-    *args,
+    grad, query, key, value, out, lse, ends, _, max_q, max_k, is_causal, rng, scale=None, window_size=(-1, -1), *args
 ):
     repeats = query.shape[1] // key.shape[1]
     wide_key, wide_value = (t.repeat_interleave(repeats, 1) for t in (key, value))
     scale = scale or query.shape[-1] ** -0.5
     grads = [torch.zeros(t.shape, dtype=torch.float32) for t in (query, wide_key, wide_value)]
-    for rows, columns, unseen in blocks(cu_seq_q, window_size[0]):
+    for rows, columns, unseen in blocks(ends, window_size[0]):
         weights, grad_out = probabilities(query[rows], wide_key[columns], unseen, scale), grad[rows].float()
         grads[2][columns] += torch.einsum("hqk,qhd->khd", weights, grad_out)
         grad_weights = torch.einsum("qhd,khd->hqk", grad_out, wide_value[columns].float())

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.models.loading import ENCODER_DECODERS, made, read_model, tie_as_read
+from accelerate_recipes.models.loading import ENCODER_DECODERS, made, on_meta, read_model, tie_as_read
 from accelerate_recipes.models.pretrained import Kind, load_config
 from accelerate_recipes.models.tokenizers import load_tokenizer
 
@@ -59,11 +59,10 @@ def encoder_decoder_on_meta(
     config: PreTrainedConfig, is_tied: bool, attn_implementation: str, dtype: torch.dtype
 ) -> PreTrainedModel:
     """Make an encoder-decoder on the meta device, as it would be after loading. Only its sizes matter."""
-    with torch.device("meta"):
-        model = made(AutoModelForSeq2SeqLM, config, dtype=dtype, attn_implementation=attn_implementation)
-        if not is_tied:
-            head = model.get_output_embeddings()
-            head.weight = nn.Parameter(torch.empty_like(head.weight))
+    model = on_meta(AutoModelForSeq2SeqLM, config, dtype=dtype, attn_implementation=attn_implementation)
+    if not is_tied:
+        head = model.get_output_embeddings()
+        head.weight = nn.Parameter(torch.empty_like(head.weight))
     return share_embedding(model)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
-from types import MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +13,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes.life import stop
+from accelerate_recipes.life.traces import rng_state, set_rng_state
 from accelerate_recipes.models.attention import with_padding
 from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.models.shared_rows import whole_rows
+from accelerate_recipes.models.tokenizers import stops_of
 from accelerate_recipes.models.weights import seed_of
 from accelerate_recipes.ranks import is_compiled, on_all_ranks
 
@@ -72,10 +73,7 @@ def generate_texts(
     missing = -len(by_length) % (world_size * batch_size)
     mine = (by_length + by_length[-1:] * missing)[rank::world_size]
     answers: dict[int, tuple[str, list[int]]] = {}
-    ends: list[Any] = [tokenizer.eos_token_id]
-    declared = generator.generation_config.eos_token_id  # a chat model has several, such as the end of a turn
-    ends += declared if isinstance(declared, list) else [declared]
-    ends = sorted(set(ends) - {None})
+    ends = sorted(stops_of(tokenizer) | stops_of(generator.generation_config))
     how = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if sampling:
         how = {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0}
@@ -89,7 +87,7 @@ def generate_texts(
         torch.compiler.set_stance("force_eager") if is_compiled() else contextlib.nullcontext(),
         whole_root(model),
         accelerator.autocast(),
-        own_draws(accelerator.device, sampling and sampling.seed),
+        own_draws(sampling and sampling.seed),
     ):
         for start in range(0, len(mine), batch_size):
             if may_stop:
@@ -157,12 +155,12 @@ def drawn_by(model: nn.Module, numbers: torch.Tensor) -> Iterator[None]:
     """
     inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
-    def processors(self: Any, *args: Any, **settings: Any) -> list:
-        found = type(self)._get_logits_processor(self, *args, **settings)
+    def processors(*args: Any, **settings: Any) -> list:
+        found = type(inner)._get_logits_processor(inner, *args, **settings)
         found.append(ByOwnNumbers(numbers))
         return found
 
-    inner._get_logits_processor = MethodType(processors, inner)
+    inner._get_logits_processor = processors
     try:
         yield
     finally:
@@ -176,21 +174,19 @@ def numbers_of(seed: int, step: int, places: Sequence[int], length: int) -> torc
 
 
 @contextlib.contextmanager
-def own_draws(device: torch.device, seed: int | None) -> Iterator[None]:
+def own_draws(seed: int | None) -> Iterator[None]:
     """Draw random numbers of torch, Python and numpy from this seed in this context, and restore the generators after it."""
     if seed is None:
         yield
         return
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+    before = rng_state()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        set_rng_state(before)
 
 
 def whole_root(model: nn.Module) -> contextlib.AbstractContextManager:

@@ -16,12 +16,11 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import choose, sees_images_whole
 from accelerate_recipes.models.composites import IMAGE_MODELS, PARTS_OF_WHOLE, freeze, sees_images
-from accelerate_recipes.models.documents import READ_BOUNDARIES, boundaries, boundary_arguments, text_positions
-from accelerate_recipes.models.loading import made, read_model, tie_as_read
+from accelerate_recipes.models.documents import boundaries, boundary_arguments, text_positions
+from accelerate_recipes.models.loading import on_meta, read_model, tie_as_read
 from accelerate_recipes.models.pretrained import Kind, generation_config, load_config
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.ranks import ranks_a_row
-from accelerate_recipes.upstream import CACHES
 
 # Outputs of processors that have a value for each token.
 OF_TOKENS = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")
@@ -48,9 +47,7 @@ def join_documents(base: PreTrainedModel, documents: Sequence[dict[str, torch.Te
         else:
             # Idefics numbers texts first, then their images; a row is one text.
             joined[name] = join_images(values, 1 if any("pixel_attention_mask" in d for d in documents) else 0)
-    if base.config.get_text_config()._attn_implementation in READ_BOUNDARIES:
-        joined |= boundary_arguments(base.config, boundaries(text_positions(joined["position_ids"])))
-    return joined
+    return joined | boundary_arguments(base.config, boundaries(text_positions(joined["position_ids"])))
 
 
 def positions_of(base: Any, document: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -206,14 +203,13 @@ def correct(model: PreTrainedModel) -> PreTrainedModel:
 
 def image_model_on_meta(config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
     """Make a model that sees images without values: it knows positions; see `join_documents`."""
-    with torch.device("meta"):
-        return made(AutoModelForImageTextToText, config, **settings)
+    return on_meta(AutoModelForImageTextToText, config, **settings)
 
 
 @torch.compiler.disable
 def add_image_masks(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Give a model the masks of packed rows before it computes them; a text that it generates has another mask."""
-    is_other = any(kwargs.get(name) is not None for name in ("attention_mask", *CACHES))
+    is_other = any(kwargs.get(name) is not None for name in ("attention_mask", *upstream.CACHES))
     if is_other or kwargs.get("position_ids") is None:
         return None
     return args, kwargs | image_masks(model.config, kwargs)

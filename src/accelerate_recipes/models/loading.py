@@ -1,20 +1,15 @@
 """Models: from a name, a folder or a configuration."""
 
 import copy
+import itertools
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from accelerate_recipes import upstream
 from accelerate_recipes.errors import ConfigError, one_line
@@ -23,7 +18,7 @@ from accelerate_recipes.models import slices
 from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.composites import COMPOSITES, is_text_part, placeholders, text_part
 from accelerate_recipes.models.pretrained import Kind, load_config, load_text_config, weights_in_files, with_weights
-from accelerate_recipes.models.probes import check_packing, sees_later_tokens
+from accelerate_recipes.models.probes import sees_later_tokens
 from accelerate_recipes.models.shared_rows_check import check_sharing
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.ranks import is_first, on_first_rank, ranks_a_row
@@ -33,35 +28,24 @@ ENCODER_DECODERS = ("t5", "mt5", "umt5", "bart")
 BLIND_TO_PADDING = ("recurrent_gemma", "rwkv", "xlstm")
 
 
-def load_model(
-    name: str, attn_implementation: str, *, packed: bool = False, has_boundaries: bool = True, **settings: Any
-) -> PreTrainedModel:
+def load_model(name: str, attn_implementation: str, has_boundaries: bool = True, **settings: Any) -> PreTrainedModel:
     """Load a causal language model, with the `settings` that `adapters.load_settings` gives, such as the `dtype`.
 
-    With `packed`, a class of models is refused if its attention crosses the documents of a packed row. `has_boundaries` has
-    the same meaning as in `attention.choose`.
+    `has_boundaries` has the same meaning as in `attention.choose`.
 
     Under FSDP2, the model has no values until `distributed.prepare` has sharded it; see `slices`.
 
     Raises:
-        ConfigError: if the model's class does not support the attention, packed rows, or rows that ranks share; and if the
-            model is not a decoder.
+        ConfigError: if the model's class does not support the attention, or rows that ranks share; and if the model is not a
+            decoder.
     """
     config = load_text_config(name)
     check_decoder(config, name)
     check_sharing(config)
     dtype = settings.get("dtype", torch.float32)
     attention, _ = choose(attn_implementation, config, dtype, has_boundaries, ranks_a_row() > 1)
-    if packed:
-        config._attn_implementation = attention
-        check_packing(config)
     settings |= {"attn_implementation": attention}
-    if is_text_part(config, load_config(name)) and not slices.applies(name, settings):
-        with torch.device("meta"):
-            model = made(AutoModelForCausalLM, config)
-        model = with_weights(model, name, weights_in_files(model, name), settings)
-    else:
-        model = read_model(AutoModelForCausalLM, config, name, settings)
+    model = read_model(AutoModelForCausalLM, config, name, settings)
     model.placeholders = placeholders(load_config(name))  # see `composites.check_tokens`
     upstream.name_backbone(model)
     return tie_as_read(model)
@@ -69,11 +53,13 @@ def load_model(
 
 def read_model(auto: Any, config: PreTrainedConfig, name: str, settings: dict[str, Any]) -> PreTrainedModel:
     """Load a model with the weights in the files of `name`; without values if each rank will read its own slices."""
-    if not slices.applies(name, settings):
+    is_sliced = slices.applies(name, settings)
+    if not is_sliced and not is_text_part(config, load_config(name)):
         return auto.from_pretrained(name, config=config, **settings, **cache.pinned(name))
-    with torch.device("meta"):
-        model = made(auto, config)
-    return slices.load_on_meta(model, name, settings)
+    model = on_meta(auto, config)
+    if is_sliced:
+        return slices.load_on_meta(model, name, settings)
+    return with_weights(model, name, weights_in_files(model, name), settings)
 
 
 def tie_as_read(model: PreTrainedModel) -> PreTrainedModel:
@@ -133,6 +119,7 @@ def made(auto: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedMode
     Raises:
         ConfigError: if no model can be made with this configuration.
     """
+    config.architectures = config.architectures or []  # transformers 5.23 reads it to choose a class of a DeiT
     try:
         model = auto.from_config(config, **settings)
     except Exception as error:  # each class of models checks its sizes in its own way
@@ -140,6 +127,12 @@ def made(auto: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedMode
     model.config.architectures = [type(model).__name__]
     upstream.name_backbone(model)
     return model
+
+
+def on_meta(auto: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
+    """Make a model without values, as `made` makes one."""
+    with torch.device("meta"):
+        return made(auto, config, **settings)
 
 
 def new_model(
@@ -151,8 +144,7 @@ def new_model(
     """
     check_sharing(config)
     attention, _ = choose(attn_implementation, config, dtype, has_boundaries, ranks_a_row() > 1)
-    with torch.device("meta"):
-        return made(AutoModelForCausalLM, config, dtype=dtype, attn_implementation=attention)
+    return on_meta(AutoModelForCausalLM, config, dtype=dtype, attn_implementation=attention)
 
 
 def with_classes(config: PreTrainedConfig, names: Sequence[str]) -> PreTrainedConfig:
@@ -171,10 +163,8 @@ def load_classifier(auto: Any, name: str, names: Sequence[str], **settings: Any)
     """
     config = load_config(name)
     of_base = [label for _, label in sorted(config.id2label.items())]
-    config.architectures = config.architectures or []  # transformers 5.23 reads it to choose a class of a DeiT
-    with torch.device("meta"):
-        one_more = made(auto, with_classes(copy.deepcopy(config), [*names, ""]))
-        model = made(auto, with_classes(config, names))
+    one_more = on_meta(auto, with_classes(copy.deepcopy(config), [*names, ""]))
+    model = on_meta(auto, with_classes(config, names))
     shapes = {weight: parameter.shape for weight, parameter in one_more.named_parameters()}
     of_classes = [weight for weight, parameter in model.named_parameters() if parameter.shape != shapes[weight]]
     weights = weights_in_files(model, name)
@@ -196,16 +186,5 @@ def load_classifier(auto: Any, name: str, names: Sequence[str], **settings: Any)
 
 def occurrences(names: Iterable[object]) -> list[tuple[str, int]]:
     """Number the occurrences of each name: two classes of ImageNet are called "crane". A "LABEL_3" is a class 3."""
-    counts: Counter[str] = Counter()
-    found = []
-    for name in (re.sub(r"^LABEL_(?=\d+$)", "", str(name)) for name in names):
-        counts[name] += 1
-        found.append((name, counts[name]))
-    return found
-
-
-def classifier_on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Make a classifier of images on the meta device, in `dtype`."""
-    config.architectures = config.architectures or []  # transformers 5.23 reads it to choose a class of a DeiT
-    with torch.device("meta"):
-        return made(AutoModelForImageClassification, config, dtype=dtype)
+    numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+    return [(name, next(numbers[name])) for name in (re.sub(r"^LABEL_(?=\d+$)", "", str(name)) for name in names)]

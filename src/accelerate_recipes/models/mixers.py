@@ -105,12 +105,19 @@ def unpack_documents(model: PreTrainedModel, mixers: Collection[str]) -> list[nn
         These modules.
     """
     found = [module for module in model.modules() if type(module).__name__ in mixers]
-    for module in found:
-        module.forward = partial(by_document, module.forward)
-    if found:
+    return take_over(model, found, by_document, begin, end)
+
+
+def take_over(
+    model: nn.Module, modules: list[nn.Module], forward: Callable, begin: Callable, end: Callable
+) -> list[nn.Module]:
+    """Call `forward` with the own one of each module, and `begin` and `end` around the model; return the modules."""
+    for module in modules:
+        module.forward = partial(forward, module.forward)
+    if modules:
         model.register_forward_pre_hook(begin, with_kwargs=True)
         model.register_forward_hook(end, always_call=True)
-    return found
+    return modules
 
 
 def check_units(mixers: Collection[nn.Module], units: Collection[nn.Module]) -> None:

@@ -19,16 +19,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from accelerate_recipes.disk import checksum
-from accelerate_recipes.errors import ConfigError, first_line
+from accelerate_recipes.errors import ConfigError, first_few, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models.composites import is_text_part, names_of_class, text_part
 
@@ -220,7 +214,7 @@ def loaded_on_meta(model: PreTrainedModel, name: str, kind: Kind) -> PreTrainedM
         if kind.has_new_layer:
             names = [weight for weight in names if not is_new(shapes.get(weight, weight), loaded)]
         if names:
-            problems.append(f"{kind_of_problem}: {first_names(names)}")
+            problems.append(f"{kind_of_problem}: {first_few(sorted(names), NUM_NAMED)}")
     if problems:
         prefix = next((prefix for prefix in PREFIXES if all(weight.startswith(prefix) for weight in weights)), None)
         part = next((part for part in PARTS if any(part in weight for weight in weights)), None)
@@ -243,15 +237,9 @@ def is_new(weight: str, model: PreTrainedModel) -> bool:
     return weight.split(".")[0] not in dict(model.base_model.named_children())
 
 
-def first_names(names: Iterable[str]) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
-    return f"{', '.join(names[:NUM_NAMED])}{more}"
-
-
 def conversions(
     model: PreTrainedModel, tensors: Iterable[str]
-) -> Iterator[tuple[str, str, str | None, WeightTransform]]:
+) -> Iterator[tuple[str, str, str | None, WeightConverter | WeightRenaming]]:
     """Find the conversion of each tensor in files, as transformers 5.23 does (convert_and_load_state_dict_in_model).
 
     Yields the tensor, the first weight of the model that is made of it, the pattern that the conversion takes it for (None

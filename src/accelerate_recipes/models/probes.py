@@ -2,31 +2,21 @@
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AttentionInterface,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.models.attention import of_layers, unsupported_kernels, width_of_heads
+from accelerate_recipes.models.attention import class_of, of_layers, unsupported_kernels, width_of_heads
 from accelerate_recipes.models.documents import READ_BOUNDARIES, document_masks
 from accelerate_recipes.models.mixers import unpack_documents
 from accelerate_recipes.models.shared_rows import whole_rows
-
-CROSSES = (
-    "{} models do not keep attention inside a document of a packed row, {}; give --no_document_mask, or another model"
-)
 
 # Errors of models for arguments that they do not take.
 REFUSALS = (AttributeError, TypeError, ValueError, RuntimeError, KeyError)
@@ -139,7 +129,7 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
     try:
         text = config.get_text_config()
         # Take the text part alone if it has a class of its own.
-        config = copy.deepcopy(text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config)
+        config = copy.deepcopy(text if class_of(text) else config)
         shrink(config.get_text_config())
         model = randomly_made(AutoModelForCausalLM, config, attention)
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False, **inputs)
@@ -197,7 +187,7 @@ def fields_by_layer(
     text: PreTrainedConfig, chosen: Sequence[int], sizes: Mapping[str, Any]
 ) -> dict[int, dict[str, Any]] | None:
     """Take the fields that differ between layers, as in Gemma 4, out of a configuration; return them by chosen layer."""
-    if not getattr(text, "is_heterogeneous", False):  # transformers before 5.23 does not know this
+    if not text.is_heterogeneous:
         return None
     layers, names = text.per_layer_config, [*(text.per_layer_attributes or ())]
     found = {new: {name: sizes.get(name, getattr(layers[i], name)) for name in names} for new, i in enumerate(chosen)}
@@ -238,6 +228,13 @@ def sizes_of_tiny(text: PreTrainedConfig, layers: int) -> dict[str, Any]:
     return sizes
 
 
+@contextlib.contextmanager
+def on_cpu_in_fp32() -> Iterator[None]:
+    """Compute as tiny models do in this context, whatever the device and the precision around it are."""
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        yield
+
+
 @torch.enable_grad()
 def sees(model: nn.Module, tokens: slice, of: slice, **inputs: Any) -> bool:
     """Tell whether a tiny model's predictions at the places `of` depend on `tokens`, however little.
@@ -252,32 +249,26 @@ def sees(model: nn.Module, tokens: slice, of: slice, **inputs: Any) -> bool:
     return bool(gradient[:, tokens].any())
 
 
-def sees_before(model: nn.Module, place: int, **inputs: Any) -> bool:
-    """Tell whether a tiny model's predictions from `place` on depend on the tokens before it."""
-    return sees(model, slice(place), slice(place, None), **inputs)
-
-
+@on_cpu_in_fp32()
 def sees_later_tokens(config: PreTrainedConfig) -> bool:
     """Tell with a tiny model whether models of this configuration see the tokens that they should predict."""
-    model = tiny_model(config, "eager")
-    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        tokens = torch.arange(12)[None]
-        return model is not None and sees(model, slice(6, None), slice(6), input_ids=tokens, use_cache=False)
+    model, tokens = tiny_model(config, "eager"), torch.arange(12)[None]
+    return model is not None and sees(model, slice(6, None), slice(6), input_ids=tokens, use_cache=False)
 
 
 @torch.no_grad()
-def is_packed_as_alone(model: nn.Module, with_masks: bool = False, **inputs: Any) -> bool:
+@on_cpu_in_fp32()
+def is_packed_as_alone(model: nn.Module, with_masks: bool, **inputs: Any) -> bool:
     """Tell whether a tiny model predicts the same for the second document of a row as for this document alone."""
-    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        inputs |= {"use_cache": False}
-        try:
-            row = row_of_two(model, with_masks) | inputs
-            packed = model(**row).logits[:, FIRST:]
-            second = {name: row[name][:, FIRST:] for name in ("input_ids", "position_ids")}
-            alone = model(**second, **inputs).logits
-            is_seen = sees_before(model, FIRST, **row)
-        except REFUSALS:  # the model takes no positions, or no such masks
-            return False
+    inputs |= {"use_cache": False}
+    try:
+        row = row_of_two(model, with_masks) | inputs
+        packed = model(**row).logits[:, FIRST:]
+        second = {name: row[name][:, FIRST:] for name in ("input_ids", "position_ids")}
+        alone = model(**second, **inputs).logits
+        is_seen = sees(model, slice(FIRST), slice(FIRST, None), **row)
+    except REFUSALS:  # the model takes no positions, or no such masks
+        return False
     return not is_seen and bool((packed - alone).norm() <= 1e-3 * alone.norm())
 
 
@@ -289,6 +280,7 @@ def row_of_two(model: nn.Module, with_masks: bool) -> dict[str, Any]:
 
 
 @torch.enable_grad()
+@on_cpu_in_fp32()
 def classes_that_mix(model: nn.Module, with_masks: bool, **inputs: Any) -> frozenset[str]:
     """Name the classes of modules inside a tiny model's layers whose results depend on the document before."""
     seen: list[tuple[nn.Module, torch.Tensor, torch.Tensor]] = []
@@ -303,7 +295,7 @@ def classes_that_mix(model: nn.Module, with_masks: bool, **inputs: Any) -> froze
 
     layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
     inside = {part for layer in layers for part in layer.modules() if layers.isdisjoint(part.modules())}
-    with torch.device("cpu"), torch.autocast("cpu", enabled=False), contextlib.ExitStack() as hooks:
+    with contextlib.ExitStack() as hooks:
         for module in inside:
             hooks.enter_context(module.register_forward_hook(see, with_kwargs=True))
         try:
@@ -324,6 +316,7 @@ def classes_that_mix(model: nn.Module, with_masks: bool, **inputs: Any) -> froze
 
 
 @torch.no_grad()
+@on_cpu_in_fp32()
 def shares_in_small(config: PreTrainedConfig) -> bool | None:
     """Tell whether a tiny model of this configuration, apart from attention, computes parts of a row as in the whole row.
 
@@ -335,17 +328,13 @@ def shares_in_small(config: PreTrainedConfig) -> bool | None:
     model = tiny_model(config, "alone", sequence_group=None)
     if model is None:
         return None
-    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        tokens, positions = torch.arange(12)[None], torch.arange(12)[None]
-        try:
-            whole = model(input_ids=tokens, position_ids=positions, **group).logits
-            parts = [
-                model(input_ids=t, position_ids=p, **group).logits
-                for t, p in zip(tokens.split(6, 1), positions.split(6, 1), strict=True)
-            ]
-            is_seen = sees_before(model, 6, input_ids=tokens, position_ids=positions, **group)
-        except REFUSALS:
-            return False
+    places = torch.arange(12)[None]  # tokens and their positions
+    try:
+        whole = model(input_ids=places, position_ids=places, **group).logits
+        parts = [model(input_ids=part, position_ids=part, **group).logits for part in places.split(6, 1)]
+        is_seen = sees(model, slice(6), slice(6, None), input_ids=places, position_ids=places, **group)
+    except REFUSALS:
+        return False
     return not is_seen and bool((torch.cat(parts, 1) - whole).norm() <= 1e-3 * whole.norm())
 
 
@@ -359,7 +348,10 @@ def crosses(config: PreTrainedConfig) -> str:
     """Say that attention crosses the documents of a packed row, and what was tried."""
     is_tried = packing_of(config) is not Packing.UNKNOWN
     how = "not even with a mask" if is_tried else "and a mask could not be tried, since no tiny one could be made"
-    return CROSSES.format(config.model_type, how)
+    return (
+        f"{config.model_type} models do not keep attention inside a document of a packed row, {how}; give "
+        "--no_document_mask, or another model"
+    )
 
 
 def check_head(config: PreTrainedConfig) -> None:

@@ -80,10 +80,9 @@ def class_of_processor(name: str) -> type[ProcessorMixin]:
     module_name = f"transformers.{lazy._class_to_module[name]}"
     folder = module_name.rpartition(".")[0]
     kind = folder.rpartition(".")[2]
-    if not transformers.utils.is_torchvision_available():
-        by_pil = importlib.import_module(f"{folder}.image_processing_pil_{kind}") if kind == "pixtral" else None
-        if by_pil:
-            sys.modules.setdefault(f"{folder}.image_processing_{kind}", by_pil)
+    if kind == "pixtral" and not transformers.utils.is_torchvision_available():
+        by_pil = importlib.import_module(f"{folder}.image_processing_pil_{kind}")
+        sys.modules.setdefault(f"{folder}.image_processing_{kind}", by_pil)
     module = importlib.import_module(module_name)
     if getattr(module, "num2words", True) is None:
         module.num2words = str  # of videos alone

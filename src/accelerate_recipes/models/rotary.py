@@ -5,7 +5,6 @@ earlier batches too. What a document teaches would depend on its neighbours in t
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
+from accelerate_recipes.models.mixers import take_over
 from accelerate_recipes.upstream import CACHES
 
 KINDS = ("dynamic", "longrope")
@@ -41,13 +41,9 @@ def embed_by_length(model: nn.Module) -> list[nn.Module]:
     Returns:
         These modules.
     """
-    found = [module for module in model.modules() if kinds_of(module)]
-    for module in found:
-        module.forward = partial(by_length, module, module.forward)
-    if found:
-        model.register_forward_pre_hook(begin_texts, with_kwargs=True)
-        model.register_forward_hook(end_texts, always_call=True)
-    return found
+    return take_over(
+        model, [module for module in model.modules() if kinds_of(module)], by_length, begin_texts, end_texts
+    )
 
 
 def texts_of(inputs: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None) -> TextPlaces:
@@ -67,14 +63,13 @@ def texts_of(inputs: torch.Tensor, positions: torch.Tensor | None, mask: torch.T
 def begin_texts(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
     """Find the texts of the batch before a model computes it. While it generates, transformers decides."""
     global _texts
-    inputs = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+    given = (kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
+    inputs = next(given, args[0] if args else None)
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    inputs = args[0] if inputs is None and args else inputs
     is_cached = any(kwargs.get(name) is not None for name in CACHES)
     is_known = isinstance(inputs, torch.Tensor) and (positions is None or positions.ndim == 2)
-    if is_cached or not is_known or isinstance(inputs, FakeTensor):  # in a simulation tokens have no values
-        _texts = None
-    else:
+    _texts = None
+    if is_known and not is_cached and not isinstance(inputs, FakeTensor):  # in a simulation tokens have no values
         _texts = texts_of(inputs, positions, mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None)
 
 
@@ -87,17 +82,18 @@ def end_texts(*_: Any) -> None:
 @torch.compiler.disable
 @torch.no_grad()
 def by_length(
-    module: Any, forward: Callable, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    forward: Callable, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call the `forward` of a rotary embedding for texts up to the original length, then for each greater length."""
-    of_layer = {} if layer_type is None else {"layer_type": layer_type}
-    kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+    module: Any = forward.__self__  # pyright: ignore[reportFunctionMemberAccess]
+    kind, parameters, of_layer, prefix = module.rope_type, module.config.rope_parameters, {}, ""
+    if layer_type is not None:
+        kind, parameters = kind[layer_type], parameters[layer_type]
+        of_layer, prefix = {"layer_type": layer_type}, f"{layer_type}_"
     if _texts is None or kind not in KINDS:
         return forward(x, position_ids, **of_layer)
-    parameters = module.config.rope_parameters if layer_type is None else module.config.rope_parameters[layer_type]
-    is_dynamic, original = kind == "dynamic", module.original_max_seq_len
-    if not is_dynamic:
-        original = parameters["original_max_position_embeddings"]
+    is_dynamic = kind == "dynamic"
+    original = module.original_max_seq_len if is_dynamic else parameters["original_max_position_embeddings"]
     lengths, starts = _texts
     positions = position_ids.expand_as(lengths)
     # From the begin of the text: only differences of positions count.
@@ -108,7 +104,6 @@ def by_length(
         if not group.any():
             continue
         if is_dynamic:
-            prefix = "" if layer_type is None else f"{layer_type}_"
             module.register_buffer(f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False)
             setattr(module, f"{prefix}max_seq_len_cached", original)
         made = forward(x, torch.where(group, positions, 0), **of_layer)  # the largest of these positions decides

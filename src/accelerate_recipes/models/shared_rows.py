@@ -59,19 +59,16 @@ def part_of_rows(batch: dict[str, Any], group: dist.ProcessGroup | None) -> dict
         raise ConfigError(f"parallelism_config_cp_size {group.size()} does not divide rows of {row} tokens")
     start = group.rank() * length
     with_next = slice(start, start + length + 1)
-    labels = F.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)
-    source = {"source": F.pad(batch["source"], (0, 1))[:, with_next]} if "source" in batch else {}  # of a mixture
-    return (
-        batch
-        | source
-        | {
-            "input_ids": batch["input_ids"][:, start : start + length],
-            "position_ids": batch["position_ids"][:, start : start + length],
-            "labels": labels[:, with_next],
-            "row_position_ids": batch["position_ids"],
-            "sequence_group": group,
-        }
-    )
+    part = {
+        "input_ids": batch["input_ids"][:, start : start + length],
+        "position_ids": batch["position_ids"][:, start : start + length],
+        "labels": F.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[:, with_next],
+        "row_position_ids": batch["position_ids"],
+        "sequence_group": group,
+    }
+    if "source" in batch:  # of a mixture
+        part["source"] = F.pad(batch["source"], (0, 1))[:, with_next]
+    return batch | part
 
 
 @contextlib.contextmanager

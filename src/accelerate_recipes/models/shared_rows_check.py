@@ -8,7 +8,8 @@ from transformers import PreTrainedConfig
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.models.attention import CHUNKS, OWN, SINKS, SOFTCAP, beyond_documents, of_layers
 from accelerate_recipes.models.documents import DOCUMENTS
-from accelerate_recipes.models.probes import UNTRIED, shares_in_small, tiny_model
+from accelerate_recipes.models.probes import REFUSALS, UNTRIED, on_cpu_in_fp32, shares_in_small, tiny_model
+from accelerate_recipes.models.rotary import KINDS
 from accelerate_recipes.models.shared_rows import balance_of_rows, balance_weight
 from accelerate_recipes.ranks import ranks_a_row
 
@@ -51,7 +52,9 @@ def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
             f"{name} balances its experts by a loss of its own, which would see only a part of a row; set "
             "parallelism_config_cp_size to 1, or router_aux_loss_coef in its config.json to 0"
         )
-    if moving := {kind for kind in rope_types(text) if kind in ("dynamic", "longrope")}:
+    ropes = getattr(text, "rope_parameters", None) or {}
+    of_kinds = [part for part in ropes.values() if isinstance(part, dict)]
+    if moving := {part.get("rope_type") for part in (ropes, *of_kinds)} & {*KINDS}:
         found.append(
             f"the rotary embedding of {name} ({', '.join(moving)}) depends on the last position, and each rank has another; "
             "set parallelism_config_cp_size to 1"
@@ -73,25 +76,16 @@ def check_shared_masks(config: PreTrainedConfig, attention: str, max_length: int
         )
 
 
-def rope_types(text: PreTrainedConfig) -> set[str]:
-    """Return the kinds of rotary embedding of a model: one, or one for each kind of layer."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
-    return {part["rope_type"] for part in parts if "rope_type" in part}
-
-
 @torch.no_grad()
+@on_cpu_in_fp32()
 def balances_as_known(config: PreTrainedConfig) -> bool:
     """Tell whether a tiny model of this configuration balances its experts by the same loss as `balance_of_rows`."""
     model = tiny_model(config, "alone", sequence_group=None)
     if model is None:
         return False
-    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        try:
-            output = model(
-                input_ids=torch.arange(12)[None], use_cache=False, output_router_logits=True, sequence_group=None
-            )
-            found, _ = balance_of_rows(output.router_logits, model.config.num_experts_per_tok, torch.ones(()), None)
-            return bool((found - output.aux_loss).abs() <= 1e-4 * output.aux_loss)
-        except (AttributeError, TypeError, ValueError, RuntimeError, KeyError):
-            return False
+    try:
+        output = model(torch.arange(12)[None], use_cache=False, output_router_logits=True, sequence_group=None)
+        found, _ = balance_of_rows(output.router_logits, model.config.num_experts_per_tok, torch.ones(()), None)
+        return bool((found - output.aux_loss).abs() <= 1e-4 * output.aux_loss)
+    except REFUSALS:
+        return False

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -9,7 +10,7 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.pretrained import read_tokenizer
@@ -28,6 +29,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def stops_of(settings: GenerationConfig | PreTrainedConfig | PreTrainedTokenizerBase | None) -> set[int]:
+    """Return the tokens at which generation with these settings stops: a chat model has several, as the end of a turn."""
+    ends: Any = getattr(settings, "eos_token_id", None)
+    return {*(ends if isinstance(ends, list) else [ends])} - {None}
 
 
 def make_or_resume(make: Callable[[], PreTrainedTokenizerBase], checkpoint: Path | None) -> PreTrainedTokenizerBase:

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.errors import ConfigError, first_few
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models.composites import is_text_part
 from accelerate_recipes.models.pretrained import (
@@ -189,8 +189,7 @@ def check_one_dtype(model: PreTrainedModel, name: str) -> None:
 def with_shapes(tensors: Mapping[str, torch.Tensor]) -> str:
     """Name tensors with their shapes and dtypes, at most two."""
     said = [f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in sorted(tensors.items())]
-    more = f" and {len(said) - 2} more" if len(said) > 2 else ""
-    return ", ".join(said[:2]) + more or "none"
+    return first_few(said, 2) or "none"
 
 
 def check_export_form(model: PreTrainedModel, name: str) -> None:
@@ -248,9 +247,4 @@ def untrained(rest: Iterable[str], name: str) -> str:
 
 def part_of(weight: str) -> str:
     """Return the part of a model to which a weight belongs, by its name in the files: a tower, a head, or an extra layer."""
-    found = []
-    for step in weight.split("."):
-        found.append(step)
-        if step not in ("model", "language_model", "layers"):
-            break
-    return ".".join(found)
+    return re.match(r"((model|language_model|layers)\.)*[^.]*", weight)[0]  # pyright: ignore[reportOptionalSubscript]

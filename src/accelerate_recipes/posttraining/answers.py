@@ -163,7 +163,7 @@ class AnswerTrainer(Objective, GRPOTrainer):
             self.state.global_step = step
             first = accelerator.process_index * len(rows)
             numbers = numbers_of(args.seed, step - since, range(first, first + len(rows)), self.max_completion_length)
-            own = own_draws(accelerator.device, seed_of(f"answers of step {step - since}", args.seed))
+            own = own_draws(seed_of(f"answers of step {step - since}", args.seed))
             draws_itself = self.use_vllm or self.use_transformers_continuous_batching
             with (
                 own,

@@ -38,8 +38,8 @@ from transformers import (
 from transformers.trainer_utils import align_special_tokens
 from trl.trainer.utils import add_fused_lm_head
 
-from accelerate_recipes.checkpoint.exported import stops_of
 from accelerate_recipes.models.adapters import WithoutAdapters
+from accelerate_recipes.models.tokenizers import stops_of
 from accelerate_recipes.posttraining.settings import make_model, refused_by_trl, switch_off_dropout, weight_of_balance
 from accelerate_recipes.ranks import data_world_size, sum_over_ranks
 from accelerate_recipes.run import Run

@@ -103,10 +103,9 @@ class Reward:
         # The function gets random generators of its own: if it seeded torch's, the model would draw the same answers again.
         # In an evaluation there is no trainer_state, and the step counts as -1.
         step = getattr(columns.get("trainer_state"), "global_step", -1)
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         rewards = None
         try:
-            with restored(), own_draws(device, seed_of(f"rewards of step {step}", torch.initial_seed())):
+            with restored(), own_draws(seed_of(f"rewards of step {step}", torch.initial_seed())):
                 given = self.function(**copied(passed))
                 if not isinstance(given, str | Mapping | Set):
                     rewards = [None if reward is None else float(reward) for reward in given]

@@ -11,31 +11,24 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from torch import nn
-from transformers import (
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 from transformers.trainer_utils import align_special_tokens
 from trl import clone_chat_template
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from accelerate_recipes.args import OWNED_ELSEWHERE, TrainArgs, arg
 from accelerate_recipes.arguments.declaring import Range
-from accelerate_recipes.checkpoint.exported import stops_of
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.configurations import Architecture, check_belong_together, new_config
 from accelerate_recipes.models.documents import DOCUMENTS
 from accelerate_recipes.models.loading import load_model, new_model
-from accelerate_recipes.models.pretrained import load_text_config
+from accelerate_recipes.models.pretrained import generation_config, load_text_config
 from accelerate_recipes.models.probes import UNTRIED, Packing, packing_of
 from accelerate_recipes.models.shared_rows import balance_weight
 from accelerate_recipes.models.slices import source_of
+from accelerate_recipes.models.tokenizers import stops_of
 from accelerate_recipes.models.weights import initialize, seed_of
 from accelerate_recipes.ranks import computes_in_bf16, ranks_a_row
 from accelerate_recipes.run import Run
@@ -157,9 +150,8 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
     if args.data_only:
         config = load_text_config(args.model_name_or_path)
         model = new_model(config, args.attn_implementation, has_boundaries=args.has_boundaries)
-        with contextlib.suppress(OSError):  # it names the tokens that end an answer; a model may have none
-            name = args.model_name_or_path
-            model.generation_config = GenerationConfig.from_pretrained(name, **cache.pinned(name))
+        # It names the tokens that end an answer; a model may have none.
+        model.generation_config = generation_config(model, args.model_name_or_path)
     else:
         model = load_model(
             args.model_name_or_path, args.attn_implementation, has_boundaries=args.has_boundaries, **load_settings(args)

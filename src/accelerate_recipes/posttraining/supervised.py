@@ -13,7 +13,7 @@ import pyarrow as pa
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import pack_dataset
 
-from accelerate_recipes.checkpoint.exported import Exported, as_exported, shown_ends, stops_of
+from accelerate_recipes.checkpoint.exported import Exported, as_exported, shown_ends
 from accelerate_recipes.data.chats import check_written, without_controls
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.files import check_texts_or_messages
@@ -26,6 +26,7 @@ from accelerate_recipes.data.rows import num_steps
 from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.errors import ConfigError, printable
 from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.tokenizers import stops_of
 from accelerate_recipes.posttraining.supervised_loss import make_collator
 from accelerate_recipes.posttraining.trained_rows import (
     EVERYTHING,

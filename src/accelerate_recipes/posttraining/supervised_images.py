@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from accelerate_recipes.checkpoint.exported import Exported, as_exported, stops_of
+from accelerate_recipes.checkpoint.exported import Exported, as_exported
 from accelerate_recipes.data import image_texts, rendering
 from accelerate_recipes.data.image_rows import load_image_sides
 from accelerate_recipes.data.image_sizes import Patches, known_sizes
@@ -32,6 +32,7 @@ from accelerate_recipes.models.composites import weights_by_part
 from accelerate_recipes.models.documents import text_positions
 from accelerate_recipes.models.image_probe import check_whole
 from accelerate_recipes.models.images import image_model_on_meta, join_documents
+from accelerate_recipes.models.tokenizers import stops_of
 from accelerate_recipes.posttraining.supervised import (
     SupervisedRows,
     check_answers_are_left,

@@ -25,7 +25,7 @@ from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.configurations import Architecture, new_config
 from accelerate_recipes.models.deepvit import DeepViTConfig, DeepViTForImageClassification
-from accelerate_recipes.models.loading import classifier_on_meta, load_classifier, with_classes
+from accelerate_recipes.models.loading import load_classifier, on_meta, with_classes
 from accelerate_recipes.models.pretrained import Kind, load_config
 from accelerate_recipes.trial import Trial, config_of
 
@@ -73,6 +73,11 @@ def image_size_problems(args: Architecture) -> list[str]:
 def new_classifier(args: Architecture, names: list[str], dtype: torch.dtype) -> PreTrainedModel:
     """Make a classifier of images on the meta device; `distributed.prepare` draws its first weights."""
     return by_layers(classifier_on_meta(with_classes(new_vision_config(args), names), dtype))
+
+
+def classifier_on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Make a classifier of images on the meta device, in `dtype`."""
+    return on_meta(AutoModelForImageClassification, config, dtype=dtype)
 
 
 def load_image_classifier(name: str, names: list[str], **settings: Any) -> PreTrainedModel:
@@ -176,7 +181,7 @@ def flops_per_image(model: PreTrainedModel, size: int) -> Flops:
     ViT of L layers, width D, MLP M and N patches of P pixels a side, T = N + 1 tokens, the sum is
     6 (L (4 D^2 + 2 D M) T + 3 P^2 D N + D C) + 12 L D T^2; re-attention of H heads adds 6 L H^2 T^2.
     """
-    twin = classifier_on_meta(model.config, torch.float32).eval()
+    twin = classifier_on_meta(model.config).eval()
     # Attention kernels have no FLOP count on the meta device.
     twin.set_attn_implementation("eager")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
