@@ -17,7 +17,7 @@ from accelerate_recipes.data.control_tokens import Controls
 from accelerate_recipes.data.dates import ASKS, first_prepared, frozen_date, is_day
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.messages import NUM_COMPARED, roles_at
-from accelerate_recipes.data.rendering import WEIGHTS, without_tail
+from accelerate_recipes.data.rendering import WEIGHTS, without_end
 from accelerate_recipes.data.template_values import SETTINGS, parsed
 from accelerate_recipes.errors import ConfigError, DataError, printable, raise_problems
 from accelerate_recipes.ranks import is_first, on_first_rank
@@ -110,7 +110,7 @@ def first_controls(
         said = [
             parsed(value, name, index + 1, source)
             if name in SETTINGS
-            else without_tail(value.removeprefix(begin), end).removesuffix(end)
+            else without_end(value.removeprefix(begin), end)
             if isinstance(value, str)
             else [named_in(template, message) for message in value or []]
             for name, value in zip(rows, values, strict=True)
