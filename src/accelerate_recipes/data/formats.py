@@ -130,15 +130,6 @@ class FormatArgs(ChatArgs):
         }
 
 
-@dataclass
-class PairFormatArgs(FormatArgs):
-    """Arguments of a recipe that reads pairs of answers."""
-
-    @property
-    def forms(self) -> Sequence[Form]:
-        return DPO
-
-
 def in_usual_form(
     rows: datasets.Dataset, forms: Sequence[Form], mapping: dict[str, str], source: str, *, has_template: bool
 ) -> datasets.Dataset:
