@@ -171,9 +171,9 @@ def rendered_documents(
             begins, ends = ([image[i] for image in images] for i in (0, 1))
             checksums = row["checksums"][: len(images)]
             differs = texts.differ_alone(sizes[: len(images)])
-            found.append((ids, labels, number, opened, begins, ends, checksums, differs))
-    columns = zip(*found, strict=True) if found else [()] * len(DOCUMENTS)
-    return pa.table(dict(zip(DOCUMENTS, map(list, columns), strict=True)), schema=DOCUMENTS.arrow_schema)
+            columns = (ids, labels, number, opened, begins, ends, checksums, differs)
+            found.append(dict(zip(DOCUMENTS, columns, strict=True)))
+    return pa.Table.from_pylist(found, schema=DOCUMENTS.arrow_schema)
 
 
 def cut_documents(table: pa.Table, first: int, longest: int) -> pa.Table:
