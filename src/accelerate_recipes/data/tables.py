@@ -6,7 +6,6 @@ Texts stay as they are written, also in CSV. Values whose types differ between r
 import contextlib
 import csv
 import io
-import itertools
 import json
 import os
 import re
@@ -204,8 +203,7 @@ def blocks_of(file: str) -> Iterator[list[dict]]:
             return
         with decompressed(file) as lines:
             found, size = [], 0
-            for number in itertools.count(1):
-                line = lines.readline(LONGEST + 1)
+            for number, line in enumerate(iter(lambda: lines.readline(LONGEST + 1), b""), 1):
                 if len(line) > LONGEST:
                     raise DataError(f"{file}, line {number} {TOO_LONG}")
                 if line.removeprefix(BOM).strip():
@@ -213,11 +211,11 @@ def blocks_of(file: str) -> Iterator[list[dict]]:
                     if b"\\ud" in line.lower():  # maybe half of a surrogate pair
                         check_characters(json.dumps(found[-1], ensure_ascii=False), f"{file}, line {number}")
                 size += len(line)
-                if found and (size >= BLOCK or not line):
+                if found and size >= BLOCK:
                     yield found
                     found, size = [], 0
-                if not line:
-                    return
+            if found:
+                yield found
 
 
 def rows_on_many_lines(file: str) -> list[dict] | None:
