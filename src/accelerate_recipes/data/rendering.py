@@ -284,11 +284,12 @@ class Part(NamedTuple):
 
 
 def parts_of(messages: list[dict], answers: Sequence[int], write: Write, stops: Sequence[str]) -> list[Part]:
-    """Return a conversation as texts that hold those of its messages that are `answers`, each as it stands as the last one.
+    """Return a conversation as texts that hold its answers, each as it stands when it is the last message.
+
+    `answers` are the numbers of their messages; `stops` are the texts at which generation stops.
 
     Usually this is one text. But some templates render a message otherwise when others follow: they drop thoughts, or move
     the system prompt. An answer that the later text does not hold in the same way gets a text of its own, cut after it.
-    `stops` are the texts at which generation stops.
     """
     parts: list[Part] = []
     for number in reversed(answers):
