@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.chats import check_written, without_controls
-from accelerate_recipes.data.formats import PAIR, PairFormatArgs
+from accelerate_recipes.data.formats import DPO, PAIR, FormatArgs
 from accelerate_recipes.engine import train
 from accelerate_recipes.life.picture import Bars, Curves
 from accelerate_recipes.models.adapters import add_adapters
@@ -39,9 +39,10 @@ from accelerate_recipes.trial import Trial
 
 
 @dataclass
-class Args(PairFormatArgs, DPOArgs, trl.DPOConfig):
+class Args(FormatArgs, DPOArgs, trl.DPOConfig):
     output_dir: str = "outputs/dpo"
     tokenizes_first = True
+    forms = DPO  # pyright: ignore[reportAssignmentType]  a property of the base
     min_score_margin: float = arg(0.0, "Leave out pairs whose scores differ by less than this.", min=0)
 
 

@@ -194,11 +194,7 @@ def parts_by(tokenizer: Any, messages: list[dict], numbers: list[int], stops: li
     def write(messages: list[dict], **more: bool) -> str:
         return tokenizer.apply_chat_template(messages, tokenize=False, **more)
 
-    written = {
-        number: (write(messages[: number + 1]), write(messages[:number], add_generation_prompt=True))
-        for number in numbers
-    }
-    return parts_of(messages, written, write, stops)
+    return parts_of(messages, numbers, write, stops)
 
 
 def test_a_row_of_its_own():

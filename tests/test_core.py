@@ -15,7 +15,7 @@ from accelerate_recipes.models.tokenizers import new_word_tokenizer
 
 # Modules about these packages, which import them at once; all others do where they use them.
 ABOUT = {
-    "chess/rules.py", "data/formats.py", "data/judged.py", "data/messages.py", "data/tables.py",
+    "chess/rules.py", "data/chats.py", "data/formats.py", "data/judged.py", "data/messages.py", "data/tables.py",
     "posttraining/answers.py", "posttraining/evaluation.py", "posttraining/references.py", "posttraining/objective.py",
     "posttraining/distillation.py", "posttraining/own_answers.py", "posttraining/preferences.py", "posttraining/prompts.py", "posttraining/rewards.py", "posttraining/settings.py",
     "posttraining/mixtures.py", "posttraining/supervised.py", "posttraining/supervised_images.py", "posttraining/supervised_loss.py", "posttraining/trained_pairs.py",

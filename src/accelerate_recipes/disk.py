@@ -92,6 +92,17 @@ def own_suffix() -> str:
     return f".partial-{socket.gethostname()}-{os.getpid()}"
 
 
+@contextlib.contextmanager
+def written_beside(file: Path) -> Iterator[Path]:
+    """Yield a name beside a file to write to; it becomes the file if it is written without an error, or is removed."""
+    partial = file.with_name(file.name + own_suffix())
+    try:
+        yield partial
+        partial.rename(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def print_any_text() -> None:
     """Print characters that the locale's encoding lacks as their numbers. They must not end a run or a command."""
     for stream in (sys.stdout, sys.stderr):

@@ -7,8 +7,9 @@ messages hold: that would be lost, and nothing would say so.
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -17,13 +18,10 @@ from accelerate_recipes.data.control_tokens import Controls
 from accelerate_recipes.data.dates import ASKS, first_prepared, frozen_date, is_day
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.messages import NUM_COMPARED, roles_at
-from accelerate_recipes.data.rendering import WEIGHTS, without_tail
+from accelerate_recipes.data.rendering import WEIGHTS, without_end
 from accelerate_recipes.data.template_values import SETTINGS, parsed
 from accelerate_recipes.errors import ConfigError, DataError, printable, raise_problems
 from accelerate_recipes.ranks import is_first, on_first_rank
-
-if TYPE_CHECKING:
-    import datasets
 
 UNWRITTEN = {"role", "name", "content", "refusal", "tool_call_id", *WEIGHTS}  # fields that need not be written as such
 TOOLS = "tools"
@@ -80,8 +78,7 @@ def texts_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        yield from value if isinstance(value, dict) else ()
-        for entry in value.values() if isinstance(value, dict) else value:
+        for entry in [*value, *value.values()] if isinstance(value, dict) else value:
             yield from texts_in(entry)
 
 
@@ -110,7 +107,7 @@ def first_controls(
         said = [
             parsed(value, name, index + 1, source)
             if name in SETTINGS
-            else without_tail(value.removeprefix(begin), end).removesuffix(end)
+            else without_end(value.removeprefix(begin), end)
             if isinstance(value, str)
             else [named_in(template, message) for message in value or []]
             for name, value in zip(rows, values, strict=True)
@@ -120,13 +117,13 @@ def first_controls(
 
 
 def without_controls(
-    rows: "datasets.Dataset",
+    rows: datasets.Dataset,
     columns: Collection[str],
     tokenizer: PreTrainedTokenizerBase,
     stops: Collection[int],
     source: str,
     action: str,
-) -> "datasets.Dataset":
+) -> datasets.Dataset:
     """Look for control tokens in `columns` and in the settings of a chat template, and do as --control_tokens says.
 
     Texts that are no messages were rendered by the user, so their control tokens are only told.
@@ -135,8 +132,6 @@ def without_controls(
         DataError: for messages with control tokens, unless `action` is `keep` or `drop_rows`.
         ConfigError: if no row is left.
     """
-    from datasets import List
-
     said_in = [name for name in rows.column_names if name in columns]
     read = [*said_in, *(name for name in rows.column_names if name in SETTINGS)]
     found = rows.select_columns(read).map(
@@ -157,7 +152,7 @@ def without_controls(
             raise ConfigError(f"{said}; --control_tokens drop_rows leaves none")
         rows = rows.select(np.setdiff1d(np.arange(len(rows)), numbers))
         said += "; they are left out"
-    elif action != "keep" and any(isinstance(rows.features[name], List) for name in said_in):
+    elif action != "keep" and any(isinstance(rows.features[name], datasets.List) for name in said_in):
         raise DataError(
             f"{said}: it would end a message, or begin another, in the middle of a text. Change these texts, or leave the "
             "rows out by --control_tokens drop_rows; --control_tokens keep trains them so"
@@ -208,7 +203,7 @@ def is_written(row: dict[str, Any], columns: Sequence[str], field: str, tokenize
 
 
 def check_written(
-    rows: "datasets.Dataset", columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, where: str, date: str
+    rows: datasets.Dataset, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase, where: str, date: str
 ) -> None:
     """Print which fields of messages the chat template does not write, each with the number of its rows, and the first.
 
@@ -219,10 +214,8 @@ def check_written(
     Raises:
         ConfigError: if these are calls of tools, or tools.
     """
-    from datasets import Json
-
     features = {column: getattr(rows.features[column], "feature", None) for column in columns}
-    if not all(isinstance(feature, dict | Json) for feature in features.values()):
+    if not all(isinstance(feature, dict | datasets.Json) for feature in features.values()):
         return  # texts
     if TOOLS not in rows.column_names and all(
         isinstance(feature, dict) and feature.keys() <= UNWRITTEN and roles_at(rows, column) <= USUAL
@@ -235,14 +228,12 @@ def check_written(
             having[field].append(number)
     lost = {}
     for field, numbers in having.items():
-        first = (rows[number] for number in numbers[:NUM_COMPARED])
         with frozen_date(date):
-            is_lost = not any(is_written(row, columns, field, tokenizer) for row in first)
-        if is_lost:
-            lost[field] = (
-                f"{where} {numbers[0] + 1}: the chat template writes nothing of `{field}`, which {len(numbers):,} of "
-            )
-            lost[field] += f"{len(rows):,} have; {REMEDY}"
+            if any(is_written(rows[number], columns, field, tokenizer) for number in numbers[:NUM_COMPARED]):
+                continue
+        having_it = f"{len(numbers):,} of {len(rows):,}"
+        said = f"{where} {numbers[0] + 1}: the chat template writes nothing of `{field}`, which {having_it} have"
+        lost[field] = f"{said}; {REMEDY}"
     raise_problems(
         "What rows hold would not be trained", [lost[name] for name in ("tool_calls", TOOLS) if name in lost]
     )

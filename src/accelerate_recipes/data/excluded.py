@@ -32,10 +32,9 @@ def excluded_rows(file: str, names: tuple[str, ...] = ()) -> set:
     if not rows:
         raise ConfigError(f'{said} names no row; it needs lists of rows, such as {{"rows": [17, 23]}}')
     kind = f"a list of {', '.join(names)}" if names else "a number"
+    wanted = [int] * len(names) if names else int
     for row in rows:
-        parts = row if isinstance(row, tuple) else (row,)
-        is_of_kind = isinstance(row, tuple) == bool(names) and (not names or len(parts) == len(names))
-        if not (is_of_kind and all(type(part) is int for part in parts)):
+        if ([*map(type, row)] if isinstance(row, tuple) else type(row)) != wanted:
             raise ConfigError(f"{said} names the row {json.dumps(row)}; with these data, a row is {kind}")
     return set(rows)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from accelerate_recipes.data.reading import reading
-from accelerate_recipes.disk import IS_POINTER, checksum, is_pointer, own_suffix
+from accelerate_recipes.disk import IS_POINTER, checksum, is_pointer, written_beside
 from accelerate_recipes.errors import DataError, other_recipe, suggestion
 from accelerate_recipes.hub import cache
 
@@ -56,12 +56,8 @@ def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> "da
     table = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / f"files-{name}" / "rows.arrow"
     if not table.exists():
         table.parent.mkdir(parents=True, exist_ok=True)
-        partial = table.with_name(table.name + own_suffix())
-        try:
+        with written_beside(table) as partial:
             write_table(files, kind, str(partial))
-            partial.rename(table)
-        finally:
-            partial.unlink(missing_ok=True)
     return datasets.Dataset.from_file(str(table))
 
 

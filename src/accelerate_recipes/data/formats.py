@@ -7,7 +7,6 @@ docs/rows.md shows a row of each form, and the result of its conversion.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import reduce
 from typing import NamedTuple
 
@@ -39,7 +38,7 @@ from accelerate_recipes.data.messages import (
     without_answer,
 )
 from accelerate_recipes.data.template_values import SETTINGS, parsed
-from accelerate_recipes.errors import ConfigError, DataError, other_recipe, printable, suggestion
+from accelerate_recipes.errors import ConfigError, DataError, closest, other_recipe, printable, suggestion
 from accelerate_recipes.ranks import is_first
 
 PAIR, SCORES, JUDGED = ("chosen", "rejected"), ("score_chosen", "score_rejected"), ("prompt", "completion", "score")
@@ -130,15 +129,6 @@ class FormatArgs(ChatArgs):
         }
 
 
-@dataclass
-class PairFormatArgs(FormatArgs):
-    """Arguments of a recipe that reads pairs of answers."""
-
-    @property
-    def forms(self) -> Sequence[Form]:
-        return DPO
-
-
 def in_usual_form(
     rows: datasets.Dataset, forms: Sequence[Form], mapping: dict[str, str], source: str, *, has_template: bool
 ) -> datasets.Dataset:
@@ -166,9 +156,7 @@ def in_usual_form(
         how = "texts as they stand" if is_kept else "conversations" if as_messages else "texts, without a chat template"
         columns = ", ".join(mapping.get(name, name) for name in read)
         others = f"; columns that are not used: {', '.join(unread)}" if unread else ""
-        meant = {name: get_close_matches(name, unread, 1, 0.75) for name in (*takes, *SETTINGS) if name not in read}
-        renamed = [f"{name}={column}" for name, columns in meant.items() for column in columns]
-        others += f"; did you mean --columns {' '.join(renamed)}?" if renamed else ""
+        others += meant_columns([name for name in (*takes, *SETTINGS) if name not in read], unread)
         print(printable(f"{source}: {form.name} ({columns}), read as {how}{others}"), flush=True)
     if are_texts and form.needs != PAIR:
         rows = without_repeated_question(rows, form, source)
@@ -215,7 +203,8 @@ def recognised(
     fitting = chosen or [form for form in fitting if not any({*form.needs} < {*other.needs} for other in fitting)]
     if not fitting:
         known = "".join(f"\n- {form.name}: {', '.join(form.needs)}" for form in forms)
-        meant = similar_form(names, forms) or other_recipe(names)
+        close = [form.needs for form in forms if all(closest(need, names) for need in form.needs)]
+        meant = meant_columns(close[0] if close else (), names) or other_recipe(names)
         shown = next((form for form in forms if len(form.needs) == 2), forms[-1])
         raise ConfigError(
             f"{source} has the columns {', '.join(names)}; it needs those of one of these forms, or --columns, such as "
@@ -234,14 +223,11 @@ def recognised(
     return form, rows
 
 
-def similar_form(names: Sequence[str], forms: Sequence[Form]) -> str:
-    """Return "; did you mean ...?" with the columns that are nearly those of a form, or ""."""
-    for form in forms:
-        found = {need: get_close_matches(need, names, 1, 0.75) for need in form.needs}
-        if all(found.values()):
-            renamed = [f"{need}={column}" for need, (column,) in found.items() if column != need]
-            return f"; did you mean --columns {' '.join(renamed)}?" if renamed else ""
-    return ""
+def meant_columns(wanted: Sequence[str], names: Sequence[str]) -> str:
+    """Return "; did you mean ...?" with the columns that have nearly the wanted names, or ""."""
+    found = {name: closest(name, names) for name in wanted}
+    renamed = [f"{name}={column}" for name, column in found.items() if column not in ("", name)]
+    return f"; did you mean --columns {' '.join(renamed)}?" if renamed else ""
 
 
 def ambiguity(

@@ -90,11 +90,9 @@ class RowsArgs:
         Raises:
             DataError: for rows that cannot be read.
         """
-        if self.train_files:
-            rows = {"train": self.read_files(self.train_files)}
-        else:
-            rows = {"train": read_split(self.row_datasets[0], self.train_split)}
-        return rows | ({"test": self.read_files(self.eval_files)} if self.eval_files else {})
+        files = {"train": self.train_files, "test": self.eval_files}
+        rows = {side: self.read_files(named) for side, named in files.items() if named}
+        return rows if self.train_files else {"train": read_split(self.row_datasets[0], self.train_split)} | rows
 
     def read_files(self, files: list[str]) -> "datasets.Dataset":
         """Read the rows of local files, all of one kind."""

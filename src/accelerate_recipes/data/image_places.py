@@ -170,18 +170,14 @@ def images_of(row: dict, named: list[Any]) -> list[Any]:
 
 def file_of(image: Any, folder: str) -> dict[str, Any]:
     """Return an image as IMAGES holds it, with its absolute path."""
-    found = {"path": None, "bytes": None}
-    if isinstance(image, dict):
-        found |= {name: image.get(name) for name in found}
-    elif isinstance(image, str | bytes):
-        found["path" if isinstance(image, str) else "bytes"] = image
-    path, content = found["path"], found["bytes"]
+    given = image if isinstance(image, dict) else {"bytes" if isinstance(image, bytes) else "path": image}
+    path, content = given.get("path"), given.get("bytes")
     if isinstance(content, bytes):
-        return found
+        return {"path": path, "bytes": content}
     if content is not None or not path or not isinstance(path, str):
         raise ValueError(f"an image is {image!r:.60}; give the path of a file, or bytes")
     if not URL.match(path) and not os.path.isabs(path):
         if not folder:
             raise ValueError(f"the path of the image {path} does not say where it begins; give --image_folder")
-        found["path"] = os.path.join(folder, path)
-    return found
+        path = os.path.join(folder, path)
+    return {"path": path, "bytes": None}

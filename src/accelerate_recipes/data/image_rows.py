@@ -4,7 +4,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
@@ -42,6 +42,7 @@ IMAGE = {"type": "image"}
 NUMBERS = datasets.List(datasets.Value("int32"))
 MEASURES = {"widths": NUMBERS, "heights": NUMBERS, "checksums": datasets.List(TEXT)}
 ASKED = "asked"  # column with what decides on which side a row lies
+PARTED = datasets.Features({"messages": ANY, ASKED: TEXT})
 
 
 @dataclass
@@ -187,7 +188,6 @@ def usual_texts(texts: datasets.Dataset, args: Any, source: str) -> tuple[datase
             "messages, the answers alone are trained (--assistant_only_loss)"
         )
     check_texts_or_messages(usual, columns, source)
-    usual = usual.select_columns([name for name in usual.column_names if name in {*columns, *SETTINGS}])
     return usual.add_column("row", np.arange(1, len(usual) + 1)), columns  # pyright: ignore[reportCallIssue]
 
 
@@ -203,7 +203,7 @@ def checked_texts(rows: datasets.Dataset, columns: tuple[str, ...], args: Any, s
         DataError: for messages that templates do not read.
         ConfigError: if everything is trained, and messages are no targets.
     """
-    texts = without_added_nulls(rows, [*columns, *settings_columns(rows)], source)
+    texts = without_added_nulls(rows, rows.column_names, source)
     trained = columns if args.completion_only_loss is False else columns[-1:]
     has_others = has_unweighted(texts, trained, source) or is_weighed(args, columns)
     if has_others and args.assistant_only_loss == "false":
@@ -216,10 +216,6 @@ def checked_texts(rows: datasets.Dataset, columns: tuple[str, ...], args: Any, s
     return texts
 
 
-def settings_columns(rows: datasets.Dataset) -> list[str]:
-    return [name for name in SETTINGS if name in rows.column_names]
-
-
 def with_parts(
     texts: datasets.Dataset,
     columns: tuple[str, ...],
@@ -230,15 +226,14 @@ def with_parts(
     source: str,
 ) -> datasets.Dataset:
     """Make the rows that `load_image_sides` returns from their texts and images, and check them; add the column ASKED."""
-    settings = settings_columns(texts)
     joined = datasets.concatenate_datasets([texts, measured.select_columns(["checksums"])], axis=1)
-    made = {"messages": ANY, **{name: texts.features[name] for name in settings}, ASKED: TEXT}
     given = {"features": joined.features, "columns": columns, "weighs": is_weighed(args, columns), "source": source}
     make = partial(parted, **given, marks=marks_of(processor))
     code = (sys.modules[__name__],)
-    parts = made_of(joined, make, datasets.Features(made), code, args.dataset_num_proc, "Finding places of images")
-    said = parts.select_columns(["messages", *settings])
-    check_written(said, ("messages",), processor.tokenizer, f"{source}, row", args.template_date)
+    parts = made_of(joined, make, PARTED, code, args.dataset_num_proc, "Finding places of images")
+    if settings := [name for name in SETTINGS if name in texts.column_names]:
+        parts = datasets.concatenate_datasets([parts, texts.select_columns(settings)], axis=1)
+    check_written(parts, ("messages",), processor.tokenizer, f"{source}, row", args.template_date)
     return datasets.concatenate_datasets([parts, images, measured], axis=1)
 
 
@@ -252,7 +247,7 @@ def parted(
     source: str,
 ) -> pa.Table:
     """Make messages of parts, and the column ASKED: the question of a row with its images, which decides on its side."""
-    made: dict[str, list] = {"messages": [], ASKED: []}
+    made: dict[str, list] = {name: [] for name in PARTED}
     typed = re.compile("|".join(map(re.escape, marks)))
     for row in rows_in(table, features):
         place, checksums = f"{source}, row {row['row']}", row["checksums"]
@@ -262,7 +257,7 @@ def parted(
                 f"{place}: the text {found.string!r:.80} holds {found[0]!r}, which the model would read as an image, a "
                 "video or a sound; remove it"
             )
-        num_places = number_of_images(messages)
+        num_places = sum(part == IMAGE for message in messages for part in message.get("content") or ())
         if num_places != len(checksums):
             raise DataError(
                 f"{place} has {num_places} places for images, and {len(checksums)} images; write {PLACE} in a text, or a "
@@ -272,10 +267,7 @@ def parted(
         asked = checksums[: question.count(json.dumps(IMAGE))]
         made["messages"].append(messages)
         made[ASKED].append(" ".join([*asked, question]))
-    features = datasets.Features({"messages": ANY, ASKED: TEXT})
-    written: Any = datasets.Dataset.from_dict(made, features=features).data.table
-    settings = {name: table.column(name) for name in SETTINGS if name in table.column_names}
-    return pa.table({"messages": written.column("messages")} | settings | {ASKED: written.column(ASKED)})
+    return datasets.Dataset.from_dict(made, features=PARTED).data.table
 
 
 def messages_of_parts(row: dict, columns: Collection[str], weighs: bool) -> list[dict]:
@@ -297,7 +289,3 @@ def split_at_marks(text: str) -> list[dict]:
     texts = [{"type": "text", "text": between} for between in text.split(SEEN)]
     found = [part for between in texts for part in (IMAGE, between)][1:]
     return [part for part in found if part.get("text") != ""]
-
-
-def number_of_images(messages: Iterable[dict]) -> int:
-    return sum(part == IMAGE for message in messages for part in message.get("content") or ())

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, ProcessorMixin
 from accelerate_recipes.data.image_texts import ImageTexts, Key, Size
 from accelerate_recipes.data.passes import made_of, num_processes
 from accelerate_recipes.data.pictures import Pictures, keys_of
-from accelerate_recipes.disk import own_suffix
+from accelerate_recipes.disk import written_beside
 from accelerate_recipes.errors import ConfigError, DataError, one_line
 from accelerate_recipes.models.images import patches_of
 
@@ -113,9 +113,5 @@ def read_sizes(file: Path) -> pa.Table:
 
 def write_sizes(file: Path, sizes: pa.Table) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial_file = file.with_name(file.name + own_suffix())
-    try:
+    with written_beside(file) as partial_file:
         pq.write_table(sizes, partial_file, write_page_checksum=True)
-        partial_file.rename(file)
-    finally:
-        partial_file.unlink(missing_ok=True)

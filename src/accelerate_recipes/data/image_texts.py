@@ -80,9 +80,8 @@ def render_documents(
     """
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} does not say where its tokens stand in a text")
-    settings = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}
     sizes: list[Size] = [*zip(row["widths"], row["heights"], strict=True)]
-    parts = conversation_texts(tokenizer, row["messages"], settings, assistant_only, stops)
+    parts = conversation_texts(row, tokenizer, assistant_only, stops)
     if parts and (written := parts[-1].text.count(texts.mark)) != len(sizes):  # the last one is the whole conversation
         raise ValueError(
             f"the chat template writes {written} places for images ({texts.mark}), and the row has {len(sizes)} images"
@@ -91,21 +90,19 @@ def render_documents(
 
 
 def conversation_texts(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict],
-    settings: dict[str, Any],
-    assistant_only: bool,
-    stops: Sequence[int],
+    row: dict, tokenizer: PreTrainedTokenizerBase, assistant_only: bool, stops: Sequence[int]
 ) -> list[Part]:
     """Write a conversation as texts, and the places of targets in each; see `render_documents`."""
+    messages = row["messages"]
+    settings = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}
     if not assistant_only:
         text: Any = tokenizer.apply_chat_template(messages, tokenize=False, **settings)
         return [Part(text, [(0, len(text))])]
-    answers = answers_in({"messages": messages}, False)
+    answers = answers_in(row, completion_only=False)
     if not answers:
         return []
     if not HAS_MARKS.search(tokenizer.get_chat_template(None, settings["tools"])):
-        return written_by_rule(tokenizer, [messages], [answers], settings, stops)[0]
+        return written_by_rule(tokenizer, messages, answers, settings, stops)
     text, places = marked(tokenizer, messages, **settings)
     without = places_without_weight(tokenizer, messages, **settings)[1] if has_untrained(messages) else []
     if not any(begin < end for begin, end in places):
@@ -171,9 +168,9 @@ def rendered_documents(
             begins, ends = ([image[i] for image in images] for i in (0, 1))
             checksums = row["checksums"][: len(images)]
             differs = texts.differ_alone(sizes[: len(images)])
-            found.append((ids, labels, number, opened, begins, ends, checksums, differs))
-    columns = zip(*found, strict=True) if found else [()] * len(DOCUMENTS)
-    return pa.table(dict(zip(DOCUMENTS, map(list, columns), strict=True)), schema=DOCUMENTS.arrow_schema)
+            columns = (ids, labels, number, opened, begins, ends, checksums, differs)
+            found.append(dict(zip(DOCUMENTS, columns, strict=True)))
+    return pa.Table.from_pylist(found, schema=DOCUMENTS.arrow_schema)
 
 
 def cut_documents(table: pa.Table, first: int, longest: int) -> pa.Table:

@@ -1,12 +1,11 @@
 """Answers that are judged one by one: a row has a `label`, which is true for a good answer and false for a bad one."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.data.formats import KTO, LABEL, Form, FormatArgs
+from accelerate_recipes.data.formats import KTO, LABEL, FormatArgs
 from accelerate_recipes.errors import DataError
 
 GOOD = {"true": True, "1": True, "false": False, "0": False}
@@ -16,9 +15,7 @@ GOOD = {"true": True, "1": True, "false": False, "0": False}
 class JudgedArgs(FormatArgs):
     """Arguments of a recipe that reads judged answers. Put it before TrainArgs in the bases of its arguments."""
 
-    @property
-    def forms(self) -> Sequence[Form]:
-        return KTO
+    forms = KTO  # pyright: ignore[reportAssignmentType]  a property of the base
 
     def read_rows_for(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, datasets.Dataset]:
         return {

@@ -68,12 +68,9 @@ def pack_documents(documents: "Dataset", max_length: int, cache_file: Path) -> "
         wanted = pa.array([document for pieces in pieces_of_rows for document, _, _ in pieces])
         taken = documents.data.column("input_ids").take(wanted).combine_chunks()
         tokens, offsets = np.asarray(taken.values), np.asarray(taken.offsets)
-        packed, lengths, i = [], [], 0
+        packed, lengths, begins = [], [], iter(offsets)
         for pieces in pieces_of_rows:
-            parts = []
-            for _, start, end in pieces:
-                parts.append(tokens[offsets[i] + start : offsets[i] + end])
-                i += 1
+            parts = [tokens[at + start : at + end] for (_, start, end), at in zip(pieces, begins, strict=False)]
             packed.append(np.concatenate(parts))
             lengths.append([len(part) for part in parts])
         return {"input_ids": packed, "lengths": lengths}

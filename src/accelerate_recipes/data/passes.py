@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from accelerate_recipes.disk import own_suffix
+from accelerate_recipes.disk import written_beside
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import workers
 
@@ -80,14 +80,13 @@ def made_of(
         key = Hasher.hash([rows._fingerprint, make, schema.to_string(), *map(inspect.getsource, code)])
         file = Path(rows.cache_files[0]["filename"]).with_name(f"cache-{key}.arrow")
     if not file.exists():
-        partial_file = file.with_name(file.name + own_suffix())
-        try:
-            with pa.OSFile(str(partial_file), "wb") as opened, pa.ipc.new_stream(opened, schema) as stream:
-                for table in tables():
-                    stream.write_table(table)
-            partial_file.rename(file)
-        finally:
-            partial_file.unlink(missing_ok=True)
+        with (
+            written_beside(file) as partial_file,
+            pa.OSFile(str(partial_file), "wb") as opened,
+            pa.ipc.new_stream(opened, schema) as stream,
+        ):
+            for table in tables():
+                stream.write_table(table)
     return datasets.Dataset.from_file(str(file))
 
 

@@ -49,9 +49,8 @@ def checksum_of_rows(rows: "Dataset", columns: Sequence[str]) -> str:
     for column, chunk in chunks:
         for leaf, values in leaf_arrays(column, chunk):
             digests[leaf].update(values)
-    return xxhash.xxh3_128_hexdigest(
-        repr(sorted((leaf, digest.hexdigest()) for leaf, digest in digests.items())).encode()
-    )
+    sums = sorted((leaf, digest.hexdigest()) for leaf, digest in digests.items())
+    return xxhash.xxh3_128_hexdigest(repr(sums).encode())
 
 
 def content_of(rows: "Dataset", columns: Sequence[str]) -> str:

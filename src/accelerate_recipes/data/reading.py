@@ -91,10 +91,9 @@ def record_of(file: str, index: int, line: bytes) -> dict:
     except (ValueError, RecursionError) as error:
         reason = first_line(error)
         raise DataError(f"{where} is not JSON: {reason}{remedy_of(reason)}") from None
-    if record is None:
-        raise DataError(f"{where} is no JSON object, but null; remove it")
     if not isinstance(record, dict):
-        raise DataError(f"{where} is no JSON object, but a {type(record).__name__}")
+        kind = "null; remove it" if record is None else f"a {type(record).__name__}"
+        raise DataError(f"{where} is no JSON object, but {kind}")
     return record
 
 

@@ -8,9 +8,8 @@ that is cut after the answer, because the model has never seen more when it answ
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -23,7 +22,7 @@ HAS_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds t
 WEIGHTS = ("weight", "train", "loss")  # fields of a message, of several formats: with 0 or false, it is no target
 NUM_OPENED = 60  # characters that are shown of a generation prompt
 MARK = "\ue000"  # a character that no text has: it shows where a template writes a text
-Write = Callable[[list[dict]], str]  # renders messages
+Write = Callable[..., str]  # renders messages
 
 
 def weights_of(message: dict) -> list[Any]:
@@ -56,10 +55,10 @@ def added_begin(tokenizer: PreTrainedTokenizerBase) -> str:
     return begin if ids[:2] == [tokenizer.bos_token_id] * 2 else ""
 
 
-def without_tail(text: str, end: str) -> str:
-    """Return a text without the white space behind its end token; another end token would follow that."""
+def without_end(text: str, end: str) -> str:
+    """Return a text without its end token, and the white space behind that; another end token would follow it."""
     bare = text.rstrip()
-    return bare if end and bare.endswith(end) else text
+    return bare.removesuffix(end) if end and bare.endswith(end) else text
 
 
 def marked(
@@ -181,7 +180,8 @@ def render_alike(
         whole = [messages_in(row) for row in rows]
         if assistant_only and not HAS_MARKS.search(tokenizer.get_chat_template(None, settings["tools"])):
             answers = [answers_in(row, completion_only) for row in rows]
-            return by_rule(tokenizer, whole, answers, settings, stops)
+            pairs = zip(whole, answers, strict=True)
+            return by_rule(tokenizer, [written_by_rule(tokenizer, *pair, settings, stops) for pair in pairs])
         rendered = by_template(tokenizer, whole, **settings, return_assistant_tokens_mask=assistant_only)
         ids_of_rows, marks = rendered["input_ids"], rendered.get("assistant_masks") or []
     targets_of_rows = [[True] * len(ids) for ids in ids_of_rows]
@@ -191,8 +191,8 @@ def render_alike(
     asked = [number for number, prompt in enumerate(prompts) if prompt] if completion_only else []
     alone = prompts_alone(tokenizer, [prompts[number] for number in asked], settings) if asked else []
     for number, ids in zip(asked, alone, strict=True):
-        begin, targets = first_difference(ids, ids_of_rows[number]), targets_of_rows[number]
-        targets[:begin] = [False] * len(targets[:begin])  # all, if the answer has no token
+        begin = shared_length(ids, ids_of_rows[number])  # all, if the answer has no token
+        targets_of_rows[number][:begin] = [False] * begin
     return [[Rendering(ids, targets)] for ids, targets in zip(ids_of_rows, targets_of_rows, strict=True)]
 
 
@@ -234,23 +234,15 @@ def texts_read(rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase, text_fi
     """Return the text of each row, or its prompt and completion: without a begin token, which is added, and with one end."""
     names = ("prompt", "completion") if "completion" in rows[0] else (text_field,)
     begin, end = added_begin(tokenizer), str(tokenizer.eos_token)
-    found = []
-    for row in rows:
-        first, *more = (row[name] for name in names)
-        *before, last = first.removeprefix(begin), *more
-        last = without_tail(last, end)
-        found.append(dict(zip(names, (*before, last if last.endswith(end) else last + end), strict=True)))
+    found = [{name: row[name] for name in names} for row in rows]
+    for texts in found:
+        texts[names[0]] = texts[names[0]].removeprefix(begin)
+        texts[names[-1]] = without_end(texts[names[-1]], end) + end
     return found
 
 
-def by_rule(
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[list[dict]],
-    answers: Sequence[list[int]],
-    settings: dict[str, Any],
-    stops: Sequence[int],
-) -> list[list[Rendering]]:
-    """Render conversations whose answers the template does not mark.
+def by_rule(tokenizer: PreTrainedTokenizerBase, parts: "Sequence[list[Part]]") -> list[list[Rendering]]:
+    """Tokenise conversations whose answers the template does not mark, written as texts.
 
     Raises:
         ValueError: for a tokenizer that does not say where its tokens stand.
@@ -260,13 +252,8 @@ def by_rule(
             f"{type(tokenizer).__name__} does not say where its tokens stand in a text, so answers alone need a template "
             "that marks them ({% generation %}); give --assistant_only_loss false to train everything"
         )
-    parts = written_by_rule(tokenizer, conversations, answers, settings, stops)
-    encoded = tokenizer(
-        [part.text for found in parts for part in found],
-        add_special_tokens=False,
-        return_attention_mask=False,
-        verbose=False,
-    )
+    texts = [part.text for found in parts for part in found]
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
     tokens: Any = zip(encoded["input_ids"], encoded.encodings, strict=True)  # pyright: ignore[reportArgumentType]
     return [
         [
@@ -278,35 +265,11 @@ def by_rule(
 
 
 def written_by_rule(
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[list[dict]],
-    answers: Sequence[list[int]],
-    settings: dict[str, Any],
-    stops: Sequence[int],
-) -> "list[list[Part]]":
-    """Write conversations whose answers the template does not mark, each as the texts of `parts_of`."""
-
-    def write_all(conversations: list[list[dict]], **more: Any) -> list[str]:
-        return tokenizer.apply_chat_template(conversations, tokenize=False, **settings, **more)  # pyright: ignore[reportReturnType]
-
-    def write(messages: list[dict], **more: Any) -> str:
-        if not messages:
-            raise ValueError("there is no message")
-        return write_all([messages], **more)[0]
-
-    ends = [str(tokenizer.decode([stop])) for stop in stops]
-    pairs = [*zip(conversations, answers, strict=True)]
-    asked = [messages[:number] for messages, numbers in pairs for number in numbers]
-    try:
-        found: Iterable[str | None] = iter(
-            write_all([before for before in asked if before], add_generation_prompt=True)
-        )
-        prompts = [next(found) if before else None for before in asked]
-    except (TemplateError, ValueError, TypeError):  # the template refuses one of them
-        prompts = [unless_refused(partial(write, add_generation_prompt=True), before) for before in asked]
-    texts = write_all([messages[: number + 1] for messages, numbers in pairs for number in numbers])
-    written = zip(texts, prompts, strict=True)
-    return [parts_of(messages, dict(zip(numbers, written, strict=False)), write, ends) for messages, numbers in pairs]
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], answers: list[int], settings: dict, stops: Sequence[int]
+) -> "list[Part]":
+    """Write a conversation whose answers the template does not mark, as the texts of `parts_of`."""
+    write: Any = partial(tokenizer.apply_chat_template, tokenize=False, **settings)
+    return parts_of(messages, answers, write, [str(tokenizer.decode([stop])) for stop in stops])
 
 
 class Part(NamedTuple):
@@ -320,21 +283,18 @@ class Part(NamedTuple):
     opened: str = ""
 
 
-def parts_of(
-    messages: list[dict], written: dict[int, tuple[str, str | None]], write: Write, stops: Sequence[str]
-) -> list[Part]:
+def parts_of(messages: list[dict], answers: Sequence[int], write: Write, stops: Sequence[str]) -> list[Part]:
     """Return a conversation as texts that hold its answers, each as it stands when it is the last message.
 
-    `written` has for the number of each answer the conversation cut after it, and the conversation before it with the
-    generation prompt, or None if the template refuses that.
+    `answers` are the numbers of their messages; `stops` are the texts at which generation stops.
 
     Usually this is one text. But some templates render a message otherwise when others follow: they drop thoughts, or move
     the system prompt. An answer that the later text does not hold in the same way gets a text of its own, cut after it.
-    `stops` are the texts at which generation stops.
     """
     parts: list[Part] = []
-    for number, (text, prompt) in reversed(written.items()):
-        begin, opened = begin_of(messages, number, text, prompt, write)
+    for number in reversed(answers):
+        text = write(messages[: number + 1])
+        begin, opened = begin_of(messages, number, text, write)
         end = end_of(messages, number, text, begin, write, stops)
         there = next((i for i, part in enumerate(parts) if part.text.startswith(text[:end])), len(parts))
         part = parts.pop(there) if there < len(parts) else Part(text, [])
@@ -342,13 +302,14 @@ def parts_of(
     return parts[::-1]
 
 
-def begin_of(messages: list[dict], number: int, text: str, prompt: str | None, write: Write) -> tuple[int, str]:
+def begin_of(messages: list[dict], number: int, text: str, write: Write) -> tuple[int, str]:
     """Return where an answer begins in `text`, the conversation cut after it; also its prompt if it lacks a part of that."""
+    before: list[dict] = messages[:number]
+    prompt = unless_refused(partial(write, add_generation_prompt=True), before)
     if prompt is not None and text.startswith(prompt):
         return len(prompt), ""
     # The answer lacks the end of its prompt, such as an opened thought: it begins where they part, but not within its
     # content, which may begin as that end does. It does not begin earlier than the conversation before it ends.
-    before: list[dict] = messages[:number]
     has_parts = isinstance(messages[number].get("content"), list)
     content = [{"type": "text", "text": MARK}] if has_parts else MARK
     begin = shared_length(text, write([*before, {"role": "assistant", "content": content}]))
@@ -359,9 +320,9 @@ def begin_of(messages: list[dict], number: int, text: str, prompt: str | None, w
 
 
 def unless_refused(write: Write, messages: list[dict]) -> str | None:
-    """Render messages; return None if the template refuses them, as some do without any, or with certain texts or roles."""
+    """Render messages; return None if there are none, or if the template refuses them, as some do certain texts or roles."""
     try:
-        return write(messages)
+        return write(messages) if messages else None
     except (TemplateError, ValueError, TypeError):
         return None
 
@@ -385,9 +346,10 @@ def first_stop(text: str, begin: int, stops: Sequence[str]) -> int | None:
     return min(found)[1] if found else None
 
 
-def shared_length(a: str, b: str) -> int:
-    """Count the characters with which two texts begin alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+def shared_length(a: Sequence, b: Sequence) -> int:
+    """Count the characters, or tokens, with which two sequences begin alike."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((place for place, pair in pairs if pair[0] != pair[1]), min(len(a), len(b)))
 
 
 def altered(value: Any) -> Any:
@@ -441,7 +403,4 @@ def by_template(
 
 def first_difference(a: Sequence, b: Sequence) -> int | None:
     """Return the first index at which two sequences differ; None if they are equal."""
-    shorter = min(len(a), len(b))
-    if a[:shorter] == b[:shorter]:
-        return None if len(a) == len(b) else shorter
-    return next(i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1])
+    return None if a == b else shared_length(a, b)

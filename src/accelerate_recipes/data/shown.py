@@ -91,8 +91,7 @@ def first_rows(
         counted = f"Rows to train on: {count_line(num_targets, counts)}"
     elif first := [row.num_targets for name, rows in parts if name.startswith("Training") for row in rows]:
         # Streams: nobody has counted their rows.
-        first = np.array(first)
-        counted, which = f"The first rows to train on: {count_line(first, {})}", "they"
+        counted, which = f"The first rows to train on: {count_line(np.array(first), {})}", "they"
     if folder:
         write_rows(folder, parts, counted)
         counted += f"; {which} are in {folder / 'rows.txt'}" if counted else ""
@@ -183,22 +182,16 @@ def show_row(
     length, padding = len(ids), [tokenizer.pad_token_id, *([0] if any(starts) else [])]
     while length and not wanted[length - 1] and (not mask[length - 1] or ids[length - 1] in padding):
         length -= 1
-    special = special_ids(tokenizer)
+    # Special tokens have a role, such as the end, or are marks of the chat template.
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    special |= {*tokenizer.all_special_ids}
     shown = min(length, MAX_TOKENS)
-    tokens = []
-    for token, text, target, starts_here in zip(
-        ids[:shown], spelt(ids[:shown], tokenizer), wanted, starts, strict=False
-    ):
-        text += target if isinstance(target, str) else ""
-        tokens.append(Token(token, text, bool(target), token in special, starts_here))
+    tokens = [
+        Token(token, text + (target if isinstance(target, str) else ""), bool(target), token in special, begins)
+        for token, text, target, begins in zip(ids, spelt(ids[:shown], tokenizer), wanted, starts, strict=False)
+    ]
     title += f" (the first {shown:,} of {length:,} tokens)" if shown < length else ""
     return ShownRow(title, tokens, len(ids) - length, images)
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the special tokens of a tokenizer: those with a role, such as the end, and the marks of its chat template."""
-    marks = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    return marks | {*tokenizer.all_special_ids}
 
 
 def spelt(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

@@ -3,9 +3,9 @@
 Texts stay as they are written, also in CSV. Values whose types differ between rows are stored as JSON, a type of `datasets`.
 """
 
+import contextlib
 import csv
 import io
-import itertools
 import json
 import os
 import re
@@ -28,6 +28,7 @@ DEEPEST = 16
 SPACE = re.compile(r"\s*")
 JSON = pa.json_()
 VOID = datasets.Value("null")
+Read = tuple[pa.Schema, Iterator[pa.RecordBatch]]  # what a file holds
 
 
 class OtherSchema(Exception):
@@ -44,7 +45,7 @@ def write_table(files: Sequence[str], kind: str, path: str) -> None:
         features = datasets.Features()
         for file in files:
             with reading(file):
-                found = datasets.Features.from_arrow_schema(plain_schema(READERS[kind][0](file)))
+                found = datasets.Features.from_arrow_schema(plain_schema(READERS[kind](file)[0]))
             features |= {name: value for name, value in found.items() if features.get(name, VOID) == VOID}
         write_stream(path, features, (part for file in files for part in tables_of(file, kind)))
         return
@@ -87,8 +88,8 @@ def check_texts(table: pa.Table, source: str, start: int) -> None:
 def tables_of(file: str, kind: str) -> Iterator[tuple[str, pa.Table]]:
     """Yield the file's name and its rows, part by part."""
     with reading(file):
-        rows = 0
-        for batch in READERS[kind][1](file):
+        rows, (_, batches) = 0, READERS[kind](file)
+        for batch in batches:
             table = pa.Table.from_batches([batch])
             rows += len(table)
             yield file, table.cast(plain_schema(table.schema))
@@ -119,31 +120,21 @@ def plain(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def parquet_batches(file: str) -> Iterator[pa.RecordBatch]:
+def read_parquet(file: str) -> Read:
     opened = open_parquet(file)
     rows = opened.metadata.num_rows
     size = sum(opened.metadata.row_group(i).total_byte_size for i in range(opened.num_row_groups))
-    yield from opened.iter_batches(max(1, min(BATCH, rows * BLOCK // max(size, 1))))
+    return opened.schema_arrow, opened.iter_batches(max(1, min(BATCH, rows * BLOCK // max(size, 1))))
 
 
-def arrow_batches(file: str) -> Iterator[pa.RecordBatch]:
-    with pa.memory_map(file) as content:
-        found = open_arrow(content)
-        if isinstance(found, pa.ipc.RecordBatchFileReader):
-            yield from map(found.get_batch, range(found.num_record_batches))
-        else:
-            yield from found
-
-
-def arrow_schema(file: str) -> pa.Schema:
-    with pa.memory_map(file) as content:
-        return open_arrow(content).schema
-
-
-def open_arrow(content: pa.NativeFile) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
-    """Open Arrow data in the file format, which Polars writes, or in the stream format, which `datasets` writes."""
-    is_file = content.size() >= 6 and content.read_at(6, 0) == b"ARROW1"
-    return pa.ipc.open_file(content) if is_file else pa.ipc.open_stream(content)
+def read_arrow(file: str) -> Read:
+    """Read Arrow data in the file format, which Polars writes, or in the stream format, which `datasets` writes."""
+    content = pa.memory_map(file)
+    if content.size() >= 6 and content.read_at(6, 0) == b"ARROW1":
+        found = pa.ipc.open_file(content)
+        return found.schema, map(found.get_batch, range(found.num_record_batches))
+    found = pa.ipc.open_stream(content)
+    return found.schema, iter(found)
 
 
 def decompressed(file: str) -> io.BufferedReader:
@@ -151,22 +142,20 @@ def decompressed(file: str) -> io.BufferedReader:
     return io.BufferedReader(pa.input_stream(os.path.abspath(file)))  # pyright: ignore[reportArgumentType]
 
 
-def csv_schema(file: str, delimiter: str = ",") -> pa.Schema:
-    """Read the names of the columns. All columns hold texts, because leading zeros of a number may carry meaning."""
+def read_csv(file: str, delimiter: str = ",") -> Read:
+    """Read texts alone, because leading zeros of a number may carry meaning."""
     with io.TextIOWrapper(decompressed(file), encoding="utf-8-sig", newline="") as lines:
         names = next(filter(None, csv.reader(lines, delimiter=delimiter)), [])
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"it has several columns called {min(twice)!r}")
-    return pa.schema([(name, pa.string()) for name in names])
+    schema = pa.schema([(name, pa.string()) for name in names])
+    return schema, csv_batches(file, schema, delimiter) if names else iter(())
 
 
-def csv_batches(file: str, delimiter: str = ",") -> Iterator[pa.RecordBatch]:
+def csv_batches(file: str, schema: pa.Schema, delimiter: str) -> Iterator[pa.RecordBatch]:
     # With threads, the message about a wrong row would lack the number of the row.
     blocks = pa.csv.ReadOptions(block_size=LONGEST, use_threads=False)
     cells = pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-    schema = csv_schema(file, delimiter)
-    if not schema.names:
-        return
     texts = pa.csv.ConvertOptions(column_types=schema, strings_can_be_null=False)
     rows = 0
     try:
@@ -180,13 +169,7 @@ def csv_batches(file: str, delimiter: str = ",") -> Iterator[pa.RecordBatch]:
         raise DataError(f"{file}, row {rows + 1} {TOO_LONG}") from None
 
 
-# How the schema and the batches of a file of each kind are read.
-READERS = {
-    "arrow": (arrow_schema, arrow_batches),
-    "csv": (csv_schema, csv_batches),
-    "parquet": (lambda file: open_parquet(file).schema_arrow, parquet_batches),
-    "tsv": (partial(csv_schema, delimiter="\t"), partial(csv_batches, delimiter="\t")),
-}
+READERS = {"arrow": read_arrow, "csv": read_csv, "parquet": read_parquet, "tsv": partial(read_csv, delimiter="\t")}
 
 # JSON
 
@@ -220,8 +203,7 @@ def blocks_of(file: str) -> Iterator[list[dict]]:
             return
         with decompressed(file) as lines:
             found, size = [], 0
-            for number in itertools.count(1):
-                line = lines.readline(LONGEST + 1)
+            for number, line in enumerate(iter(lambda: lines.readline(LONGEST + 1), b""), 1):
                 if len(line) > LONGEST:
                     raise DataError(f"{file}, line {number} {TOO_LONG}")
                 if line.removeprefix(BOM).strip():
@@ -229,11 +211,11 @@ def blocks_of(file: str) -> Iterator[list[dict]]:
                     if b"\\ud" in line.lower():  # maybe half of a surrogate pair
                         check_characters(json.dumps(found[-1], ensure_ascii=False), f"{file}, line {number}")
                 size += len(line)
-                if found and (size >= BLOCK or not line):
+                if found and size >= BLOCK:
                     yield found
                     found, size = [], 0
-                if not line:
-                    return
+            if found:
+                yield found
 
 
 def rows_on_many_lines(file: str) -> list[dict] | None:
@@ -248,12 +230,10 @@ def rows_on_many_lines(file: str) -> list[dict] | None:
         raise ValueError("it has 0 rows")
     start = begin.removeprefix(BOM).lstrip()[:1]
     if start == b"{":
-        try:
+        with contextlib.suppress(DataError):  # the object ends on another line, or is broken
             if len(begin) <= LONGEST:
                 record_of(file, 0, begin)
             return None
-        except DataError:  # the object ends on another line, or is broken
-            pass
     elif start != b"[":
         return None
     try:

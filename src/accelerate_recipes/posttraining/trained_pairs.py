@@ -18,7 +18,7 @@ from accelerate_recipes.data.messages import NUM_COMPARED
 from accelerate_recipes.data.passes import chosen_rows, rows_in
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.data.reading import without_nulls
-from accelerate_recipes.data.rendering import Rendering, first_difference, render_read, texts_read
+from accelerate_recipes.data.rendering import Rendering, render_read, shared_length, texts_read
 from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.posttraining.preferences import PairTrainer
@@ -77,10 +77,7 @@ def tokenized(
         read = {side: texts_read(given, tokenizer, "") for side, given in answered.items()}
         columns |= {side: [texts["completion"] for texts in given] for side, given in read.items()}
         columns["prompt"] = [texts["prompt"] for texts in read["chosen"]]
-    begins = [
-        min(len(prompt) if (place := first_difference(prompt, ids)) is None else place for ids in both)
-        for prompt, *both in zip(alone, *whole, strict=True)
-    ]
+    begins = [min(shared_length(prompt, ids) for ids in both) for prompt, *both in zip(alone, *whole, strict=True)]
     columns["prompt_ids"] = [ids[:begin] for ids, begin in zip(alone, begins, strict=True)]
     for side, ids_of_rows in zip(PAIR, whole, strict=True):
         columns[f"{side}_ids"] = [ids[begin:] for ids, begin in zip(ids_of_rows, begins, strict=True)]
