@@ -238,7 +238,7 @@ def check_answers_are_left(rows: datasets.Dataset, found: datasets.Dataset, use:
 def first_rendered(whole: datasets.Dataset) -> list[Rendering]:
     """Return the renderings of the first NUM_COMPARED rows that rows are made of, by their column `source`."""
     number = int((whole.data.column("source").to_numpy() < NUM_COMPARED).sum())
-    rows = whole.select(range(number))
+    rows: Any = whole.select(range(number))
     return [Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]) for row in rows]
 
 
