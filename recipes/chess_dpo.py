@@ -32,6 +32,7 @@ from accelerate_recipes.life import stop
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.models.tokenizers import load_tokenizer
+from accelerate_recipes.posttraining.objective import give_model_to_trl
 from accelerate_recipes.posttraining.preferences import DPOArgs, PairTrainer, preference_trial
 from accelerate_recipes.posttraining.settings import make_model, trl_config
 from accelerate_recipes.posttraining.trained_pairs import count_pairs, read_pairs
@@ -125,7 +126,7 @@ def main(args: Args) -> None:
     load = partial(load_pairs, file, args, positions, tokenizer, max_length)
     pairs, num_pairs = on_first_of_machine_before_others(load)
     config = trl_config(run, trl.DPOConfig, max_length=max_length)
-    trainer = PairTrainer(run, config, model, tokenizer, train_dataset=pairs)
+    trainer = give_model_to_trl(PairTrainer, run, config, model, tokenizer, train_dataset=pairs)
     rows = read_pairs(trainer, pairs)
     num_targets, cut = count_pairs(config, pairs)
     left_out = {"left out": num_pairs - len(pairs)}

@@ -28,6 +28,7 @@ from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.answers import AnswerTrainer, GRPOArgs, rows_of_prompts
 from accelerate_recipes.posttraining.answers_trial import answers_trial
+from accelerate_recipes.posttraining.objective import give_model_to_trl
 from accelerate_recipes.posttraining.prompts import room_for_prompts
 from accelerate_recipes.posttraining.settings import make_model, trl_config
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
@@ -105,7 +106,7 @@ def main(args: Args) -> None:
         prompts = datasets.Dataset.from_list(positions)
         run.adapter = add_adapters(model, args)
         given = {"reward_funcs": rewards, "train_dataset": prompts}
-        trainer = Trainer(run, config, model, tokenizer, **given)
+        trainer = give_model_to_trl(Trainer, run, config, model, tokenizer, **given)
         rows = rows_of_prompts(trainer, prompts)
         run.show_rows(tokenizer, rows.first | {"Evaluation": next_moves}, len(prompts), counts)
         run.print(

@@ -27,6 +27,7 @@ from accelerate_recipes.life.picture import Bars, Curves
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.models.tokenizers import load_tokenizer
+from accelerate_recipes.posttraining.objective import give_model_to_trl
 from accelerate_recipes.posttraining.preferences import DPOArgs, PairTrainer, evaluate_pairs, preference_trial, to_pairs
 from accelerate_recipes.posttraining.settings import make_model, stops_of_run, trl_config
 from accelerate_recipes.posttraining.trained_pairs import compare_pairs, count_pairs, prepare_preferences
@@ -89,7 +90,7 @@ def main(args: Args) -> None:
     pairs, num_rows, left_out = on_first_of_machine_before_others(lambda: load_pairs(args, tokenizer, stops))
     tell_of_prompts(run, pairs, tokenizer)
     config = trl_config(run, trl.DPOConfig, max_length=min(args.max_length or sys.maxsize, max_positions(model.config)))
-    trainer = PairTrainer(run, config, model, tokenizer, train_dataset=pairs["train"])
+    trainer = give_model_to_trl(PairTrainer, run, config, model, tokenizer, train_dataset=pairs["train"])
 
     # Pairs as the model reads them
     rows = prepare_preferences(trainer, pairs, tokenizer)

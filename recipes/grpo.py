@@ -26,6 +26,7 @@ from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.posttraining.answers import GRPOArgs, RewardTrainer, rows_of_prompts
 from accelerate_recipes.posttraining.answers_trial import answers_trial
 from accelerate_recipes.posttraining.evaluation import HeldoutAnswers
+from accelerate_recipes.posttraining.objective import give_model_to_trl
 from accelerate_recipes.posttraining.prompts import clean_prompts, end_of_prompt, load_prompts
 from accelerate_recipes.posttraining.rewards import load_rewards, reward_problems
 from accelerate_recipes.posttraining.settings import make_model, trl_config
@@ -84,8 +85,8 @@ def main(args: Args) -> None:
 
     # Trainer, which draws and scores answers
     run.adapter = add_adapters(model, args)
-    config = trl_config(run, trl.GRPOConfig)
-    trainer = RewardTrainer(run, config, model, tokenizer, reward_funcs=rewards, train_dataset=prompts)
+    config, given = trl_config(run, trl.GRPOConfig), {"reward_funcs": rewards, "train_dataset": prompts}
+    trainer = give_model_to_trl(RewardTrainer, run, config, model, tokenizer, **given)
     read = rows_of_prompts(trainer, prompts, shown)
     trainer.compare(prompts)
     run.show_rows(tokenizer, read.first, len(prompts), counts)

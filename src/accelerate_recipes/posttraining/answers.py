@@ -133,9 +133,9 @@ class AnswerTrainer(Objective, GRPOTrainer):
 
     drawn: list[dict[str, Any]] | None = None  # micro-batches of the answers in use
 
-    def __init__(self, run: Run[Any], config: Any, *others: Any, **settings: Any):
+    def __init__(self, run: Run[Any], config: Any, **settings: Any):
         beta, config.beta = config.beta, 0.0  # else trl would load the reference, whole on each rank
-        super().__init__(run, config, *others, **settings)
+        super().__init__(run, config, **settings)
         config.beta = self.beta = beta
         # A step draws all its answers at once. The engine divides the loss by their number, so trl must not divide it too.
         self.args.gradient_accumulation_steps = self.args.steps_per_generation = 1

@@ -7,7 +7,7 @@ A recipe declares
 
 and gives its model to a trainer:
 
-    trainer = PairTrainer(run, config, model, tokenizer, train_dataset=rows)
+    trainer = give_model_to_trl(PairTrainer, run, config, model, tokenizer, train_dataset=rows)
 
 `Args` has our arguments, which take precedence, and those that trl's config class adds, but none that this class
 inherits from transformers. `train()` of an `Objective` is never called. The recipe gives the engine its `sum_and_count`,
@@ -20,7 +20,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -111,51 +111,22 @@ def reference_of(run: Run[Any], temperature: float = 1.0) -> Any:
 class Objective:
     """Mixin that makes one of trl's trainers a library for the engine. Put it before the trainer in a class's bases.
 
-    Subclasses define `sum_parts` and `count_parts`.
+    Subclasses define `sum_parts` and `count_parts`. Make one by `give_model_to_trl`.
     """
 
     left_out: ClassVar[set[str]] = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"}
     # The engine divides the loss, so trl must not divide it too; transformers' loop, which sets this, does not run.
     current_gradient_accumulation_steps = 1
+    base_stops: set[int]  # tokens at which the base stops, as it is published
 
-    def __init__(
-        self,
-        run: Run[Any],
-        config: TrainingArguments,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        **settings: Any,
-    ):
-        """Make trl's trainer of a model with its adapters. It gives the model the forward pass that computes trl's loss.
-
-        trl and transformers' Trainer also write the special tokens of the tokenizer into the configurations of the model.
-        What else they change is changed back, so that it is not exported. `settings` are those of trl's trainer.
-
-        Raises:
-            ConfigError: if trl refuses the model, the rows or the settings.
-        """
+    def __init__(self, run: Run[Any], config: TrainingArguments, **settings: Any):
         self.run = run
         self.accelerator = run.accelerator
         self.counted: list[torch.Tensor] = []  # of the micro-batches since the last log line
-        self.base_stops = stops_of(model.generation_config)  # tokens at which the base stops, as it is published
-        text = model.config.get_text_config()
-        routing = {name: getattr(text, name) for name in ROUTING if hasattr(text, name)}
-        adapter = [(p, p.data) for p in model.parameters() if p.requires_grad] if run.adapter else []
-        use_cache = model.config.use_cache  # transformers' Trainer switches this off
-        with refused_by_trl():
-            super().__init__(model=model, args=config, processing_class=tokenizer, **settings)  # pyright: ignore
+        super().__init__(args=config, **settings)  # pyright: ignore[reportCallIssue]
         self.remove_callback(PrinterCallback)
-        model.config.use_cache = use_cache
-        for name, value in routing.items():  # trl would compute router logits in each forward pass, also of the export
-            setattr(text, name, value)
-        # transformers' Trainer does this when training begins, but the rows are compared with the export before that.
-        align_special_tokens(model, tokenizer)
-        for parameter, data in adapter:
-            parameter.data = data  # trl 1.16 rounds it to bf16 for a model in 4 bits: small updates would be lost
-        if self.args.disable_dropout:
-            switch_off_dropout(model)
         # `sum_parts` returns the loss that balances experts as a separate part: its mean is over micro-batches, not targets.
-        self.balance = weight_of_balance(model.config, run.args.router_aux_loss_coef)
+        self.balance = weight_of_balance(self.model.config, run.args.router_aux_loss_coef)
         self.router_aux_loss_coef, self.aux_loss_enabled = 0.0, self.balance > 0
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -214,3 +185,41 @@ class Objective:
         values: dict[str, Any] = {}
         self.log(values)  # trl adds its values to the dict
         return {k: v for k, v in values.items() if isinstance(v, int | float) and k not in self.left_out}
+
+
+Trainer = TypeVar("Trainer", bound=Objective)
+
+
+def give_model_to_trl(
+    trainer_class: type[Trainer],
+    run: Run[Any],
+    config: TrainingArguments,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    **settings: Any,
+) -> Trainer:
+    """Make trl's trainer of a model with its adapters. It gives the model the forward pass that computes trl's loss.
+
+    trl and transformers' Trainer also write the special tokens of the tokenizer into the configurations of the model. What
+    else they change is changed back, so that it is not exported. `settings` are those of trl's trainer.
+
+    Raises:
+        ConfigError: if trl refuses the model, the rows or the settings.
+    """
+    base_stops, text = stops_of(model.generation_config), model.config.get_text_config()
+    routing = {name: getattr(text, name) for name in ROUTING if hasattr(text, name)}
+    adapter = [(p, p.data) for p in model.parameters() if p.requires_grad] if run.adapter else []
+    use_cache = model.config.use_cache  # transformers' Trainer switches this off
+    with refused_by_trl():
+        trainer = trainer_class(run, config, model=model, processing_class=tokenizer, **settings)
+    model.config.use_cache = use_cache
+    for name, value in routing.items():  # trl would compute router logits in each forward pass, also of the export
+        setattr(text, name, value)
+    # transformers' Trainer does this when training begins, but the rows are compared with the export before that.
+    align_special_tokens(model, tokenizer)
+    for parameter, data in adapter:
+        parameter.data = data  # trl 1.16 rounds it to bf16 for a model in 4 bits: small updates would be lost
+    trainer.base_stops = base_stops
+    if trainer.args.disable_dropout:
+        switch_off_dropout(model)
+    return trainer

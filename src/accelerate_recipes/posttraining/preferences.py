@@ -201,11 +201,11 @@ class PairTrainer(Objective, DPOTrainer):
 
     loss_of_none: float | None = None  # trl's loss of a place without a pair, a constant, where rows are excluded
 
-    def __init__(self, run: Run[DPOArgs], config: DPOConfig, model: PreTrainedModel, *others: Any, **settings: Any):
+    def __init__(self, run: Run[DPOArgs], config: DPOConfig, model: PreTrainedModel, **settings: Any):
         model.state_dict = dict  # trl would hash all weights on each rank; see `add_reference`
         # Otherwise trl would load a second model, whole on each rank; see `add_reference`.
         config.precompute_ref_log_probs = True
-        super().__init__(run, config, model, *others, **settings)
+        super().__init__(run, config, model=model, **settings)
         vars(model).pop("state_dict", None)
         self.precompute_ref_logps = run.args.precompute_ref_log_probs
         self.loss_types, self.loss_weights, self.weight_of_sft = without_sft(self.args)
