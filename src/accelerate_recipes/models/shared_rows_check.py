@@ -54,7 +54,7 @@ def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
         )
     ropes = getattr(text, "rope_parameters", None) or {}
     of_kinds = [part for part in ropes.values() if isinstance(part, dict)]
-    if moving := {part.get("rope_type") for part in (ropes, *of_kinds)} & {*KINDS}:
+    if moving := {*KINDS} & {part.get("rope_type") for part in (ropes, *of_kinds)}:
         found.append(
             f"the rotary embedding of {name} ({', '.join(moving)}) depends on the last position, and each rank has another; "
             "set parallelism_config_cp_size to 1"
