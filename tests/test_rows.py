@@ -28,6 +28,7 @@ MATE = ["f2f3", "e7e5", "g2g4", "d8h4"]
 UNREADABLE = [
     ("a.jsonl", b"", "a.jsonl cannot be read: it has 0 rows"),
     ("a.jsonl", b"\n \n\n", "a.jsonl cannot be read: it has 0 rows"),
+    ("a.jsonl", b"\xef\xbb\xbf\n", "a.jsonl cannot be read: it has 0 rows"),
     ("a.pgn", b"", "a.pgn cannot be read: it has 0 games"),
     ("a.parquet", b"", "a.parquet cannot be read: "),
     ("a.parquet", b"PAR1 or not PAR1", "a.parquet cannot be read: "),

@@ -203,7 +203,7 @@ def blocks_of(file: str) -> Iterator[list[dict]]:
             return
         with decompressed(file) as lines:
             found, size = [], 0
-            for number, line in enumerate(iter(lambda: lines.readline(LONGEST + 1), b""), 1):
+            for number, line in enumerate(lines_of(lines), 1):
                 if len(line) > LONGEST:
                     raise DataError(f"{file}, line {number} {TOO_LONG}")
                 if line.removeprefix(BOM).strip():
@@ -218,6 +218,11 @@ def blocks_of(file: str) -> Iterator[list[dict]]:
                 yield found
 
 
+def lines_of(stream: io.BufferedReader) -> Iterator[bytes]:
+    """Read line by line; of a line that is longer than LONGEST, a part shows it."""
+    return iter(lambda: stream.readline(LONGEST + 1), b"")
+
+
 def rows_on_many_lines(file: str) -> list[dict] | None:
     """Return the rows of a file with a list of objects or texts, or with objects over many lines; None for an object a line.
 
@@ -225,7 +230,7 @@ def rows_on_many_lines(file: str) -> list[dict] | None:
         ValueError: for a file without rows.
     """
     with decompressed(file) as lines:
-        begin = next((line for line in iter(lambda: lines.readline(LONGEST + 1), b"") if line.strip()), None)
+        begin = next((line for line in lines_of(lines) if line.removeprefix(BOM).strip()), None)
     if begin is None:
         raise ValueError("it has 0 rows")
     start = begin.removeprefix(BOM).lstrip()[:1]
