@@ -199,7 +199,7 @@ PROBLEMS = {
         {"sources": {name: {"weight": "size"} for name in ("few", "notes", "web")}},
         "source web: weight: size needs text that is counted",
     ),
-    "lengths that are not counted": ({"phases": [{"from": 4, "max_length": 64}]}, "not counted before the run, which max_epochs"),
+    "lengths that are not counted": ({"phases": [{"from": 4, "max_length": 64}]}, "max_epochs and weight: size cannot count rows of another max_length"),
     "a length that is none": ({"phases": [{"from": 4, "max_length": 1.5}]}, "phase 1: max_length is 1.5; it must be a number"),
     "a phase of nothing": ({"phases": [{"from": 4}]}, "phase 1 changes nothing; give weights or lr_factor or max_length"),
     "validated by another": (
