@@ -20,7 +20,7 @@ from accelerate_recipes.data.rows import num_steps
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.models.adapters import add_adapters
-from accelerate_recipes.models.images import IMAGES_AND_TEXT, ImageModelArgs, load_image_model
+from accelerate_recipes.models.images import ImageModelArgs, images_and_text, load_image_model
 from accelerate_recipes.models.processors import load_image_tokenizer, load_processor
 from accelerate_recipes.models.shared_rows import balance_weight
 from accelerate_recipes.posttraining.settings import TrainerArgs, set_up_by_trl
@@ -48,8 +48,9 @@ class Args(ImageRowArgs, AnswerArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig)
     fixed = frozenset({"chat_template_path", "eos_token", "max_length", "packing", "image_max_pixels"})
     owned_elsewhere = AnswerArgs.owned_elsewhere | {
         "dataset_text_field": "remove it: rows are conversations",
+        "mixture": "remove it: rows with images are those of one source, of one or several --train_files",
         "shuffle_dataset": "remove it: the order of the rows follows from --seed",
-        "truncation_mode": "remove it: a row is cut at its end, behind a whole image",
+        "truncation_mode": "remove it: a row is cut at its end, behind a target",
         "packing_strategy": "remove it: documents stay whole",
         "padding_free": "remove it: rows have no padding",
         "router_aux_loss_coef": "remove it: the tokens of blank images would count in the balance of experts",
@@ -69,7 +70,8 @@ class Args(ImageRowArgs, AnswerArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig)
 
 
 def requirements(args: Args) -> Requirements:
-    return Requirements(models=[args.base_model], datasets=args.row_datasets, kind=IMAGES_AND_TEXT)
+    kind = images_and_text(args.image_max_pixels)
+    return Requirements(models=[args.base_model], datasets=args.row_datasets, kind=kind)
 
 
 def trial(args: Args) -> Trial:

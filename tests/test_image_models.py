@@ -3,26 +3,38 @@
 import itertools
 import json
 import re
+import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tiny_images
 import torch
+import transformers
 from helpers import CHILDREN
 from image_steps import BOTH_WAYS, TEXTS, documents_of, loss_of
 from peft import AutoPeftModel, PeftModel
 from safetensors.torch import load_file, save_file
 from tiny import composite_config, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import is_torchvision_available
 from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes.arguments.adapters import AdapterArgs
 from accelerate_recipes.checkpoint import export
 from accelerate_recipes.checkpoint.files import read_marker
 from accelerate_recipes.checkpoint.processor_files import processor_files
+from accelerate_recipes.data.pictures import Pictures
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.metrics import flops_per_token
 from accelerate_recipes.models import IGNORE_INDEX, attention, images
@@ -33,6 +45,7 @@ from accelerate_recipes.models.documents import DOCUMENTS
 from accelerate_recipes.models.image_probe import check_whole
 from accelerate_recipes.models.images import (
     IMAGE_MODELS,
+    OF_TOKENS,
     ImageModelArgs,
     check_image_model,
     image_model_on_meta,
@@ -50,6 +63,9 @@ from accelerate_recipes.posttraining.settings import OUTPUTS
 from accelerate_recipes.posttraining.supervised_images import flops_of_images
 
 FEW = ["gemma3", "llava_next", "mistral3", "qwen3_5", "qwen3_vl", "smolvlm"]
+BEYOND = ("gemma3", "qwen3_5", "qwen3_5_moe", BOTH_WAYS)  # what `documents` does not compute
+# Those whose processor transformers makes without torchvision, with which it would read the videos of the others.
+BY_ITSELF = ("gemma3", "gemma3-own", "idefics3", "llava_next")
 SETTINGS = ["--learning_rate", 1e-3, "--adam_epsilon", 1e-3, "--no_freeze_vision_tower", "--max_steps", 4]
 SCRIPT = CHILDREN / "image_steps.py"
 
@@ -138,7 +154,8 @@ def test_a_packed_row_computes_what_its_documents_do_alone(name, bases):
     of_pixels = row["pixel_values"].grad
     assert not of_pixels.narrow(axis, 0, of_pixels.shape[axis] - number).any()
     assert of_pixels.narrow(axis, of_pixels.shape[axis] - number, number).any()
-    if not beyond_documents(model.config):
+    assert bool(beyond_documents(model.config)) == (name in BEYOND), name
+    if name not in BEYOND:
         told = prepared(args_of(base, attn_implementation=DOCUMENTS))
         loss_of(told, row_of(told, documents)).backward()
         assert distance(gradients(told), gradient) < 1e-5
@@ -231,6 +248,16 @@ def test_transformers_cannot_read_a_lone_token_of_an_image(bases):
     loss_of(model := prepared(args_of(bases("mistral3"))), row_of(model, [document]))
 
 
+@pytest.mark.skipif(is_torchvision_available(), reason="it is about machines without torchvision")
+def test_transformers_asks_for_what_reads_videos():
+    """If a part of this fails, that part of `processors.class_of_processor` can go."""
+    with pytest.raises(ImportError, match="Torchvision"):
+        transformers.PixtralProcessor()
+    parts = tiny_images.processor("qwen2_vl")
+    with pytest.raises((AttributeError, TypeError)):
+        transformers.Qwen2VLProcessor(parts.image_processor, parts.tokenizer, None)
+
+
 @pytest.mark.parametrize("name", ["gemma3", "gemma4", "idefics3", "llava_next", "qwen2_5_vl"])
 def test_parts_are_frozen(name, bases):
     for frozen in PARTS_OF_WHOLE:
@@ -267,6 +294,7 @@ def test_what_a_model_of_images_cannot_do_is_refused(bases, monkeypatch):
         text_only_export: bool = False
 
     assert not Args().image_model_problems() and Args().freeze_vision_tower
+    assert "--lora_target_modules" in Args(freeze_vision_tower=False, use_peft=True).image_model_problems()[0]
     args = Args(freeze_language_model=True, freeze_multi_modal_projector=True, use_peft=True, load_in_4bit=True)
     assert [said.split()[0] for said in args.image_model_problems()] == [
         "--freeze_language_model", "--freeze_language_model:", "--load_in_4bit",
@@ -338,11 +366,27 @@ def test_transformers_reads_the_whole_model_from_the_export(name, exported):
     for file in ("preprocessor_config.json", "processor_config.json", "chat_template.json", "chat_template.jinja"):
         assert (base / file).exists() == (out / file).exists(), file
         assert not (base / file).exists() or (base / file).read_bytes() == (out / file).read_bytes(), file
-    assert check_model(str(out), images.IMAGES_AND_TEXT).config.architectures == [type(model).__name__]
+    assert check_model(str(out), images.images_and_text()).config.architectures == [type(model).__name__]
     settings = [json.loads((folder / "config.json").read_text()) for folder in (base, out)]
     assert settings[1] == settings[0] | {"torch_dtype": settings[0]["dtype"]}
     processors = [load_processor(str(folder), load_tokenizer(str(folder))) for folder in (base, out)]
     assert processors[0].image_processor.to_dict() == processors[1].image_processor.to_dict()
+    if name not in BY_ITSELF:
+        return
+    text, sizes, _ = TEXTS[1]
+    seen = [tiny_images.picture(*size, seed=i) for i, size in enumerate(sizes)]
+    written = text.replace("<image>", tiny_images.FAMILIES[name.partition("-")[0]]["written"])
+    theirs = AutoProcessor.from_pretrained(out, backend="pil")(
+        text=[f"<|im_start|>{written}:"], images=[seen], add_special_tokens=False, return_tensors="pt"
+    )
+    (document,) = documents_of(name, [(text, sizes, "")])
+    values = {part: value for part, value in theirs.items() if part != "attention_mask"}
+    assert values.keys() == document.keys() - {"labels"}
+    length = values["input_ids"].shape[1]
+    assert all(
+        torch.equal(value, document[part][:, :length] if part in OF_TOKENS else document[part])
+        for part, value in values.items()
+    )
 
 
 def test_an_export_in_bf16_leaves_frozen_parts_as_they_are(exported, tmp_path, monkeypatch):
@@ -378,6 +422,27 @@ def test_processor_files_say_the_most_pixels(bases, tmp_path):
         again = load_processor(str(tmp_path / f"{name} again"), processor.tokenizer)
         assert again.image_processor.size["longest_edge"] == 512
         assert "longest_edge" not in str(files.get("preprocessor_config.json")) or name == "older"
+
+
+@pytest.mark.parametrize("name", [name for name in IMAGE_MODELS if name.startswith(("qwen", "glm"))])
+def test_the_most_pixels_are_those_of_an_image(name, bases):
+    """Also where a processor counts the frames of a patch. Fewer than it scales small images to are refused."""
+    read = partial(load_processor, str(bases(name)), load_tokenizer(str(bases(name))))
+    for most in (256, 1024):
+        (patches,) = patches_of(tiny_images.config(name), Pictures(read(most)).of_size(256, 256, False)[1])
+        assert patches * 4**2 == most
+    with pytest.raises(ConfigError, match=r"--image_max_pixels 9: .* scales smaller images up to \d+ pixels"):
+        read(9)
+
+
+def test_a_processor_is_read_before_the_run(bases, tmp_path):
+    """So that a model without one, or with images of one size, is refused before its weights are loaded."""
+    base = shutil.copytree(bases("gemma3"), tmp_path / "base")
+    with pytest.raises(ConfigError, match=r"--image_max_pixels 512: .* sizes of its own"):
+        images.images_and_text(512).reader(str(base))
+    (base / "processor_config.json").unlink()
+    with pytest.raises(ConfigError, match=r"the processor of .* cannot be loaded"):
+        images.images_and_text().reader(str(base))
 
 
 def test_adapters_lie_in_the_text_part(forks, bases, tmp_path):

@@ -19,7 +19,7 @@ from tiny_images import picture
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import image_rows, image_sizes
-from accelerate_recipes.data.image_places import PLACE, SEEN
+from accelerate_recipes.data.image_places import PLACE, SEEN, undecoded
 from accelerate_recipes.data.image_rows import ImageRowArgs, load_image_sides
 from accelerate_recipes.data.image_sizes import known_sizes
 from accelerate_recipes.data.messages import TEXT
@@ -201,6 +201,14 @@ def test_parquet(feature, where, folder, processor, monkeypatch):
     assert (found["widths"], found["heights"], found["checksums"]) == ([24], [16], [image_checksum(content)])
 
 
+def test_files_in_columns_are_not_decoded():
+    """A package that decodes sounds and videos may be missing."""
+    for kind in (datasets.Image(), datasets.Audio(), datasets.Video()):
+        found = undecoded({"a": kind, "b": datasets.List({"c": kind})})
+        assert found["a"] == found["b"].feature["c"] != kind and not found["a"].decode
+    assert undecoded(datasets.Image(mode="L")).mode == "L" and undecoded(datasets.Json()) == datasets.Json()
+
+
 DEEP = Image.fromarray((np.arange(800).reshape(20, 40) * 80).astype(np.uint16))
 WRONG = {
     "more places": (asking(num_images=2, images=["a.png"]), {}, ["2 places", "1 images"]),
@@ -223,6 +231,7 @@ WRONG = {
     "video": (
         {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}, ANSWER]}, {}, ["video", "a.mp4"],
     ),
+    "a column of videos": (asking("<video>?", 0) | {"videos": ["a.mp4"]}, {}, ["videos", "a.mp4"]),
     "two columns": (asking(images=["a.png"], image="b.png"), {}, ["images and image"]),
     "another order": (
         {"messages": [{"role": "user", "content": [IMAGE | {"index": 1}, IMAGE | {"index": 0}]}, ANSWER],
@@ -271,6 +280,37 @@ def test_runs_without_images_or_template(folder, processor, monkeypatch):
     monkeypatch.setattr(processor.tokenizer, "chat_template", None)
     with pytest.raises(ConfigError, match="--chat_template_path"):
         load(folder, processor, [asking(images=["a.png"])])
+
+
+def test_a_column_of_images_with_another_name(folder, processor):
+    """With it, columns of the usual names are others; a side without it is an error."""
+    rows = [asking(picture=["b.png"], images=["a.png"])]
+    write(folder / "eval.jsonl", [asking("Held out?", picture=["c.png"])])
+    found = load(folder, processor, rows, columns=["images=picture"])[0]
+    assert [side["widths"][:] for side in found.values()] == [[[16]], [[40]]]
+    args = Args(train_files=[str(folder / "rows.jsonl")], columns=["images=picture"])
+    assert not args.problems(1) and "NAME of" in "".join(Args(columns=["image=picture"]).problems(1))
+    write(folder / "eval.jsonl", [asking("Held out?", images=["c.png"])])
+    with pytest.raises(ConfigError, match=r"eval\.jsonl has no column 'picture', which --columns names; .* images"):
+        load(folder, processor, rows, columns=["images=picture"])
+
+
+@pytest.mark.parametrize(
+    "cell, names", [('["a.png", "b.png"]', "ab"), ("[1] a.png", "1"), ("a.png", "a"), ("['a.png']", None), ("[]", "")]
+)
+def test_images_in_a_cell(cell, names, folder, processor):
+    """A cell of a CSV file holds a path, which may begin with a bracket, or a list in JSON."""
+    picture(16, 16).save(folder / "[1] a.png")
+    places = PLACE * (1 if names is None else len(names))
+    quoted = cell.replace('"', '""')
+    (folder / "rows.csv").write_text(f'question,answer,image\n{places}What?,A cat.,"{quoted}"\n')
+    if names is None:
+        with pytest.raises(DataError, match=r"rows\.csv, row 1: its images are .* no list in JSON"):
+            load(folder, processor, folder / "rows.csv")
+        return
+    found = load(folder, processor, folder / "rows.csv")[0]["train"][0]
+    wanted = ["[1] a.png" if name == "1" else f"{name}.png" for name in names]
+    assert [Path(image["path"]).name for image in found["images"]] == wanted
 
 
 def test_everything_trained_with_a_prompt(folder, processor):
@@ -399,7 +439,7 @@ MORE = [pytest.param(name, marks=pytest.mark.slow) for name in tiny_images.FAMIL
 
 @pytest.mark.parametrize("name", [*BY_SIZE, *MORE])
 def test_blank_ids_are_real_ids(name):
-    """Tokens made from sizes alone are those that the processor makes of the images; so are its refusals."""
+    """Tokens made from sizes alone are those that the processor makes of the images; so are its refusals, and all values."""
     processor = tiny_images.processor(name)
     pictures, mark, refused = Pictures(processor), tiny_images.FAMILIES[name]["written"], []
     others = [decoded(KINDS["alpha"], ""), decoded(KINDS["CMYK"], "")]
@@ -418,8 +458,12 @@ def test_blank_ids_are_real_ids(name):
                 continue
             parts = zip(text.split(processor.image_token), [*texts, ""], strict=True)
             ids = processor.tokenizer("".join(map("".join, parts)), add_special_tokens=False)["input_ids"]
-            real = processor(text=text, images=[images], add_special_tokens=False)["input_ids"]
-            assert ids == torch.as_tensor(real)[0].tolist(), kind
+            real = processor(text=text, images=[images], add_special_tokens=False, return_tensors="pt")
+            assert ids == real["input_ids"][0].tolist(), kind
+            if kind != "a strip":  # of which a processor may make hundreds of tiles
+                found = pictures.types_of(real["input_ids"]) | pictures.inputs(images)
+                assert found.keys() == real.keys() - {"input_ids", "attention_mask"}
+                assert all(torch.equal(found[part], real[part]) for part in found), kind
     assert refused == ["a strip"] * 2 * name.startswith(("qwen", "glm", "mistral"))
 
 

@@ -188,10 +188,12 @@ def test_a_document_is_cut_behind_a_target():
 
 
 def test_images_must_leave_room():
-    rows = {"image_begins": [[1, 20], [1]], "image_ends": [[11, 40], [12]]}
+    """Rows without images have it, and do not count."""
+    rows = {"image_begins": [[1, 20], [1], []], "image_ends": [[11, 40], [12], []]}
     check_room(Dataset.from_dict(rows), 12)
     with pytest.raises(ConfigError, match=r"11 to 30 tokens.*--max_length is 11.*--image_max_pixels"):
         check_room(Dataset.from_dict(rows), 11)
+    check_room(Dataset.from_dict({"image_begins": [[]], "image_ends": [[]]}), 1)
 
 
 def packed_rows(tmp_path, processor) -> PackedDocuments:

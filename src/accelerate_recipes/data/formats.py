@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import datasets
 import pyarrow as pa
@@ -95,6 +95,8 @@ class FormatArgs(ChatArgs):
         [], "Columns that have other names than in a form, as NAME=COLUMN: prompt=question completion=answer."
     )
 
+    beside_forms: ClassVar[tuple[str, ...]] = SETTINGS  # columns that rows of any form may have
+
     # What a source of a mixture may set, where the recipe takes a mixture.
     of_source = (
         "dataset_name", "dataset_config", "train_split", "train_files", "eval_files", "heldout_share", "columns",
@@ -112,7 +114,7 @@ class FormatArgs(ChatArgs):
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        known = dict.fromkeys(name for form in self.forms for name in (*form.needs, *form.takes, *SETTINGS))
+        known = dict.fromkeys(name for form in self.forms for name in (*form.needs, *form.takes, *self.beside_forms))
         for name, column in self.mapping.items():
             if name not in known or not column:
                 found.append(f"--columns {name}={column}: write NAME=COLUMN, with a NAME of {', '.join(known)}")

@@ -4,8 +4,10 @@ With marks in their place, conversations are texts: what reads, checks and divid
 """
 
 import bisect
+import dataclasses
 import json
 import os
+import re
 import sys
 from functools import partial
 from typing import Any
@@ -17,21 +19,35 @@ from accelerate_recipes.data.messages import ANY, EITHER, LISTS, TEXT, TEXTS, WR
 from accelerate_recipes.data.messages import IMAGES as OF_IMAGES
 from accelerate_recipes.data.passes import made_of, rows_in
 from accelerate_recipes.data.pictures import URL
-from accelerate_recipes.errors import DataError
+from accelerate_recipes.errors import ConfigError, DataError, suggestion
 
 PLACE = "<image>"  # where an image stands in a text, as LLaVA and LLaMA-Factory write it
 SEEN = "\ue001"  # the mark that stands there while rows are read: a character that no text has
 COLUMNS = ("images", "image")
+LIST = re.compile(r"\[\s*[\]\"'{]")  # begins a list; the name of a file may begin with a bracket too
 OF_TEXT = ("text", "input_text", "output_text")  # types of parts
 # Columns that may hold texts, and become messages of these roles.
 ROLES = {"prompt": "user", "completion": "assistant"}
 BATCH = 100  # rows whose images are in memory together
 IMAGES = {"images": datasets.List({"path": TEXT, "bytes": datasets.Value("binary")}), "row": datasets.Value("int64")}
+UNREAD = ("videos", "video", "audios", "audio")  # columns, as LLaMA-Factory names them
 UNUSED = {*OF_IMAGES, *IMAGES}  # columns that the texts of a row do not have
 
 
 def texts_and_images(rows: datasets.Dataset, args: Any, side: str) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Divide rows into all their texts, with SEEN in the place of an image, and their `images`, each with its `row`."""
+    """Divide rows into all their texts, with SEEN in the place of an image, and their `images`, each with its `row`.
+
+    Raises:
+        ConfigError: if they lack the column of images that --columns names.
+    """
+    if column := args.mapping.get("images"):
+        if column not in (names := rows.column_names):
+            raise ConfigError(
+                f"{args.sources[side]} has no column {column!r}, which --columns names; there are {', '.join(names)}"
+                + suggestion(column, names)
+            )
+        others = [name for name in COLUMNS if name in names and name != column]
+        rows = rows.remove_columns(others).rename_columns({column: "images"})
     features = datasets.Features({name: undecoded(feature) for name, feature in rows.features.items()})
     forms = {args.mapping.get(name, name): name for form in args.forms for name in (*form.needs, *form.takes)}
     said = {name: forms[name] for name in features if name in forms and features[name] != datasets.Value("null")}
@@ -52,9 +68,9 @@ def texts_and_images(rows: datasets.Dataset, args: Any, side: str) -> tuple[data
 
 
 def undecoded(feature: Any) -> Any:
-    """Return the type of a column, in which images stay files."""
-    if isinstance(feature, datasets.Image):
-        return datasets.Image(decode=False)
+    """Return the type of a column, in which images stay files; sounds and videos, for which packages may lack, too."""
+    if isinstance(feature, datasets.Image | datasets.Audio | datasets.Video):
+        return dataclasses.replace(feature, decode=False)
     if isinstance(feature, dict):
         return {name: undecoded(value) for name, value in feature.items()}
     return datasets.List(undecoded(feature.feature)) if isinstance(feature, datasets.List) else feature
@@ -81,6 +97,10 @@ def divided(
     for number, row in enumerate(rows_in(table, features), first):
         folder = folders[bisect.bisect_right(folders, number, key=lambda entry: entry[0]) - 1][1]
         try:
+            if unread := [name for name in UNREAD if row.get(name)]:
+                raise ValueError(
+                    f"it has {unread[0]} ({row[unread[0]]!r:.60}), and images alone are read; remove the row"
+                )
             named: list[Any] = []
             for column, form in said.items():
                 value = row[column]
@@ -156,8 +176,11 @@ def images_of(row: dict, named: list[Any]) -> list[Any]:
     if len(given) > 1:
         raise ValueError("it has images in both columns, images and image; remove one")
     value = row[given[0]] if given else []
-    if isinstance(value, str) and value.startswith("["):  # a cell of a CSV file
-        value = json.loads(value)
+    if isinstance(value, str) and LIST.match(value):  # a cell of a CSV file
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            raise ValueError(f"its images are {value!r:.60}, which is no list in JSON") from None
     found = value if isinstance(value, list) else [value]
     inside = [image for image in named if image is not None]
     if inside and (found or len(inside) < len(named)):

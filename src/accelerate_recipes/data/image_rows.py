@@ -54,6 +54,8 @@ class ImageRowArgs(FormatArgs):
         "", "Folder in which the paths of images begin; default: that of the file with the row.", fixed=False
     )
 
+    beside_forms = (*SETTINGS, "images")
+
     @property
     def forms(self) -> Sequence[Form]:
         return SFT
@@ -180,7 +182,8 @@ def usual_texts(texts: datasets.Dataset, args: Any, source: str) -> tuple[datase
         DataError: for rows that hold no messages.
         ConfigError: for columns of no form, and for arguments that do not fit the rows.
     """
-    usual = in_usual_form(texts, args.forms, args.mapping, source, has_template=True)
+    mapping = {name: column for name, column in args.mapping.items() if name != "images"}
+    usual = in_usual_form(texts, args.forms, mapping, source, has_template=True)
     columns = ("messages",) if "messages" in usual.column_names else ("prompt", "completion")
     if args.completion_only_loss and columns[-1] != "completion":
         raise ConfigError(
@@ -262,6 +265,8 @@ def parted(
             raise DataError(
                 f"{place} has {num_places} places for images, and {len(checksums)} images; write {PLACE} in a text, or a "
                 "part of the type image, where each image stands"
+                + ", or name their column by --columns images=COLUMN"
+                * (not checksums)
             )
         question = beginning({"messages": messages}, "messages")
         asked = checksums[: question.count(json.dumps(IMAGE))]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from accelerate_recipes import upstream
@@ -19,7 +19,7 @@ from accelerate_recipes.models.composites import IMAGE_MODELS, PARTS_OF_WHOLE, f
 from accelerate_recipes.models.documents import boundaries, boundary_arguments, text_positions
 from accelerate_recipes.models.loading import on_meta, read_model, tie_as_read
 from accelerate_recipes.models.pretrained import Kind, generation_config, load_config
-from accelerate_recipes.models.tokenizers import load_tokenizer
+from accelerate_recipes.models.processors import load_image_tokenizer, load_processor
 from accelerate_recipes.ranks import ranks_a_row
 
 # Outputs of processors that have a value for each token.
@@ -149,6 +149,11 @@ class ImageModelArgs:
             found.append(
                 "--freeze_language_model: the adapters of --use_peft lie in the text part; remove one of the two"
             )
+        if args.use_peft and not args.freeze_vision_tower:
+            found.append(
+                "--freeze_vision_tower false: --use_peft trains adapters alone, in the text part; remove one of the two, or "
+                "name layers of the tower by --lora_target_modules"
+            )
         if args.load_in_4bit:
             found.append("--load_in_4bit does not work yet with a model that sees images; remove it")
         if args.text_only_export:
@@ -215,4 +220,10 @@ def add_image_masks(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any])
     return args, kwargs | image_masks(model.config, kwargs)
 
 
-IMAGES_AND_TEXT = Kind(AutoModelForImageTextToText, load_tokenizer, check_image_model)
+def images_and_text(max_pixels: int | None = None) -> Kind:
+    """Return the way in which models that see images are loaded; their processor has `max_pixels`."""
+
+    def read(name: str) -> ProcessorMixin:
+        return load_processor(name, load_image_tokenizer(name), max_pixels)
+
+    return Kind(AutoModelForImageTextToText, read, check_image_model)

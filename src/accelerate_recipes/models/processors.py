@@ -43,7 +43,7 @@ def load_processor(
 
     Raises:
         ConfigError: for a model without a processor that transformers knows, for files that are missing or wrong, and for
-            `max_pixels` of images that the model reads in a size of its own.
+            `max_pixels` that are too few, or of images that the model reads in a size of its own.
     """
     kind = (config or load_config(name)).model_type
     if kind not in PROCESSOR_MAPPING_NAMES:
@@ -63,7 +63,15 @@ def load_processor(
                 f"--image_max_pixels {max_pixels}: the processor of {name} ({type(images).__name__}) brings images to sizes "
                 "of its own; remove it"
             )
-        images.size = images.size | {"longest_edge": max_pixels}
+        # GLM counts the pixels of an image once for each of the frames that a patch has.
+        by_frame = "temporal_factor" in inspect.signature(images.resize).parameters
+        frames = images.temporal_patch_size if by_frame else 1
+        if max_pixels * frames < (least := images.size["shortest_edge"]):
+            raise ConfigError(
+                f"--image_max_pixels {max_pixels}: the processor of {name} scales smaller images up to {least // frames:,} "
+                "pixels; give at least as many"
+            )
+        images.size = images.size | {"longest_edge": max_pixels * frames}
     parts = dict.fromkeys(processor_class.get_attributes()) | {"image_processor": images, "tokenizer": tokenizer}
     own = {field: value for field, value in saved.items() if field in known - parts.keys()}
     return processor_class(**parts, **own, chat_template=tokenizer.chat_template)
