@@ -262,12 +262,9 @@ def parted(
             )
         num_places = sum(part == IMAGE for message in messages for part in message.get("content") or ())
         if num_places != len(checksums):
-            raise DataError(
-                f"{place} has {num_places} places for images, and {len(checksums)} images; write {PLACE} in a text, or a "
-                "part of the type image, where each image stands"
-                + ", or name their column by --columns images=COLUMN"
-                * (not checksums)
-            )
+            remedy = f"write {PLACE} in a text, or a part of the type image, where each image stands"
+            remedy += "" if checksums else ", or name their column by --columns images=COLUMN"
+            raise DataError(f"{place} has {num_places} places for images, and {len(checksums)} images; {remedy}")
         question = beginning({"messages": messages}, "messages")
         asked = checksums[: question.count(json.dumps(IMAGE))]
         made["messages"].append(messages)
