@@ -36,7 +36,7 @@ FAULTS = {
         "trajectory", "engine", "(loss * scale).sum()", "(loss / count_fn(batch).clamp(min=1) / len(micro_batches)).sum()"
     ),
     "the logged loss is one rank's": Fault(
-        "trajectory", "engine", "loss_sums = sum_over_ranks(torch.stack(micro_losses).sum(0))", "loss_sums = torch.stack(micro_losses).sum(0)"
+        "trajectory", "engine", "loss_sums, norm = sum_over_ranks(torch.cat([losses.sum(0), norm])).split(", "loss_sums, norm = torch.cat([losses.sum(0), norm]).split("
     ),
     "gradients are an average over the ranks": Fault(
         "trajectory", "engine", "scale = accelerator.num_processes / num", "scale = 1 / num"
@@ -54,13 +54,13 @@ FAULTS = {
         "trajectory", "data/rows", "rows[self.rank * share : (self.rank + 1) * share]", "rows[:share]"
     ),
     "the order depends on the number of ranks": Fault(
-        "trajectory", "data/rows", "return permutation(num_rows, seed, epoch)\n\n    def share", "return permutation(num_rows, seed + self.world_size, epoch)\n\n    def share"
+        "trajectory", "data/rows", "num_rows, self.args.seed, self.end)", "num_rows, self.args.seed + self.world_size, self.end)"
     ),
     "first weights depend on the number of ranks": Fault(
         "trajectory", "distributed", "set_seed(args.seed)", "set_seed(args.seed + accelerator.num_processes)"
     ),
     "a shared row loses the target at its seam": Fault(
-        "trajectory", "sequence", 'labels[:, start : start + length + 1]', 'torch.cat([labels[:, start : start + length], torch.full_like(labels[:, :1], IGNORE_INDEX)], 1)', "fsdp_long"
+        "trajectory", "models/shared_rows", 'F.pad(batch["labels"], (0, 1)', 'F.pad(batch["labels"][:, : start + length], (0, 1)', "fsdp_long"
     ),
     "the optimizer begins anew": Fault(
         "resume", "checkpoint/checkpointer", "dcp.load(state, ", 'dcp.load({"model": state["model"]}, '
@@ -87,7 +87,7 @@ FAULTS = {
         'config, names = read_json(file) | {"rms_norm_eps": 0.01}, {"dtype", "torch_dtype"}'
     ),
     "the tokenizer lacks a word": Fault(
-        "export", "tokenizers", "enumerate([*special.values(), *words])}", "enumerate([*special.values(), *words[1:]])}"
+        "export", "models/tokenizers", "enumerate([*special.values(), *words])}", "enumerate([*special.values(), *words[1:]])}"
     ),
     "layers stay gathered": Fault(
         "plan", "distributed", '{"mixed_precision_policy": MixedPrecisionPolicy(**policy)}', '{"mixed_precision_policy": MixedPrecisionPolicy(**policy), "reshard_after_forward": False}'

@@ -243,8 +243,7 @@ def test_bytes_of_a_parameter_are_those_of_the_page(optim):
     follow(optimizer, model, [[torch.randn(256, 256)]])
     (weight,) = model.parameters()
     state = [tensor for tensor in optimizer.state[weight].values() if torch.is_tensor(tensor)]
-    # Its gradient is as large; Muon has freed it.
-    found = sum(tensor.numel() * tensor.element_size() for tensor in (weight, weight, *state)) / 256**2
+    found = sum(tensor.numel() * tensor.element_size() for tensor in (weight, weight.grad, *state)) / 256**2
     (stated,) = re.findall(rf"^\| `{optim}` \| (\d+) \|", (ROOT / "docs/levers.md").read_text(), re.MULTILINE)
     assert found == pytest.approx(int(stated), rel=0.02)
 

@@ -128,11 +128,6 @@ TOUCHED = [
     (fake_pg, "FakeStore", "pretence", "ranks that do not exist", None),
     (fully_shard, "_init_default_mesh", "pretence", "a mesh that no value is asked for", None),
     (torch._C, "_get_accelerator", "pretence", "the device of that mesh", None),
-    (chunked_logprob, "_forward_kernel", "pretence", "trl's loss runs without Triton", None),
-    (chunked_logprob, "_backward_kernel", "pretence", "the same", None),
-    (chunked_divergence, "_stats_kernel", "pretence", "the same", None),
-    (chunked_divergence, "_jsd_kernel", "pretence", "the same", None),
-    (chunked_divergence, "_backward_kernel", "pretence", "the same", None),
     (chunked_divergence, "TOKEN_CHUNK_SIZE", "distillation", "smaller tiles", None),
     (chunked_logprob, "_TRITON_AVAILABLE", "pretence", "trl's loss takes its path of GPUs", None),
     # accelerate

@@ -200,11 +200,18 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         assert closure is None
-        (matrices,) = (group for group in self.param_groups if group["is_muon"])
-        self._step_matrices(matrices)
-        for parameter in matrices["params"]:
-            parameter.grad = None  # so that AdamW leaves it out
-        super().step()
+        for group in self.param_groups:
+            if group["is_muon"]:
+                self._step_matrices(group)
+                continue
+            params, grads, exp_avgs, exp_avg_sqs, steps = [], [], [], [], []
+            self._init_group(group, params, grads, exp_avgs, exp_avg_sqs, [], steps)
+            tensors = (params, grads, exp_avgs, exp_avg_sqs)
+            params, grads, exp_avgs, exp_avg_sqs = ([local_shard(t) for t in ts] for ts in tensors)
+            adamw(
+                params, grads, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False, lr=group["lr"],
+                beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"], weight_decay=group["weight_decay"],
+            )  # fmt: skip
 
     def _step_matrices(self, group: dict) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]

@@ -92,13 +92,14 @@ class MixedTable:
         """Say which shares hold from now on, if a resumed run has others than it had; "" if not."""
         return changed_shares(self.before, self.weights, self.begun_at) if self.before else ""
 
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides the step: the weights, and of each source what must not change on a resume.
-
-        A run without a mixture refuses the `content` of all.
-        """
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Describe each source by what must not change on a resume."""
         parts = zip(self.mixture.sources, self.contents, strict=True)
-        facts = {source.name: {"content": content, "max_epochs": source.limit} for source, content in parts}
+        return {source.name: {"content": content, "max_epochs": source.limit} for source, content in parts}
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs besides the step. A run without a mixture refuses the `content` of all."""
+        facts = self.facts()
         content = xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
         return {"content": content, "sources": facts, "weights": self.weights}
 
@@ -106,9 +107,9 @@ class MixedTable:
         """Raise ConfigError if the states of a checkpoint belong to other sources. `remedy` is that of `check_content`."""
         if not states:
             return
-        now = self.state()
-        check_same_sources(states[0], now, self.mixture.file)
-        for name, facts in now["sources"].items():
+        now = self.facts()  # its weights can be told once the sources are the same
+        check_same_sources(states[0], {"sources": now}, self.mixture.file)
+        for name, facts in now.items():
             try:
                 check_content(facts["content"], [states[0]["sources"][name]], remedy)
             except ConfigError as error:

@@ -223,7 +223,8 @@ def sharing_problems(args: TrainArgs, size: int) -> list[str]:
     problems = {
         f"parallelism_config_cp_size is {size}, but in this recipe a row is whole on each process; set it to 1. If "
         "activations do not fit, set fsdp_activation_checkpointing to true, then fsdp_activation_checkpointing_offload too. "
-        "chess.py and c4.py share rows, and sft.py with --packing or --padding_free": size > 1 and not args.shares_rows,
+        "recipes/chess.py and recipes/c4.py share rows, and recipes/sft.py with --packing or "
+        "--padding_free": size > 1 and not args.shares_rows,
         f"--max_length {length} is not a multiple of parallelism_config_cp_size {size}, the ranks that share a row; lengths "
         f"that work: {near}": args.shares_rows and length % size and not args.pads_rows,
     }
