@@ -72,7 +72,7 @@ FAULTS = {
     "the rows begin anew": Fault(
         "resume", "engine", "train_loader.start_at(step, ", "train_loader.start_at(0, "
     ),
-    "random numbers begin anew": Fault("resume", "checkpoint/checkpointer", "set_rng_state(torch.load(", "(torch.load("),
+    "random numbers begin anew": Fault("resume", "checkpoint/checkpointer", "set_rng_state(state | {", "dict(state | {"),
     "the run begins anew": Fault(
         "resume", "checkpoint/resume", "chosen = present[-1] if present else None", "chosen = None; [__import__('shutil').rmtree(path) for path in present]; present = []"
     ),

@@ -141,10 +141,10 @@ class Checkpointer:
         state = self._trained_state()
         if self.args.async_save:
             write = dcp.async_save(state, async_stager=self.stager, **settings).result
-            self.in_flight = self.background.submit(self._complete, final, start, write, rng_state())
+            self.in_flight = self.background.submit(self._complete, final, start, write, loadable(rng_state()))
             self.in_flight.add_done_callback(ask_to_stop_if_failed)
         else:
-            self._complete(final, start, partial(dcp.save, state, **settings), rng_state())
+            self._complete(final, start, partial(dcp.save, state, **settings), loadable(rng_state()))
         return final
 
     def wait(self) -> None:
@@ -302,7 +302,9 @@ class Checkpointer:
         seek(self.scheduler, marker["step"])
         self.data_states = read_json(checkpoint / "data.json")
         if marker["world_size"] == self.accelerator.num_processes:
-            set_rng_state(torch.load(checkpoint / f"rng-{self.accelerator.process_index}.pt", weights_only=True))
+            state = torch.load(checkpoint / f"rng-{self.accelerator.process_index}.pt", weights_only=True)
+            kind, keys, *rest = state["numpy"]
+            set_rng_state(state | {"numpy": (kind, keys.numpy(), *rest)})
         else:  # another number of ranks: the checkpoint lacks generators for new ranks, so seed all by the step
             set_seed(self.args.seed + marker["step"], device_specific=True)
         if is_first():
@@ -319,6 +321,12 @@ class Checkpointer:
             trained = [WRAPPERS.sub("", name) for name, parameter in named if parameter.requires_grad]
             model_state = {name: model_state[name] for name in trained}
         return {"model": model_state, "optimizer": optimizer_state}
+
+
+def loadable(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of random generators in a form that `weights_only=True` can load."""
+    kind, keys, *rest = state["numpy"]
+    return state | {"numpy": (kind, torch.from_numpy(keys), *rest)}
 
 
 def broken_weight(model: nn.Module) -> str | None:

@@ -13,20 +13,18 @@ MarkFn = Callable[[], Callable[[], None]]
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of every random generator of this process, in a form that `torch.load` reads with `weights_only`."""
-    kind, keys, *rest = np.random.get_state()
+    """Return the state of every random generator of this process."""
     return {
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys), *rest),
+        "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    kind, keys, *rest = state["numpy"]
     random.setstate(state["python"])
-    np.random.set_state((kind, keys.numpy(), *rest))
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -112,14 +112,14 @@ def read_run(folder: Path, records: list[dict] | None = None) -> Seen:
         ConfigError: if there is no log of a run, or a line of it is damaged.
     """
     try:
-        found = lines_of(folder / "metrics.jsonl", {"step": int}) if records is None else records
+        found = objects_of(folder / "metrics.jsonl", {"step": int}) if records is None else records
         args = dict(yaml.safe_load((folder / "args.yaml").read_text("utf-8")))
     except (OSError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(f"{folder} is not the output directory of a run that has begun to train: {error}") from error
     return Seen(folder, found, args, read_status(folder), of_this_run(read_attempts(folder)))
 
 
-def lines_of(file: Path, kinds: dict[str, Any]) -> list[dict]:
+def objects_of(file: Path, kinds: dict[str, Any]) -> list[dict]:
     """Read a file of JSON lines that a run has written. Raises ConfigError for a line without values of these `kinds`."""
     try:
         rows = read_json_lines(file)
@@ -196,7 +196,7 @@ def page_of(seen: Seen) -> list[Html]:
     if (file := seen.folder / "result.png").exists() and seen.status.get("state") == "finished":
         parts += [element("h2", "Result"), picture(file.read_bytes(), file.name, is_chart=True)]
     if (file := seen.folder / "samples.jsonl").exists() and file.stat().st_size:
-        samples = lines_of(file, {"step": int, "source": str, "rewards": dict})[: -MOST_SAMPLES - 1 : -1]
+        samples = objects_of(file, {"step": int, "source": str, "rewards": dict})[: -MOST_SAMPLES - 1 : -1]
         parts += [element("h2", "Samples, newest first"), sample_table(samples)]
     if (file := seen.folder / "rows.txt").exists():
         text = element("pre", file.read_text("utf-8"))
