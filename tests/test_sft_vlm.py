@@ -32,7 +32,13 @@ from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.documents import text_positions
 from accelerate_recipes.models.pretrained import load_config
 from accelerate_recipes.models.processors import load_image_tokenizer, load_processor
-from accelerate_recipes.posttraining.supervised_images import ImageCollator, PackedDocuments, check_room, with_files
+from accelerate_recipes.posttraining.supervised_images import (
+    ImageCollator,
+    PackedDocuments,
+    check_room,
+    with_files,
+    with_pixels,
+)
 
 SCRIPT = ROOT / "recipes/sft_vlm.py"
 FEW = ["qwen2_5_vl", "gemma3", "smolvlm", "llava_onevision", "mistral3"]
@@ -358,6 +364,13 @@ def test_an_export_is_read_by_transformers(both, folder):
     (other.parent / "rows.json").write_text(rows.replace("/images/", "/gone/"))
     said = check_export(other, ["question 3"], 3)
     assert "not compared" in said and "gone/2_0.png" in said and "Answer: " in said
+
+
+def test_an_image_that_broke_since_it_was_measured_is_named(tmp_path):
+    (file := tmp_path / "a.png").write_bytes(b"broken")
+    rows = [{"images": []}, {"images": [{"path": str(file), "bytes": None}]}]
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 4, .*a\.png.* cannot be read"):
+        with_pixels(rows, tiny_images.processor("qwen2_vl"), ["rows.jsonl, row 3", "rows.jsonl, row 4"])
 
 
 @pytest.mark.slow

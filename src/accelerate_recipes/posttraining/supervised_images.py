@@ -240,7 +240,9 @@ def prepare_with_images(
     place = run, exported, base_stops
 
     def compare() -> None:
-        compare_with_rendering(*place, with_pixels(with_files(run, written), processor), first, ends, **how)
+        source, numbers = args.sources["train"] or args.source, sides["train"]["row"][: len(written)]
+        rows = with_pixels(with_files(run, written), processor, [f"{source}, row {number}" for number in numbers])
+        compare_with_rendering(*place, rows, first, ends, **how)
 
     on_first_rank(compare)
     counts = {"with an end": num_ended} | ({"packed from": len(cut["train"])} if args.packing else {})
@@ -354,11 +356,11 @@ def check_room(documents: datasets.Dataset, longest: int) -> None:
         )
 
 
-def with_pixels(rows: list[dict], processor: ProcessorMixin) -> list[dict]:
-    """Return rows with some of the values of their `pixels`; see `pixels_shown`."""
+def with_pixels(rows: list[dict], processor: ProcessorMixin, places: Sequence[str]) -> list[dict]:
+    """Return rows with some of the values of their `pixels`; see `pixels_shown`. `places` name the rows in errors."""
     found = []
-    for row in rows:
-        images = [decoded(image_bytes(image, "a row"), f"a row, {image['path']}") for image in row["images"]]
+    for row, place in zip(rows, places, strict=True):
+        images = [decoded(image_bytes(image, place), f"{place}, {image['path']}") for image in row["images"]]
         found.append(row | {"pixels": pixels_shown(processor, images) if images else []})
     return found
 
