@@ -30,7 +30,7 @@ LAUNCH = "-m accelerate.commands.launch --main_process_port 0 --config_file acce
 COMMANDS = {
     "against_trl": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
     "engine_overhead": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
-    "first_step": "--rounds 1 --rows 40 --max_length 128",
+    "first_step": "--rounds 1 --rows 40 --max_length 512",
     "loading": "--rounds 1 --hidden_size 64",
     "mirror": "--rounds 1 --steps 22 --width 32 --mib 4",
     "mixture_throughput": "--rounds 1 --steps 2 --warm_up 1 --documents 40 --shards 1 --max_length 64",
