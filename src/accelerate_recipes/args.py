@@ -382,9 +382,8 @@ def resolve(
         groups += read_preset(presets, parser, script or "")
     errors += unread
     groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
-    namespace, _, wrong = parse_groups(
-        parser, args_class.owned_elsewhere, groups
-    )  # a flag after the preset overrides it
+    # A flag after the preset overrides it.
+    namespace, _, wrong = parse_groups(parser, args_class.owned_elsewhere, groups)
     errors += wrong
     args = args_class(**{f.name: getattr(namespace, f.name) for f in fields(args_class)})
     args.elsewhere, args.num_launched, args.row_size = elsewhere, world_size, row_size

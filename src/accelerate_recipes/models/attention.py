@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from accelerate_recipes.errors import ConfigError, that_apply
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.documents import DOCUMENTS
 from accelerate_recipes.models.torch_attention import FLASH_3
 from accelerate_recipes.ranks import computes_in_bf16
@@ -134,17 +134,17 @@ def choose(
         raise ConfigError(f"--attn_implementation {name}: its package {package} is not installed; {how}, or give auto")
     if name != "auto":
         return name, ""
-    against = that_apply(
-        {
-            f"the model has {features}": features,
-            "trl's batches do not say where documents begin": not has_boundaries,
-            "the precision is not bf16": torch.cuda.is_available() and not is_bf16,
-            "there is no GPU": not torch.cuda.is_available() and not is_shared,
-        }
-    )
-    if against:
-        return plain, against[0]
-    return DOCUMENTS, "ranks share a row" if is_shared else "bf16 on a GPU"
+    if features:
+        return plain, f"the model has {features}"
+    if not has_boundaries:
+        return plain, "trl's batches do not say where documents begin"
+    if not is_bf16 and torch.cuda.is_available():
+        return plain, "the precision is not bf16"
+    if is_shared:
+        return DOCUMENTS, "ranks share a row"
+    if not torch.cuda.is_available():
+        return plain, "there is no GPU"
+    return DOCUMENTS, "bf16 on a GPU"
 
 
 @contextlib.contextmanager
