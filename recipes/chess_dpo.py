@@ -10,7 +10,6 @@ are legal and of moves that were played, in positions of held-out games.
 """
 
 import json
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,11 +29,9 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
 from accelerate_recipes.models.adapters import add_adapters
-from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.objective import give_model_to_trl
-from accelerate_recipes.posttraining.preferences import DPOArgs, PairTrainer, preference_trial
-from accelerate_recipes.posttraining.settings import make_model, trl_config
+from accelerate_recipes.posttraining.preferences import DPOArgs, PairLoss, outputs_of_loss, preference_trial
+from accelerate_recipes.posttraining.settings import add_loss_by_trl, make_model
 from accelerate_recipes.posttraining.trained_pairs import count_pairs, read_pairs
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
@@ -122,27 +119,25 @@ def main(args: Args) -> None:
     # Model, before the pairs as it reads them
     model = make_model(args)
     run.adapter = add_adapters(model, args)
-    max_length = min(args.max_length or sys.maxsize, max_positions(model.config))
-    load = partial(load_pairs, file, args, positions, tokenizer, max_length)
+    add_loss_by_trl(args, model, tokenizer, outputs_of_loss(args))
+    loss = PairLoss(args, model.config, run.accelerator)
+    load = partial(load_pairs, file, args, positions, tokenizer, loss.args.max_length)
     pairs, num_pairs = on_first_of_machine_before_others(load)
-    config = trl_config(run, trl.DPOConfig, max_length=max_length)
-    trainer = give_model_to_trl(PairTrainer, run, config, model, tokenizer, train_dataset=pairs)
-    rows = read_pairs(trainer, pairs)
-    num_targets, cut = count_pairs(config, pairs)
+    rows = read_pairs(run, loss.collator(tokenizer.pad_token_id), pairs)
+    num_targets, cut = count_pairs(loss.args, pairs)
     left_out = {"left out": num_pairs - len(pairs)}
     run.show_rows(tokenizer, rows.first | {"Evaluation": next_moves}, num_targets, left_out | cut)
     run.print(f"Data: {len(pairs):,} pairs from {len(positions):,} positions, {len(next_moves.positions):,} held out")
 
     # Training and evaluation
     run.prepare(model, tokenizer, num_whole_steps(args, len(pairs)))
-    trainer.use_sharded_model()
-    trainer.add_reference(rows)
+    loss.add_reference(run, rows)
     loader = rows.make_loader(order_class=WholeSteps)
 
     def evaluate_fn(step: int) -> dict[str, float]:
         return next_moves.evaluate(run.accelerator, run.model, args.per_device_eval_batch_size)
 
-    loss_fn, count_fn, values_fn, mark_fn = trainer.sum_and_count, trainer.count_parts, trainer.values, trainer.mark
+    loss_fn, count_fn, values_fn, mark_fn = loss.sum_and_count, loss.count_parts, loss.values, loss.mark
     records = train(
         run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, values_fn=values_fn, mark_fn=mark_fn
     )

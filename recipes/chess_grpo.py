@@ -19,16 +19,15 @@ import trl
 from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.chess.games import PositionsArgs, prepare_positions
-from accelerate_recipes.chess.next_moves import NextMoves, longest_move, prompt_of
+from accelerate_recipes.chess.next_moves import NextMoves, longest_move, prompt_of, with_begin
 from accelerate_recipes.chess.rewards import REWARDS, StockfishArgs, stockfish_reward
 from accelerate_recipes.engine import train
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.picture import Curves
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.answers import AnswerTrainer, GRPOArgs, rows_of_prompts
+from accelerate_recipes.posttraining.answers import AnswerTrainer, GRPOArgs, give_model_to_trl, rows_of_prompts
 from accelerate_recipes.posttraining.answers_trial import answers_trial
-from accelerate_recipes.posttraining.objective import give_model_to_trl
 from accelerate_recipes.posttraining.prompts import room_for_prompts
 from accelerate_recipes.posttraining.settings import make_model, trl_config
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
@@ -61,12 +60,6 @@ class Args(StockfishArgs, PositionsArgs, GRPOArgs, trl.GRPOConfig):
 
 def requirements(args: Args) -> Requirements:
     return Requirements(models=[args.model_name_or_path], datasets=args.game_datasets)
-
-
-class Trainer(AnswerTrainer):
-    def _tokenize_prompts(self, prompts: list[str]):
-        """Tokenise prompts as in the model's training: a begin token, then the moves."""
-        return [prompt_of(self.processing_class, prompt.split()) for prompt in prompts], None, {}
 
 
 def trial(args: Args) -> Trial:
@@ -106,7 +99,7 @@ def main(args: Args) -> None:
         prompts = datasets.Dataset.from_list(positions)
         run.adapter = add_adapters(model, args)
         given = {"reward_funcs": rewards, "train_dataset": prompts}
-        trainer = give_model_to_trl(Trainer, run, config, model, tokenizer, **given)
+        trainer = give_model_to_trl(AnswerTrainer, run, config, model, with_begin(tokenizer), **given)
         rows = rows_of_prompts(trainer, prompts)
         run.show_rows(tokenizer, rows.first | {"Evaluation": next_moves}, len(prompts), counts)
         run.print(

@@ -12,7 +12,6 @@ such pairs (docs/rows.md). Before and after training, loss, accuracy and margin 
 a prompt lie on one side.
 """
 
-import sys
 from dataclasses import dataclass
 
 import datasets
@@ -20,16 +19,22 @@ import trl
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
+from accelerate_recipes.checkpoint.exported import as_exported
 from accelerate_recipes.data.chats import check_written, without_controls
 from accelerate_recipes.data.formats import DPO, PAIR, FormatArgs
 from accelerate_recipes.engine import train
 from accelerate_recipes.life.picture import Bars, Curves
 from accelerate_recipes.models.adapters import add_adapters
-from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.objective import give_model_to_trl
-from accelerate_recipes.posttraining.preferences import DPOArgs, PairTrainer, evaluate_pairs, preference_trial, to_pairs
-from accelerate_recipes.posttraining.settings import make_model, stops_of_run, trl_config
+from accelerate_recipes.posttraining.preferences import (
+    DPOArgs,
+    PairLoss,
+    evaluate_pairs,
+    outputs_of_loss,
+    preference_trial,
+    to_pairs,
+)
+from accelerate_recipes.posttraining.settings import add_loss_by_trl, make_model, stops_of_run
 from accelerate_recipes.posttraining.trained_pairs import compare_pairs, count_pairs, prepare_preferences
 from accelerate_recipes.posttraining.trained_rows import compare_finished, tell_of_prompts
 from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
@@ -87,15 +92,16 @@ def main(args: Args) -> None:
     run.adapter = add_adapters(model, args)
     args.settle_date(tokenizer)
     stops = stops_of_run(model, tokenizer)
+    base_stops = add_loss_by_trl(args, model, tokenizer, outputs_of_loss(args))
+    loss = PairLoss(args, model.config, run.accelerator)
     pairs, num_rows, left_out = on_first_of_machine_before_others(lambda: load_pairs(args, tokenizer, stops))
     tell_of_prompts(run, pairs, tokenizer)
-    config = trl_config(run, trl.DPOConfig, max_length=min(args.max_length or sys.maxsize, max_positions(model.config)))
-    trainer = give_model_to_trl(PairTrainer, run, config, model, tokenizer, train_dataset=pairs["train"])
 
     # Pairs as the model reads them
-    rows = prepare_preferences(trainer, pairs, tokenizer)
-    ended = {"with an end": compare_pairs(trainer, rows.train, tokenizer)}
-    num_targets, cut = count_pairs(config, rows.train)
+    rows = prepare_preferences(run, loss, pairs, tokenizer)
+    exported = as_exported(model, tokenizer)
+    ended = {"with an end": compare_pairs(run, loss.args, exported, base_stops, rows.train)}
+    num_targets, cut = count_pairs(loss.args, rows.train)
     left_out += len(pairs["train"]) - len(rows.train)
     run.show_rows(tokenizer, rows.first, num_targets, ended | {"left out": left_out} | cut)
     run.print(
@@ -105,14 +111,13 @@ def main(args: Args) -> None:
 
     # Training and evaluation
     run.prepare(model, tokenizer, num_whole_steps(args, len(rows.train)))
-    trainer.use_sharded_model()
-    trainer.add_reference(rows)
+    loss.add_reference(run, rows)
     loader, heldout_loader = rows.make_loader(order_class=WholeSteps), rows.make_heldout_loader()
 
     def evaluate_fn(step: int) -> dict[str, float]:
-        return evaluate_pairs(trainer, heldout_loader)
+        return evaluate_pairs(run.model, loss, heldout_loader)
 
-    loss_fn, count_fn, values_fn, mark_fn = trainer.sum_and_count, trainer.count_parts, trainer.values, trainer.mark
+    loss_fn, count_fn, values_fn, mark_fn = loss.sum_and_count, loss.count_parts, loss.values, loss.mark
     records = train(
         run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, values_fn=values_fn, mark_fn=mark_fn
     )

@@ -23,10 +23,9 @@ from accelerate_recipes.life.picture import Bars, Curves
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.generation import Sampling
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.answers import GRPOArgs, RewardTrainer, rows_of_prompts
+from accelerate_recipes.posttraining.answers import GRPOArgs, RewardTrainer, give_model_to_trl, rows_of_prompts
 from accelerate_recipes.posttraining.answers_trial import answers_trial
 from accelerate_recipes.posttraining.evaluation import HeldoutAnswers
-from accelerate_recipes.posttraining.objective import give_model_to_trl
 from accelerate_recipes.posttraining.prompts import clean_prompts, end_of_prompt, load_prompts
 from accelerate_recipes.posttraining.rewards import load_rewards, reward_problems
 from accelerate_recipes.posttraining.settings import make_model, trl_config

@@ -127,7 +127,7 @@ def test_a_list_that_is_given_several_times(path, tmp_path):
     lists = [a for a in actions if a.nargs == "+" and a.help != argparse.SUPPRESS and not isinstance(a, Merge)]
     assert len(lists) > 1
     for action in lists:
-        values = [*(action.choices if isinstance(action.choices, list) else "123")][:3]
+        values = [*(action.choices if isinstance(action.choices, list | tuple) else "123")][:3]
         (tmp_path / "preset.yaml").write_text(f"{action.dest}: [{values[-1]}]\nseed: 4\n")
         given = [
             word for flag, value in zip([*action.option_strings] * 3, values, strict=False) for word in (flag, value)

@@ -33,7 +33,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.chess import rules
 from accelerate_recipes.chess.games import tokenize_games
-from accelerate_recipes.chess.next_moves import NextMoves, longest_move, prompt_of
+from accelerate_recipes.chess.next_moves import NextMoves, longest_move, prompt_of, with_begin
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.requirements import check_models
 from accelerate_recipes.losses import check_document_mask
@@ -150,6 +150,7 @@ def test_a_prompt_is_how_a_game_begins(folder, tmp_path):
     longest = longest_move(tokenizer)
     for ply, move in enumerate(GAME):
         prompt = prompt_of(tokenizer, GAME[:ply])
+        assert with_begin(tokenizer)(text=[" ".join(GAME[:ply])])["input_ids"] == [prompt]
         assert document[: len(prompt)] == prompt and len(prompt) > 0
         answer = document[len(prompt) : len(prompt) + longest]
         assert tokenizer.decode(answer, skip_special_tokens=True).split()[0] == move

@@ -27,7 +27,7 @@ from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.preferences import evaluate_pairs, to_pairs
+from accelerate_recipes.posttraining.preferences import HAVE_DIVERGENCES, LOSSES, evaluate_pairs, to_pairs
 from accelerate_recipes.posttraining.references import keep_values, kept_values, what_decides
 from accelerate_recipes.posttraining.trained_rows import without_targets
 
@@ -112,10 +112,10 @@ def test_what_decides_the_values_of_the_reference(base, monkeypatch):
     def decided(mixed_precision: str = "no", attention: str = "sdpa", ld_alpha: float | None = None, **given) -> str:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mixed_precision)
         args = module.Args(model_name_or_path=str(base), ld_alpha=ld_alpha, **given)
-        accelerator = SimpleNamespace(mixed_precision=mixed_precision, device=torch.device("cpu"))
+        device, unwrap_model = torch.device("cpu"), lambda model: model
+        accelerator = SimpleNamespace(mixed_precision=mixed_precision, device=device, unwrap_model=unwrap_model)
         model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))
-        run = SimpleNamespace(args=args)
-        return repr(what_decides(SimpleNamespace(run=run, args=args, accelerator=accelerator, model=model)))
+        return repr(what_decides(SimpleNamespace(args=args, accelerator=accelerator, model=model), args))
 
     lora = {"mixed_precision": "bf16", "use_peft": True}
     changes = (
@@ -145,10 +145,7 @@ def test_excluded_pairs(excluded_and_skipped, arguments):
     excluded_and_skipped(SCRIPT, *arguments, "--max_length", 30)
 
 
-LOSSES = (
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop",
-    "sft", "sigmoid_norm",
-)  # fmt: skip
+ONE_BY_ONE = tuple(name for name in LOSSES if not name.startswith("aot"))  # these compare the pairs with each other
 
 
 @pytest.mark.parametrize("more", [{}, {"ld_alpha": 0.5}, {"use_weighting": True}, {"f_divergence_type": "forward_kl"}])
@@ -161,7 +158,7 @@ def test_a_place_without_a_pair(base, more):
         dict(zip(names, ids, strict=True)) | {"ref_chosen_logps": -3.0, "ref_rejected_logps": -5.0}
         for ids in ([[3, 4], [5, 6, 7], [8]], [[9], [2], [3, 4, 5]], [[4, 4], [1, 2], [7, 9, 3]])
     ]
-    for name in ("sigmoid", "ipo") if more else LOSSES:
+    for name in ("sigmoid", "ipo") if more else ONE_BY_ONE:
         args = module.Args(model_name_or_path=str(base), loss_type=[name], max_length=9, label_smoothing=0.1, **more)
         loss_fn = module.trial(args).loss_fn
         trainer = loss_fn.__self__
@@ -384,15 +381,31 @@ def test_losses_of_a_micro_batch_are_refused(arguments):
         parse(args, [*argv, "aot_unpaired", "--exclude_rows", "rows.json"], world_size=1)
     with pytest.raises(ConfigError, match="--use_weighting weighs the pairs"):
         parse(args, [*argv, "sft", "--use_weighting", "true", "--per_device_train_batch_size", "8"], world_size=1)
+    given = ["aot", "exo_pair", "--use_weighting", "--loss_weights", "1", "2", "3", "--f_divergence_type", "forward_kl"]
+    with pytest.raises(ConfigError) as error:
+        parse(args, [*argv, *given, "--per_device_train_batch_size", "8"], world_size=1)
+    for said in (
+        "--loss_type aot sorts the pairs", "has 3 numbers, --loss_type 2 losses", "is not defined for --loss_type aot;",
+        "exo_pair divides by --label_smoothing, which is 0",
+    ):  # fmt: skip
+        assert said in str(error.value)
+
+
+def test_losses_are_those_of_trl():
+    source = inspect.getsource(DPOTrainer)
+    known, defined = (
+        re.search(r"Unknown loss type(.*?)\n\n", source, re.S),
+        re.search(r"loss_types = (\{.*?\})", source),
+    )
+    assert known and {*re.findall(r"'(\w+)'", known[1])} == {*LOSSES}
+    assert defined and eval(defined[1]) == {*HAVE_DIVERGENCES}
 
 
 def test_an_evaluation_of_pairs_stops_between_two_batches(monkeypatch):
-    trainer = SimpleNamespace(
-        accelerator=Accelerator(cpu=True), run=SimpleNamespace(model=torch.nn.Linear(1, 1)), beta=1
-    )
+    loss = SimpleNamespace(accelerator=Accelerator(cpu=True))
     monkeypatch.setattr(stop, "_asked_by", "SIGTERM")
     with pytest.raises(stop.Stopped, match="SIGTERM"):
-        evaluate_pairs(trainer, [{}])
+        evaluate_pairs(torch.nn.Linear(1, 1), loss, [{}])
 
 
 def test_pairs_that_are_all_too_long(forks, arguments, tmp_path):

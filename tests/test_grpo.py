@@ -11,6 +11,7 @@ import random
 import re
 import textwrap
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +22,16 @@ from helpers import CHILDREN, ROOT, STEPS, log_of, read_metrics
 from simulations import BF16, FP32, job
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from trl import GRPOConfig, GRPOTrainer
 
 from accelerate_recipes.args import parse
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.chess.next_moves import longest_move
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.posttraining.answers import VALUES
 from accelerate_recipes.posttraining.drawing_trial import draw_answers
-from accelerate_recipes.posttraining.prompts import end_of_prompt, load_prompts, room_for_prompts
+from accelerate_recipes.posttraining.prompts import end_of_prompt, load_prompts, room_for_prompts, tokenize_prompts
 from accelerate_recipes.posttraining.rewards import MATH_VERIFY, Reward, load_rewards, reward_problems
 from accelerate_recipes.report.samples import Samples
 from accelerate_recipes.upstream import CACHES
@@ -554,6 +557,30 @@ def test_problems_of_the_arguments(rewards_file):
     ):  # fmt: skip
         assert problem in said, said
     assert "min_new_tokens" not in said
+
+
+@pytest.mark.parametrize("form", ["text", "chat"])
+def test_answers_are_drawn_to_the_prompts_that_are_compared(tmp_path, form):
+    """trl's tokens of a prompt are those that are counted, shown, and compared with the export."""
+    tokenizer = AutoTokenizer.from_pretrained(save_base(tmp_path, template_of("qwen3")))
+    settings, prompts = {"enable_thinking": False}, ["12 + 3?", "And?"]
+    if form == "chat":
+        prompts = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}] for text in prompts]
+    given = {"processing_class": tokenizer, "chat_template": None, "chat_template_kwargs": settings, "tools": []}
+    trainer: Any = SimpleNamespace(**given, _is_vlm=False, environment_factories=None)
+    ids, *_ = GRPOTrainer._tokenize_prompts(trainer, prompts)
+    args = SimpleNamespace(template_settings=settings, template_date="")
+    assert ids == tokenize_prompts(tokenizer, prompts, args)
+
+
+def test_values_are_those_of_trl():
+    for name, values in VALUES.items():
+        said = GRPOConfig.__dataclass_fields__[name].metadata["help"]
+        assert {*re.findall(r"'(\w+)'", said)} >= {*values}
+    source = inspect.getsource(GRPOTrainer)
+    assert {*re.findall(r'"(\w+)"', " ".join(re.findall(r"self\.loss_type (?:==|in) (.*):", source)))} == {
+        *VALUES["loss_type"]
+    }
 
 
 def test_evaluations_draw_for_themselves():

@@ -53,6 +53,7 @@ from accelerate_recipes.models.composites import text_part
 from accelerate_recipes.models.encoder_decoders import load_encoder_decoder
 from accelerate_recipes.models.loading import made
 from accelerate_recipes.models.positions import check_length
+from accelerate_recipes.posttraining.answers import add_positions
 from accelerate_recipes.posttraining.settings import weight_of_balance
 
 RESULT = json.loads(models_table.RESULT.read_text())
@@ -189,7 +190,8 @@ def test_answers_to_padded_prompts_are_as_probable_as_alone(tmp_path, name):
     attention, _ = choose("auto", config, torch.float32, False)
     torch.manual_seed(0)
     model = made(AutoModelForCausalLM, config, attn_implementation=attention).eval()
-    add_fused_lm_head(model, outputs=("log_probs",))
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    add_positions(model)
     rows = [torch.randint(5, 90, (1, length)) for length in (10, 6)]
     padded = torch.cat([torch.nn.functional.pad(row, (10 - row.shape[1], 0)) for row in rows])
     with torch.no_grad():

@@ -163,7 +163,7 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
     owned_elsewhere: ClassVar[dict[str, str]] = OWNED_ELSEWHERE
 
     # Ranges of fields that another library declares, and the names of those fields that are fixed on a resume.
-    ranges: ClassVar[dict[str, Range]] = {}
+    ranges: ClassVar[dict[str, Range | tuple[str, ...]]] = {}
     fixed: ClassVar[frozenset[str]] = frozenset()
 
     # Groups in --help of fields that several recipes declare, and of fields that another library declares.

@@ -10,8 +10,8 @@ dpo = shipped.load(Path(__file__).resolve().parents[2] / "recipes/dpo.py")
 Args, requirements, main = dpo.Args, dpo.requirements, dpo.main
 
 
-class PairTrainer(Watched, dpo.PairTrainer):
+class PairLoss(Watched, dpo.PairLoss):
     pass
 
 
-dpo.PairTrainer, dpo.train = PairTrainer, watched
+dpo.PairLoss, dpo.train = PairLoss, watched

@@ -26,14 +26,15 @@ class Watched:
     outcomes: list[Outcome]  # of the steps
     noted: dict[str, Any]
 
-    def add_reference(self, *rows: Any) -> None:
+    def add_reference(self, *given: Any) -> None:
+        self.run = given[0] if given else self.run
         self.ledger, self.step, self.outcomes, self.noted = (
-            Ledger("cpu", num_logits(self.model.config)), ExitStack(), [], {},
+            Ledger("cpu", num_logits(self.run.model.config)), ExitStack(), [], {},
         )  # fmt: skip
         with self.ledger:
             self.ledger.watch(self.run.model, self.run.optimizer)
             parameters = self.ledger.peak
-            super().add_reference(*rows)
+            super().add_reference(*given)
             # A second model is made before it is sharded; what counts is what a step keeps of it.
             keeps_another = isinstance(self.ref_model, nn.Module)
             self.noted["before"] = 0 if keeps_another or self.ledger.peak == parameters else self.ledger.peak

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from trl.trainer import dpo_trainer
 
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.distributed import local_numel
 from accelerate_recipes.posttraining.settings import make_model
 from accelerate_recipes.posttraining.trained_rows import ReadRows
 from accelerate_recipes.ranks import max_over_ranks
+from accelerate_recipes.run import Run
 
 dpo = shipped.load(Path(__file__).resolve().parents[2] / "recipes/dpo.py")
 Args, requirements, main = dpo.Args, dpo.requirements, dpo.main
@@ -32,34 +32,29 @@ def make_checked_model(args: Any) -> nn.Module:
     return model
 
 
-class PairTrainer(dpo.PairTrainer):
+class PairLoss(dpo.PairLoss):
     held: ClassVar[list[int]] = []  # elements of the model, whenever the reference computes a layer
 
-    def add_reference(self, rows: ReadRows) -> None:
+    def add_reference(self, run: Run, rows: ReadRows) -> None:
         def note(layer: nn.Module, inputs: Any) -> None:
-            self.held.append(sum(map(local_numel, self.model.parameters())))
+            self.held.append(sum(map(local_numel, run.model.parameters())))
 
         with torch.no_grad():
-            for name, weight in self.model.named_parameters():
+            for name, weight in run.model.named_parameters():
                 if ".lora_B." in name:
                     weight.fill_(0.5)
-        layers = [module for module in self.model.modules() if isinstance(module, LlamaDecoderLayer)]
+        layers = [module for module in run.model.modules() if isinstance(module, LlamaDecoderLayer)]
         hooks = [layer.register_forward_pre_hook(note) for layer in layers]
-        super().add_reference(rows)
+        super().add_reference(run, rows)
         for hook in hooks:
             hook.remove()
-        held = max_over_ranks(max(self.held, default=0), self.accelerator.device)
-        if self.run.is_first:
+        held = max_over_ranks(max(self.held, default=0), run.accelerator.device)
+        if run.is_first:
             names = ["prompt", "chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps"]
             found = {"train": rows.train, "test": rows.heldout}
             found = {side: pairs.select_columns(names).to_list() for side, pairs in found.items()}
             text = json.dumps(found | {"held": held, "of": TOTAL})
-            (self.run.output_dir / "reference.json").write_text(text, encoding="utf-8")
+            (run.output_dir / "reference.json").write_text(text, encoding="utf-8")
 
 
-def refuse(*_: Any, **__: Any) -> None:
-    raise AssertionError("trl loads a second model, whole on each rank")
-
-
-dpo.make_model, dpo.PairTrainer = make_checked_model, PairTrainer
-dpo_trainer.create_model_from_path = refuse
+dpo.make_model, dpo.PairLoss = make_checked_model, PairLoss

@@ -1,11 +1,14 @@
 """Evaluation of predicted moves in positions of held-out games: the share of legal moves, and of moves that were played."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +17,7 @@ from accelerate_recipes.chess.games import begin_token
 from accelerate_recipes.chess.rewards import answer
 from accelerate_recipes.data import NUM_ROWS
 from accelerate_recipes.disk import read_json
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.picture import Curves
 from accelerate_recipes.models.generation import generate_texts
 
@@ -21,6 +25,23 @@ from accelerate_recipes.models.generation import generate_texts
 def prompt_of(tokenizer: PreTrainedTokenizerBase, prefix: Sequence[str]) -> list[int]:
     """Return the token ids of the moves so far, as the beginning of a document."""
     return [begin_token(tokenizer), *tokenizer(" ".join(prefix), add_special_tokens=False)["input_ids"]]
+
+
+def with_begin(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a copy of a tokenizer that begins each text as `prompt_of` does.
+
+    Raises:
+        ConfigError: for a tokenizer without tokenizer.json.
+    """
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"a {type(tokenizer).__name__} is written in Python; give a tokenizer that has a tokenizer.json"
+        )
+    made: Any = copy.deepcopy(tokenizer)
+    begin = begin_token(tokenizer)
+    token = made.convert_ids_to_tokens(begin)
+    made.backend_tokenizer.post_processor = TemplateProcessing(single=[token, "$A"], special_tokens=[(token, begin)])
+    return made
 
 
 def longest_move(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -6,16 +6,18 @@ random number of its own. So a run draws the same answers on any number of proce
 
 import contextlib
 import math
-from collections.abc import Callable
+import warnings
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 import torch
+from accelerate.utils import DistributedType
+from huggingface_hub import constants
 from torch import nn
-from transformers import GenerationConfig
-from trl import GRPOTrainer
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
+from transformers.trainer_utils import align_special_tokens
+from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
 from accelerate_recipes.args import arg
@@ -25,14 +27,21 @@ from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.messages import NUM_COMPARED
 from accelerate_recipes.errors import that_apply
 from accelerate_recipes.models.generation import drawn_by, numbers_of, own_draws
+from accelerate_recipes.models.tokenizers import stops_of
 from accelerate_recipes.models.weights import seed_of
 from accelerate_recipes.posttraining.objective import Objective, Outputs, reference_of
-from accelerate_recipes.posttraining.prompts import PromptArgs, as_object, compare_prompts
-from accelerate_recipes.posttraining.settings import SYNC_REFERENCE
+from accelerate_recipes.posttraining.prompts import PromptArgs, as_object, compare_prompts, tokenize_prompts
+from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, refused_by_trl, switch_off_dropout
 from accelerate_recipes.posttraining.trained_rows import ReadRows, content_of_sides
 from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank
 from accelerate_recipes.report.samples import Samples, expected
 from accelerate_recipes.run import Run
+
+constants.HF_HUB_DISABLE_TELEMETRY = True  # a run tells nobody of itself
+# trl 1.16 uses an old name of transformers 5.23 in every step that generates.
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+
+ROUTING = ("output_router_logits", "router_aux_loss_coef")  # fields of a configuration that trl sets
 
 # Fields of trl's config; trl declares no ranges for them.
 NOT_NEGATIVE = (
@@ -46,6 +55,14 @@ AT_LEAST_ONE = ("num_iterations", "vllm_max_model_length", "vllm_tensor_parallel
 ADAPTIVE_ENTROPY = (
     "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target",
 )  # fmt: skip
+
+# Values of fields that trl checks late, when it computes a loss.
+VALUES = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
 
 # Settings of `generate` that are decided elsewhere: each token of an answer is drawn by a number of its own.
 OWN_FLAGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "cache_implementation")
@@ -89,6 +106,7 @@ class GRPOArgs(PromptArgs):
         # Logits are divided by these.
         | {"temperature": Range(min=1e-4), "repetition_penalty": Range(min=0.01, max=100)}
         | {"reward_weights": Range()}
+        | VALUES
     )  # fmt: skip
     owned_elsewhere = (
         PromptArgs.owned_elsewhere
@@ -129,28 +147,53 @@ class GRPOArgs(PromptArgs):
 
 
 class AnswerTrainer(Objective, GRPOTrainer):
-    """trl's GRPOTrainer, which draws the answers of a step, scores them and computes their loss."""
+    """trl's GRPOTrainer, which draws the answers of a step, scores them and computes their loss.
 
-    drawn: list[dict[str, Any]] | None = None  # micro-batches of the answers in use
+    Make one by `give_model_to_trl`.
+    """
 
-    def __init__(self, run: Run[Any], config: Any, **settings: Any):
-        beta, config.beta = config.beta, 0.0  # else trl would load the reference, whole on each rank
-        super().__init__(run, config, **settings)
-        config.beta = self.beta = beta
+    # The engine divides the loss, so trl must not divide it too; transformers' loop, which sets this, does not run.
+    current_gradient_accumulation_steps = 1
+    base_stops: set[int]  # tokens at which the base stops, as it is published
+    rows: list[dict[str, Any]]  # to which answers were drawn
+    drawn: list[dict[str, Any]] | None = None  # micro-batches of these answers
+
+    def __init__(self, run: Run[Any], config: GRPOConfig, **settings: Any):
+        self.run, self.accelerator, self.counted = run, run.accelerator, []
+        # With these, trl would load the reference, whole on each rank, and add the entropy to the loss; see `sum_parts`.
+        decided = {name: getattr(config, name) for name in ("beta", "entropy_coef")}
+        vars(config).update(dict.fromkeys(decided, 0.0))
+        GRPOTrainer.__init__(self, args=config, **settings)
+        for keeper in (config, self):
+            vars(keeper).update(decided)
+        self.remove_callback(PrinterCallback)
         # A step draws all its answers at once. The engine divides the loss by their number, so trl must not divide it too.
         self.args.gradient_accumulation_steps = self.args.steps_per_generation = 1
-        self._entropy_bonus_enabled = False  # see `sum_parts`
         self.data_collator = as_rows
+        self.keep_balance_apart(run.args, self.model.config)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Do nothing: the run has its Accelerator. If trl saw FSDP, it would load a second model, whole on each rank."""
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+
+    def use_sharded_model(self) -> None:
+        """Compute with the run's model from here on, which is prepared."""
+        self.model.config.use_cache = False  # which trl reads, and the export's copy does not have
+        self.model_wrapped = self.run.model
+        if self.accelerator.distributed_type == DistributedType.FSDP:
+            self.model = self.run.model
 
     def batch_of(self, rows: list[dict]) -> Any:
         """Make a batch of prompts without answers, which are drawn in training."""
-        ids, *_ = self._tokenize_prompts([row["prompt"] for row in rows])
+        ids = tokenize_prompts(self.processing_class, [row["prompt"] for row in rows], self.run.args)
         return self.processing_class.pad({"input_ids": ids}, return_tensors="pt")
 
     def add_reference(self) -> None:
         """Keep a reference model for the KL divergence, if its weight --beta is not 0."""
         if self.beta:
             self.ref_model = reference_of(self.run, self.temperature)
+            if isinstance(self.ref_model, nn.Module):
+                add_positions(self.ref_model)
 
     def draw(self, step: int, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Draw and score answers to the prompts of the step after `step`, or return those drawn for an earlier step."""
@@ -159,22 +202,19 @@ class AnswerTrainer(Objective, GRPOTrainer):
         # in the global batch, so a resume and any number of ranks draw the same answers.
         since = step % self.num_iterations
         if since == 0 or self.drawn is None:
-            rows = [row for batch in batches for row in batch["rows"]]
+            self.rows = [row for batch in batches for row in batch["rows"]]
             self.state.global_step = step
-            first = accelerator.process_index * len(rows)
-            numbers = numbers_of(args.seed, step - since, range(first, first + len(rows)), self.max_completion_length)
-            own = own_draws(seed_of(f"answers of step {step - since}", args.seed))
-            draws_itself = self.use_vllm or self.use_transformers_continuous_batching
-            with (
-                own,
-                contextlib.nullcontext() if draws_itself else drawn_by(self.run.model, numbers.to(accelerator.device)),
-            ):
-                answers = self._generate_and_score_completions(rows)
+            first = accelerator.process_index * len(self.rows)
+            places = range(first, first + len(self.rows))
+            numbers = numbers_of(args.seed, step - since, places, self.max_completion_length)
+            with contextlib.ExitStack() as drawing:
+                drawing.enter_context(own_draws(seed_of(f"answers of step {step - since}", args.seed)))
+                drawing.enter_context(frozen_date(args.template_date))
+                if not (self.use_vllm or self.use_transformers_continuous_batching):
+                    drawing.enter_context(drawn_by(self.run.model, numbers.to(accelerator.device)))
+                answers = self._generate_and_score_completions(self.rows)
             self.drawn = split_tensor_dict(answers, len(batches))
         return [drawn | {"row": batch["row"]} for drawn, batch in zip(self.drawn, batches, strict=True)]
-
-    def _get_per_token_logps_and_entropies(self, model: Callable, *args: Any, **more: Any) -> Any:
-        return super()._get_per_token_logps_and_entropies(partial(with_positions, model), *args, **more)
 
     def sum_parts(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         """Sum the parts of trl's loss over the answers of a micro-batch; `count_parts` has the divisor of each part.
@@ -220,13 +260,19 @@ def extreme_of(name: str, values: list[float]) -> float:
     return min(numbers) if name.endswith("min") else max(numbers)
 
 
-def with_positions(model: Callable, **inputs: Any) -> Any:
-    """Call a model with the position of each token in its own row, as `generate` does.
+def add_positions(model: nn.Module) -> None:
+    """Let the passes of trl's loss read the position of each token in its own row, as those of `generate` do.
 
     Prompts are padded on the left, and trl 1.16 gives no positions: a model with learned ones would count the padding.
     """
-    mask = inputs["attention_mask"]
-    return model(**inputs, position_ids=(mask.cumsum(-1) - 1).masked_fill(mask == 0, 0))
+
+    def with_positions(_: nn.Module, args: tuple, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if "fused_lm_head" in inputs:
+            mask = inputs["attention_mask"]
+            inputs["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
+        return args, inputs
+
+    model.register_forward_pre_hook(with_positions, with_kwargs=True)
 
 
 def as_rows(rows: list[dict]) -> dict[str, list[dict]]:
@@ -240,34 +286,66 @@ class RewardTrainer(AnswerTrainer):
     samples: Samples | None = None  # pages of answers, given on rank 0
     shown = 0  # last step whose answers were written
 
-    def _tokenize_prompts(self, prompts: list) -> tuple:
-        with frozen_date(self.run.args.template_date):
-            return super()._tokenize_prompts(prompts)
-
     def compare(self, rows: datasets.Dataset) -> None:
         """Compare the first prompts with the rendering of the tokenizer that will be exported; see `compare_prompts`."""
         prompts = [rows[i]["prompt"] for i in range(min(NUM_COMPARED, len(rows)))]
-        ids, *_ = self._tokenize_prompts(prompts)
+        ids = tokenize_prompts(self.processing_class, prompts, self.run.args)
         given = self.base_stops, prompts, ids, self.eos_token_ids
         on_first_rank(lambda: compare_prompts(self.run, as_exported(self.model, self.processing_class), *given))
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        self.expected = [value for part in on_all_data_ranks([*map(expected, inputs)]) for value in part]
-        return super()._generate_and_score_completions(inputs)
 
     def log(self, logs: dict[str, float], *others: Any) -> None:
         """Log a step, and write some of its answers to `samples`."""
         super().log(logs, *others)
         step, number = self.state.global_step, self.run.args.num_samples
+        wanted = [value for part in on_all_data_ranks([*map(expected, self.rows)]) for value in part] if number else []
         if self.samples and number and step != self.shown:  # once, even if a step is logged twice
             drawn, self.shown = self._logs, step
             every = max(1, len(drawn["prompt"]) // number)
             of_each = zip(*drawn["rewards"].values(), strict=True)
             rewards = [dict(zip(drawn["rewards"], values, strict=True)) for values in of_each]
-            columns = (drawn["prompt"], drawn["completion"], self.expected, rewards)
+            columns = (drawn["prompt"], drawn["completion"], wanted, rewards)
             names = ("prompt", "completion", "expected", "rewards")
             rows = [dict(zip(names, said, strict=True)) for said in zip(*columns, strict=True)]
             self.samples.add(step, "drawn in training", rows[::every][:number])
+
+
+Trainer = TypeVar("Trainer", bound=AnswerTrainer)
+
+
+def give_model_to_trl(
+    trainer_class: type[Trainer],
+    run: Run[Any],
+    config: GRPOConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    **settings: Any,
+) -> Trainer:
+    """Make trl's trainer of a model with its adapters. It gives the model the forward pass that computes trl's loss.
+
+    trl and transformers' Trainer also write the special tokens of the tokenizer into the configurations of the model. What
+    else they change is changed back, so that it is not exported. `settings` are those of trl's trainer.
+
+    Raises:
+        ConfigError: if trl refuses the model, the rows or the settings.
+    """
+    base_stops, text = stops_of(model.generation_config), model.config.get_text_config()
+    routing = {name: getattr(text, name) for name in ROUTING if hasattr(text, name)}
+    adapter = [(p, p.data) for p in model.parameters() if p.requires_grad] if run.adapter else []
+    use_cache = model.config.use_cache  # transformers' Trainer switches this off
+    with refused_by_trl():
+        trainer = trainer_class(run, config, model=model, processing_class=tokenizer, **settings)
+    add_positions(model)
+    model.config.use_cache = use_cache
+    for name, value in routing.items():  # trl would compute router logits in each forward pass, also of the export
+        setattr(text, name, value)
+    # transformers' Trainer does this when training begins, but the rows are compared with the export before that.
+    align_special_tokens(model, tokenizer)
+    for parameter, data in adapter:
+        parameter.data = data  # trl 1.16 rounds it to bf16 for a model in 4 bits: small updates would be lost
+    trainer.base_stops = base_stops
+    if config.disable_dropout:
+        switch_off_dropout(model)
+    return trainer
 
 
 def rows_of_prompts(

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from accelerate_recipes.posttraining.answers import AnswerTrainer
+from accelerate_recipes.posttraining.answers import AnswerTrainer, add_positions
 from accelerate_recipes.posttraining.drawing_trial import draw_answers
-from accelerate_recipes.posttraining.objective import bare
+from accelerate_recipes.posttraining.objective import Collectives, Objective
 from accelerate_recipes.posttraining.prompts import room_for_prompts
 from accelerate_recipes.posttraining.settings import pad_multiple, with_fused_head
 from accelerate_recipes.ranks import data_world_size
@@ -54,10 +55,9 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
         "beta", "loss_type", "importance_sampling_level", "top_entropy_quantile", "off_policy_mask_threshold", "use_vllm",
         "max_completion_length", "entropy_coef",
     )  # fmt: skip
-    trainer = bare(
-        AnswerTrainer,
-        args,
-        config,
+    trainer = AnswerTrainer.__new__(AnswerTrainer)  # it can only compute its loss
+    Objective.__init__(trainer, args, config, Collectives())
+    vars(trainer).update(
         epsilon_low=args.epsilon,
         epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
         _entropy_bonus_enabled=False,
@@ -66,7 +66,7 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
     trainer.args.steps_per_generation = 1
     return Trial(
         config,
-        partial(with_fused_head, args, ("log_probs", "entropy"), temperature=args.temperature),
+        partial(model_of_answers, args),
         trainer.sum_parts,
         trainer.count_parts,
         batch,
@@ -74,6 +74,12 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
         before_fn=partial(draw_all, args, answer_length),
         keep_reference=partial(setattr, trainer, "ref_model") if args.beta else None,
     )
+
+
+def model_of_answers(args: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    model = with_fused_head(args, ("log_probs", "entropy"), config, args.temperature)
+    add_positions(model)
+    return model
 
 
 def draw_all(

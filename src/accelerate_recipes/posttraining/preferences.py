@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ import pyarrow as pa
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedModel
-from trl import DPOConfig, DPOTrainer
+from transformers import PreTrainedConfig
+from trl import DPOTrainer
 from trl.data_utils import maybe_extract_prompt
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
@@ -31,13 +32,22 @@ from accelerate_recipes.errors import ConfigError, DataError, that_apply
 from accelerate_recipes.life import stop
 from accelerate_recipes.models.adapters import without_adapters
 from accelerate_recipes.models.positions import max_positions
-from accelerate_recipes.posttraining.objective import Objective, Outputs, bare, reference_of
+from accelerate_recipes.posttraining.objective import Collectives, Objective, Outputs, reference_of
 from accelerate_recipes.posttraining.references import REFERENCE, with_reference
 from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs, pad_multiple, with_fused_head
 from accelerate_recipes.posttraining.trained_rows import ReadRows
-from accelerate_recipes.ranks import is_first, sum_over_ranks
+from accelerate_recipes.ranks import data_world_size, is_first, sum_over_ranks
 from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial, config_of, refuse
+
+# Arguments that trl's loss reads as attributes of the trainer.
+READ_BY_LOSS = (
+    "beta", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing", "use_weighting",
+)  # fmt: skip
+# Values of --f_divergence_type; of --loss_type, those for which the others than the first are defined; and all.
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+HAVE_DIVERGENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
+LOSSES = (*HAVE_DIVERGENCES, "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down")
 
 
 @dataclass
@@ -62,18 +72,30 @@ class DPOArgs(TrainerArgs):
         | dict.fromkeys(("beta", "discopop_tau"), Range(above=0))  # they are divisors
         | dict.fromkeys(("f_alpha_divergence_coef", "loss_weights"), Range(min=0))
         | dict.fromkeys(("dataset_num_proc", "precompute_ref_batch_size"), Range(min=1))
+        | {"loss_type": LOSSES, "f_divergence_type": DIVERGENCES}
         | {"ld_alpha": Range(min=0, max=1), "label_smoothing": Range(min=0, below=0.5), "max_length": Range(min=2)}
     )
-    owned_elsewhere = TrainerArgs.owned_elsewhere | dict.fromkeys(
-        SYNC_REFERENCE, "the reference is the model that it begins with"
+    owned_elsewhere = (
+        TrainerArgs.owned_elsewhere
+        | dict.fromkeys(SYNC_REFERENCE, "the reference is the model that it begins with")
+        | {"padding_free": "remove it: trl's loss of pairs reads padded rows"}
     )
 
     def problems(self, world_size: int) -> list[str]:
-        number = self.total_batch_size // self.per_device_train_batch_size
+        number, losses = self.total_batch_size // self.per_device_train_batch_size, {*self.loss_type}
         is_divided = number > 1
+        weights = len(self.loss_weights or self.loss_type)
+        undefined = ", ".join(sorted(losses.difference(HAVE_DIVERGENCES)))
         problems = {
             "--loss_type sft has a mean over tokens, --use_weighting weighs the pairs of a micro-batch; remove "
-            "one": self.use_weighting and "sft" in self.loss_type
+            "one": self.use_weighting and "sft" in losses,
+            f"--loss_weights has {weights} numbers, --loss_type {len(self.loss_type)} losses; give one for "
+            "each": weights != len(self.loss_type),
+            f"--f_divergence_type {self.f_divergence_type} is not defined for --loss_type {undefined}; leave one of the two "
+            "out": self.f_divergence_type != DIVERGENCES[0] and undefined,
+            "--loss_type exo_pair divides by --label_smoothing, which is 0; give 1e-3, as its paper does": "exo_pair"
+            in losses
+            and not self.label_smoothing,
         }
         for name in (name for name in self.loss_type if name in ("aot", "aot_unpaired")):
             problems |= {
@@ -82,6 +104,7 @@ class DPOArgs(TrainerArgs):
                 "checkpoint": self.exclude_rows,
                 f"--loss_type {name} compares the pairs of a micro-batch, of which a step has {number}: make "
                 f"--per_device_train_batch_size {self.total_batch_size}, on one process, or choose another loss": is_divided,
+                f"--loss_type {name} sorts the pairs, so --use_weighting would weigh others; remove it": self.use_weighting,
             }
         return super().problems(world_size) + that_apply(problems)
 
@@ -191,28 +214,27 @@ def best_and_worst(rows: dict[str, list], min_margin: float) -> dict[str, list]:
     return pairs
 
 
-class PairTrainer(Objective, DPOTrainer):
-    """trl's DPOTrainer, whose reference is the sharded model itself. Its pairs are prepared by others.
+class PairLoss(Objective, DPOTrainer):
+    """trl's loss of pairs. Its reference is the sharded model before its first step, without adapters.
 
-    trl computes the log-probabilities of the reference when the trainer is made, before the model is sharded. Under FSDP it
-    uses a second model, and each forward pass would gather all parameters of this model together. Here, the trained model
-    computes them before its first step, without its adapters. This needs no more memory than the step.
+    That needs no more memory than a step. trl's constructor would compute the reference's log-probabilities with a second
+    model, of which each forward pass gathers all parameters together under FSDP.
     """
 
     loss_of_none: float | None = None  # trl's loss of a place without a pair, a constant, where rows are excluded
+    ref_model: Any = None  # with --precompute_ref_log_probs false
 
-    def __init__(self, run: Run[DPOArgs], config: DPOConfig, model: PreTrainedModel, **settings: Any):
-        model.state_dict = dict  # trl would hash all weights on each rank; see `add_reference`
-        # Otherwise trl would load a second model, whole on each rank; see `add_reference`.
-        config.precompute_ref_log_probs = True
-        super().__init__(run, config, model=model, **settings)
-        vars(model).pop("state_dict", None)
-        self.precompute_ref_logps = run.args.precompute_ref_log_probs
-        self.loss_types, self.loss_weights, self.weight_of_sft = without_sft(self.args)
+    def __init__(self, args: Any, config: PreTrainedConfig, accelerator: Any):
+        super().__init__(args, config, accelerator)
+        self.args.max_length = min(args.max_length or sys.maxsize, max_positions(config))
+        vars(self).update({name: getattr(args, name) for name in READ_BY_LOSS})
+        self.precompute_ref_logps = args.precompute_ref_log_probs
+        self.loss_types, self.loss_weights, self.weight_of_sft = without_sft(args)
 
-    def _prepare_dataset(self, rows: datasets.Dataset, *_: Any) -> datasets.Dataset:
-        """Return the rows unchanged: trl needs only the columns of the first one."""
-        return rows
+    def collator(self, pad_token_id: int) -> DataCollatorForPreference:
+        """Make the collator of tokenised pairs: of a batch, all chosen answers come before the rejected ones."""
+        kept = {"max_length": self.args.max_length, "truncation_mode": self.args.truncation_mode}
+        return DataCollatorForPreference(pad_token_id, pad_to_multiple_of=pad_multiple(self.args), **kept)
 
     def sum_parts(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Sum the parts of trl's loss over a micro-batch, each for one of `count_parts`, in nats.
@@ -245,7 +267,7 @@ class PairTrainer(Objective, DPOTrainer):
         weights |= {"logits/rejected": (tokens - chosen, tokens - chosen), "entropy": (tokens, tokens)}
         if self.loss_of_none is not None:
             # trl takes means over all places; in one without a pair, rewards and log-probabilities are 0.
-            places = torch.full_like(pairs, self.run.args.per_device_train_batch_size * self.run.data_world_size)
+            places = torch.full_like(pairs, self.args.per_device_train_batch_size * data_world_size())
             weights |= dict.fromkeys(("rewards/*", "logps/*"), (places, pairs))
         return weights
 
@@ -259,11 +281,13 @@ class PairTrainer(Objective, DPOTrainer):
         batch = dict.fromkeys(("input_ids", "completion_mask", "attention_mask"), none)
         return float(trl.compute_loss(lambda **_: outputs, batch | dict.fromkeys(REFERENCE, zeros[0])))
 
-    def _precompute_ref_logps(self, rows: datasets.Dataset, *_: Any) -> datasets.Dataset:
-        """Return the rows unchanged: trl calls this when the trainer is made; see `add_reference`."""
-        return rows
+    def log(self, logs: dict[str, float], *_: Any) -> None:
+        """Add the means of what the loss has gathered."""
+        gathered = self._metrics["train"]
+        logs.update({name: sum(values) / len(values) for name, values in gathered.items()})
+        gathered.clear()
 
-    def add_reference(self, rows: ReadRows) -> None:
+    def add_reference(self, run: Run[DPOArgs], rows: ReadRows) -> None:
         """Add the log-probabilities of the reference to all pairs, or make a second model that computes them in each step.
 
         Even on a resume, the sharded model still has its first weights when this is called.
@@ -271,24 +295,25 @@ class PairTrainer(Objective, DPOTrainer):
         Raises:
             Stopped: between two batches.
         """
-        if self.run.args.exclude_rows:
+        if run.args.exclude_rows:
             self.loss_of_none = self.loss_of_filling()
         if not self.precompute_ref_logps:
-            self.ref_model = reference_of(self.run)
+            self.ref_model = reference_of(run)
             return
-        stop.listen(self.run.output_dir)
+        stop.listen(run.output_dir)
         size, args = self.args.precompute_ref_batch_size, self.args
-        self.model.eval()
+        run.model.eval()
         # The loader draws a seed for its workers. This must not change the random numbers of training.
-        with torch.random.fork_rng([]), without_adapters(self.model):
-            rows.train = with_reference(self, rows.train, size or args.per_device_train_batch_size)
+        with torch.random.fork_rng([]), without_adapters(run.model):
+            rows.train = with_reference(run, self, rows.train, rows.collate, size or args.per_device_train_batch_size)
             if rows.heldout is not None:
-                rows.heldout = with_reference(self, rows.heldout, size or args.per_device_eval_batch_size)
+                size = size or args.per_device_eval_batch_size
+                rows.heldout = with_reference(run, self, rows.heldout, rows.collate, size)
 
 
 @torch.no_grad()
-def evaluate_pairs(trainer: Any, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Evaluate a DPOTrainer's model on held-out pairs; `row` of a batch is negative for one that only fills it.
+def evaluate_pairs(model: nn.Module, loss: PairLoss, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Evaluate a model on held-out pairs; `row` of a batch is negative for one that only fills it.
 
     Returns:
         `loss`: DPO's original loss (`sigmoid`), whatever --loss_type is trained. `accuracy`: share of the pairs in which the
@@ -299,21 +324,26 @@ def evaluate_pairs(trainer: Any, batches: Iterable[dict[str, Any]]) -> dict[str,
     Raises:
         Stopped: between two batches.
     """
-    accelerator, model, beta = trainer.accelerator, trainer.run.model, trainer.beta
+    accelerator = loss.accelerator
     sums = torch.zeros(6, device=accelerator.device, dtype=torch.float64)
     for batch in batches_to_evaluate(accelerator, model, batches):
         is_pair = batch.pop("row") >= 0
-        chosen, rejected = trainer.compute_ref_log_probs(model, batch)
-        if trainer.precompute_ref_logps:
+        chosen, rejected = loss.compute_ref_log_probs(model, batch)
+        if loss.precompute_ref_logps:
             references = (batch["ref_chosen_logps"], batch["ref_rejected_logps"])
         else:
-            references = trainer.compute_ref_log_probs(trainer.ref_model, batch)
-        margin = beta * ((chosen - references[0]) - (rejected - references[1]))
+            references = loss.compute_ref_log_probs(loss.ref_model, batch)
+        margin = loss.beta * ((chosen - references[0]) - (rejected - references[1]))
         values = [-functional.logsigmoid(margin), margin > 0, margin, chosen, rejected, torch.ones_like(margin)]
         sums += torch.stack([(value.double() * is_pair).sum() for value in values])
     *means, count = sum_over_ranks(sums).tolist()
     names = ("loss", "accuracy", "margin", "logps_chosen", "logps_rejected")
     return {name: value / count for name, value in zip(names, means, strict=True)}
+
+
+def outputs_of_loss(args: Any) -> tuple[str, ...]:
+    """Name what the forward pass of a model computes for trl's loss."""
+    return ("log_probs", "entropy", "mean_logits", "is_top1") + ("log_sum_sq_probs",) * args.use_weighting
 
 
 def without_sft(args: Any) -> tuple[list[str], list[float], float]:
@@ -339,22 +369,17 @@ def preference_trial(args: Any) -> Trial:
     }
     refuse("DPO", others)
     config = config_of(args)
-    length = min(args.max_length, max_positions(config))
+    loss = PairLoss(args, config, Collectives())
+    length = loss.args.max_length
     pair = {"prompt_ids": [0], "chosen_ids": [0] * (length - 1), "rejected_ids": [0] * (length - 2)}
-    collator = DataCollatorForPreference(pad_token_id=0, max_length=length, pad_to_multiple_of=pad_multiple(args))
-    batch = collator([pair | dict.fromkeys(REFERENCE, 0.0)] * rows)
+    batch = loss.collator(0)([pair | dict.fromkeys(REFERENCE, 0.0)] * rows)
     batch["completion_mask"][:, 1:] = 1  # the largest possible number of targets
-    outputs = ("log_probs", "entropy", "mean_logits", "is_top1") + ("log_sum_sq_probs",) * args.use_weighting
-    names = ("beta", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing", "use_weighting")
-    trainer = bare(PairTrainer, args, config, **{name: getattr(args, name) for name in names})
-    trainer.loss_types, trainer.loss_weights, trainer.weight_of_sft = without_sft(args)
-    trainer.precompute_ref_logps = args.precompute_ref_log_probs
     return Trial(
         config,
-        partial(with_fused_head, args, outputs),
-        trainer.sum_parts,
-        trainer.count_parts,
+        partial(with_fused_head, args, outputs_of_loss(args)),
+        loss.sum_parts,
+        loss.count_parts,
         batch,
         2 * rows * (length - 1),
-        keep_reference=None if args.precompute_ref_log_probs else partial(setattr, trainer, "ref_model"),
+        keep_reference=None if args.precompute_ref_log_probs else partial(setattr, loss, "ref_model"),
     )

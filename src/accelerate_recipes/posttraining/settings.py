@@ -205,12 +205,29 @@ def set_up_by_trl(args: Any, model: Any, tokenizer: PreTrainedTokenizerBase) -> 
             )
     elif args.chat_template_path:
         tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
+    add_loss_by_trl(args, model, tokenizer, OUTPUTS)
+    return base_stops
+
+
+def add_loss_by_trl(args: Any, model: Any, tokenizer: PreTrainedTokenizerBase, outputs: Sequence[str]) -> set[int]:
+    """Give a model trl's forward pass, which computes `outputs` for a loss; set dropout and padding of the arguments.
+
+    The special tokens of the tokenizer are written into the configurations of the model.
+
+    Returns:
+        The tokens at which the model stopped before.
+
+    Raises:
+        ConfigError: for a padding that is no token.
+    """
+    generation = model.generation_config
+    base_stops = stops_of(generation)
     padding = args.pad_token or tokenizer.pad_token or tokenizer.eos_token
     check_is_token("pad_token", padding, tokenizer)
     tokenizer.pad_token = padding
-    text.pad_token_id = generation.pad_token_id = tokenizer.pad_token_id
+    model.config.get_text_config().pad_token_id = generation.pad_token_id = tokenizer.pad_token_id
     align_special_tokens(model, tokenizer)
-    add_fused_lm_head(model, outputs=OUTPUTS)
+    add_fused_lm_head(model, outputs=tuple(outputs))
     if args.disable_dropout:
         switch_off_dropout(model)
     return base_stops
@@ -342,6 +359,7 @@ def with_fused_head(
     model = trial_model(args, config)
     if args.disable_dropout:
         switch_off_dropout(model)
+        args.lora_dropout = 0.0  # the model gets its adapters later, by these `args`
     add_fused_lm_head(model, outputs=tuple(outputs), temperature=temperature)
     return model
 

@@ -3,15 +3,15 @@
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
-from trl import DPOConfig
 
-from accelerate_recipes.checkpoint.exported import Exported, as_exported, render, shown_ends
+from accelerate_recipes.checkpoint.exported import Exported, render, shown_ends
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.formats import PAIR
 from accelerate_recipes.data.messages import NUM_COMPARED
@@ -21,7 +21,7 @@ from accelerate_recipes.data.reading import without_nulls
 from accelerate_recipes.data.rendering import Rendering, render_read, shared_length, texts_read
 from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.posttraining.preferences import PairTrainer
+from accelerate_recipes.posttraining.preferences import DPOArgs, PairLoss
 from accelerate_recipes.posttraining.trained_rows import (
     NUM_LAST,
     USES,
@@ -40,22 +40,21 @@ TOKENS = dict.fromkeys((f"{name}_ids" for name in ("prompt", *PAIR)), datasets.L
 
 
 def prepare_preferences(
-    trainer: PairTrainer, pairs: dict[str, datasets.Dataset], tokenizer: PreTrainedTokenizerBase
+    run: Run[Any], loss: PairLoss, pairs: dict[str, datasets.Dataset], tokenizer: PreTrainedTokenizerBase
 ) -> ReadRows:
     """Tokenise the pairs of both sides; leave out those without room for an answer, and those whose answers are the same.
 
     Raises:
         ConfigError: for rows that cannot be rendered, and if no pair of a side is left.
     """
-    run, config = trainer.run, trainer.args
-    prepared = {}
+    args, prepared = loss.args, {}
     for side, given in pairs.items():
         rows = tokenized_rows(run, given, tokenized, TOKENS, tokenizer, f"Tokenizing pairs to {USES[side]} on")
-        if config.truncation_mode == "keep_start":
-            rows = chosen_rows(rows, lengths_of(rows, "prompt_ids") < config.max_length)
-        prepared[side] = without_same(run, rows, config, USES[side])
-    check_rows_are_left(pairs, prepared, config.max_length)
-    return read_pairs(trainer, prepared["train"], prepared["test"])
+        if args.truncation_mode == "keep_start":
+            rows = chosen_rows(rows, lengths_of(rows, "prompt_ids") < args.max_length)
+        prepared[side] = without_same(run, rows, args, USES[side])
+    check_rows_are_left(pairs, prepared, args.max_length)
+    return read_pairs(run, loss.collator(tokenizer.pad_token_id), prepared["train"], prepared["test"])
 
 
 def tokenized(
@@ -84,19 +83,19 @@ def tokenized(
     return pa.table(columns, schema=datasets.Features(dict(features) | TOKENS).arrow_schema)
 
 
-def without_same(run: Run[Any], pairs: datasets.Dataset, config: DPOConfig, name: str) -> datasets.Dataset:
+def without_same(run: Run[Any], pairs: datasets.Dataset, args: DPOArgs, name: str) -> datasets.Dataset:
     """Leave out the pairs whose answers are the same tokens, and say how many there are.
 
     Raises:
         ConfigError: if no pair is left.
     """
-    longest = config.max_length if config.truncation_mode == "keep_start" else None
+    longest = args.max_length if args.truncation_mode == "keep_start" else None
     numbers = same_answers(pairs, longest)
     if not len(numbers):
         return pairs
     said = f"In {len(numbers):,} of {len(pairs):,} pairs to {name} on"
     first = json.dumps(without_nulls({side: pairs[int(numbers[0])][side] for side in PAIR}), ensure_ascii=False)
-    said += f", both answers are the same tokens, within --max_length {config.max_length}; the first: {first:.300}"
+    said += f", both answers are the same tokens, within --max_length {args.max_length}; the first: {first:.300}"
     if len(numbers) == len(pairs):
         raise ConfigError(
             f"{said}. No pair is left: raise --max_length, or give a chat template that writes in what they differ"
@@ -120,56 +119,63 @@ def same_answers(pairs: datasets.Dataset, max_length: int | None) -> np.ndarray:
     return np.array(found, dtype=int)
 
 
-def read_pairs(trainer: PairTrainer, train: datasets.Dataset, heldout: datasets.Dataset | None = None) -> ReadRows:
+def read_pairs(
+    run: Run[Any], collate: Callable, train: datasets.Dataset, heldout: datasets.Dataset | None = None
+) -> ReadRows:
     """Return tokenised pairs as rows of a run, with their checksum."""
-    run, rows = trainer.run, train
+    rows = train
     # Earlier versions computed it later, when the values of a reference had replaced the rows that were left out.
     if rows._indices is not None and run.args.precompute_ref_log_probs and not run.args.data_only:
         rows = rows.flatten_indices()
-    return ReadRows(run, train, heldout, trainer.data_collator, content_of_sides(run, rows, heldout))
+    return ReadRows(run, train, heldout, collate, content_of_sides(run, rows, heldout))
 
 
-def count_pairs(config: DPOConfig, pairs: datasets.Dataset) -> tuple[np.ndarray, dict[str, int]]:
+def count_pairs(args: DPOArgs, pairs: datasets.Dataset) -> tuple[np.ndarray, dict[str, int]]:
     """Count the targets of each pair, and what is cut of all pairs."""
     prompts, *answers = (lengths_of(pairs, f"{name}_ids") for name in ("prompt", *PAIR))
-    longest = config.max_length or sys.maxsize
-    room = longest - prompts if config.truncation_mode == "keep_start" else longest
+    longest = args.max_length or sys.maxsize
+    room = longest - prompts if args.truncation_mode == "keep_start" else longest
     num_targets = np.sum([np.minimum(number, room) for number in answers], axis=0)
     counts = cut_at(np.concatenate([prompts + number for number in answers]), longest)
     counts["cut"] = int((prompts + np.maximum(*answers) > longest).sum())  # pairs, not answers
     return num_targets, counts
 
 
-def compare_pairs(trainer: PairTrainer, pairs: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
+def compare_pairs(
+    run: Run[Any], args: DPOArgs, exported: Exported, base_stops: set[int], pairs: datasets.Dataset
+) -> int:
     """Compare the first pairs with how the export will render them; return how many chosen answers have an end.
+
+    `args` are those of a PairLoss. `base_stops` are the tokens at which the base stops, as it is published.
 
     Raises:
         ConfigError: if they differ, and if the model would not learn to stop.
     """
-    config, exported = trainer.args, as_exported(trainer.model, tokenizer)
-    found = [exported.stops & {*kept_answer(config, pair)[-NUM_LAST:]} for pair in pairs]
+    found = [exported.stops & {*kept_answer(args, pair)[-NUM_LAST:]} for pair in pairs]
     if not any(found):
-        last = exported.tokenizer.decode(kept_answer(config, pairs[0])[-2:])
+        last = exported.tokenizer.decode(kept_answer(args, pairs[0])[-2:])
         stops = shown_ends(exported.tokenizer, sorted(exported.stops))
         raise ConfigError(
             f"no chosen answer has an end at which the model would stop: generation stops at {stops}, the first answer "
             f"ends with {last!r}; raise --max_length, mend the chat template, or name its end in the model's "
-            "generation_config.json (eos_token_id)"
+            "generation_args.json (eos_token_id)"
         )
     first = [pairs[i] for i in range(min(NUM_COMPARED, len(pairs)))]
-    on_first_rank(lambda: compare_first_pairs(trainer, first, exported, set().union(*found)))
+    on_first_rank(lambda: compare_first_pairs(run, first, exported, base_stops, set().union(*found)))
     return sum(map(bool, found))
 
 
-def kept_answer(config: DPOConfig, pair: dict) -> list[int]:
+def kept_answer(args: DPOArgs, pair: dict) -> list[int]:
     """Return the tokens of the chosen answer that fit into --max_length."""
-    longest = config.max_length
-    if longest is None or config.truncation_mode != "keep_start":
+    longest = args.max_length
+    if longest is None or args.truncation_mode != "keep_start":
         return pair["chosen_ids"]
     return pair["chosen_ids"][: longest - len(pair["prompt_ids"])]
 
 
-def compare_first_pairs(trainer: PairTrainer, pairs: list[dict], exported: Exported, ends: set[int]) -> None:
+def compare_first_pairs(
+    run: Run[Any], pairs: list[dict], exported: Exported, base_stops: set[int], ends: set[int]
+) -> None:
     """Compare pairs with their rendering by the export, and tell of prompts that trl reads without their end."""
     # As JSON texts, which hold only the nulls that the user wrote.
     settings = [{name: json.dumps(pair[name]) for name in SETTINGS if pair.get(name)} for pair in pairs]
@@ -179,8 +185,7 @@ def compare_first_pairs(trainer: PairTrainer, pairs: list[dict], exported: Expor
         ids = pair["prompt_ids"] + pair[f"{side}_ids"]
         rows.append(prompt | {"completion": pair[side]})
         trained.append(Rendering(ids, [True] * len(ids)))
-    run = trainer.run
-    compare_with_rendering(run, exported, trainer.base_stops, rows, trained, ends)
+    compare_with_rendering(run, exported, base_stops, rows, trained, ends)
     with frozen_date(run.args.template_date):
         asked = [render(prompt, exported.tokenizer)[0].ids for prompt in prompts]
     lost = [ids[len(pair["prompt_ids"]) :] for pair, ids in zip(pairs, asked, strict=True)]
