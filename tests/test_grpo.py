@@ -13,9 +13,11 @@ import textwrap
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from conversations import PROMPTS, prepare, save_base, template_of
 from helpers import CHILDREN, ROOT, STEPS, log_of, read_metrics
@@ -29,10 +31,13 @@ from accelerate_recipes.arguments import shipped
 from accelerate_recipes.chess.next_moves import longest_move
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.posttraining.answers import VALUES
+from accelerate_recipes.models.tokenizers import load_tokenizer
+from accelerate_recipes.posttraining import objective
+from accelerate_recipes.posttraining.answers import VALUES, RewardTrainer, give_model_to_trl
 from accelerate_recipes.posttraining.drawing_trial import draw_answers
 from accelerate_recipes.posttraining.prompts import end_of_prompt, load_prompts, room_for_prompts, tokenize_prompts
 from accelerate_recipes.posttraining.rewards import MATH_VERIFY, Reward, load_rewards, reward_problems
+from accelerate_recipes.posttraining.settings import trl_config
 from accelerate_recipes.report.samples import Samples
 from accelerate_recipes.upstream import CACHES
 
@@ -571,6 +576,66 @@ def test_answers_are_drawn_to_the_prompts_that_are_compared(tmp_path, form):
     ids, *_ = GRPOTrainer._tokenize_prompts(trainer, prompts)
     args = SimpleNamespace(template_settings=settings, template_date="")
     assert ids == tokenize_prompts(tokenizer, prompts, args)
+
+
+def test_a_step_of_answers(tmp_path, monkeypatch):
+    """trl renders its prompts on the day of the rows; its passes, and those of the reference, count positions in a row."""
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %} {{ m.content }}{% endfor %}"
+    tokenizer = load_tokenizer(str(save_base(tmp_path, template)))
+    sizes = {"vocab_size": len(tokenizer), "n_positions": 64} | dict.fromkeys(
+        ("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0
+    )
+    model, other = (tiny_model("gpt2", seed=seed, **sizes).train() for seed in (1, 2))
+    argv = [
+        "--model_name_or_path",
+        tmp_path,
+        "--train_files",
+        tmp_path / "config.json",
+        "--beta",
+        0.1,
+        "--num_iterations",
+        2,
+    ]
+    argv += ["--save_steps", 2, "--total_batch_size", 4, "--per_device_train_batch_size", 4, "--num_generations", 2]
+    argv += [
+        "--max_completion_length",
+        3,
+        "--rewards",
+        "think_format_reward",
+        "--template_date",
+        "2024-02-29",
+        "--entropy_coef",
+        0.5,
+    ]
+    args = parse(shipped.load(SCRIPT).Args, [str(word) for word in argv], world_size=1)
+    run: Any = SimpleNamespace(args=args, accelerator=Accelerator(cpu=True), adapter=None, model=model)
+    run.shard_reference = lambda reference: reference
+    monkeypatch.setattr(objective, "make_model", lambda _: other)
+    rows = [
+        {"prompt": [{"role": "user", "content": text}]} for text in ("12?", "12?", "And 12 12 12?", "And 12 12 12?")
+    ]
+    given = {"reward_funcs": [lambda completions, **_: [1.0] * 4], "train_dataset": datasets.Dataset.from_list(rows)}
+    trainer = give_model_to_trl(RewardTrainer, run, trl_config(run, GRPOConfig), model, tokenizer, **given)
+    assert (trainer.beta, trainer.entropy_coef) == (0.1, 0.5)
+    trainer.use_sharded_model()
+    trainer.add_reference()
+    (drawn,) = trainer.draw(0, [{"rows": rows, "row": torch.arange(4)}])
+    masks, prompts = drawn["prompt_mask"].bool(), drawn["prompt_ids"]
+    assert "29 Feb 2024" in tokenizer.decode(prompts[0][masks[0]]) and not masks.all()
+    entropy = 0.0
+    for alone, name in ((other, "ref_per_token_logps"), (model, "old_per_token_logps")):
+        for number in range(4):
+            answer = drawn["completion_ids"][number][drawn["completion_mask"][number].bool()]
+            ids = torch.cat([prompts[number][masks[number]], answer])[None]
+            with torch.no_grad():
+                logps = alone(ids).logits[0, -len(answer) - 1 : -1].log_softmax(-1)
+            wanted = logps[range(len(answer)), answer]
+            assert torch.allclose(drawn[name][number][: len(answer)], wanted, atol=1e-5), name
+            entropy -= (logps.exp() * logps).sum().item() if alone is model else 0
+    _, with_entropy = trainer.sum_parts(model, drawn)
+    trainer.entropy_coef = 0.0
+    _, without = trainer.sum_parts(model, drawn)
+    assert (without - with_entropy).item() == pytest.approx(0.5 * entropy, rel=1e-4), "it counts once"
 
 
 def test_values_are_those_of_trl():
