@@ -13,11 +13,14 @@ measures loss, perplexity and bits per byte on a fixed number of rows, and compa
 validation split, or from a held-out share of --train_files.
 """
 
+from __future__ import annotations
+
 import gzip
 from dataclasses import dataclass
 from itertools import islice
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data.mixed_text import MixedTextArgs, join_sources, make_text_loader, measured, read_validation
@@ -79,7 +82,7 @@ def requirements(args: Args) -> Requirements:
     )
 
 
-def make_model(args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
+def make_model(args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> transformers.PreTrainedModel:
     if args.base_model:
         return load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
     return new_model(new_config(args, tokenizer, args.longest_row), args.attn_implementation, args.param_dtype)
@@ -115,7 +118,7 @@ def main(args: Args) -> None:
     model = make_model(args, tokenizer)
     check_belong_together(model.config, tokenizer, args.longest_row)
 
-    def flops_fn(model: PreTrainedModel) -> Flops:
+    def flops_fn(model: transformers.PreTrainedModel) -> Flops:
         flops = flops_per_token(model, validation.rows.attended_length, args.max_length)
         return flops._replace(last_step=args.steps_alike)
 

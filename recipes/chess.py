@@ -11,10 +11,13 @@ games, it measures the shares of moves that are legal and of moves that were pla
 knows only the previous move.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.chess import rules
@@ -71,7 +74,7 @@ def make_tokenizer(args: Args) -> PreTrainedTokenizerBase:
     return load_tokenizer(args.model_name_or_path)
 
 
-def make_model(args: Args, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def make_model(args: Args, tokenizer: PreTrainedTokenizerBase) -> transformers.PreTrainedModel:
     if not args.from_scratch:
         return load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
     words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}

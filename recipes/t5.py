@@ -12,12 +12,15 @@ generates texts for its share of the sources, while the weights stay sharded. Th
 predictions/step-<n>.jsonl.
 """
 
+from __future__ import annotations
+
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data import PAD_MULTIPLE
@@ -97,7 +100,7 @@ def make_config(args: Args, tokenizer: PreTrainedTokenizerBase | None = None) ->
     return config
 
 
-def make_model(args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
+def make_model(args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> transformers.PreTrainedModel:
     if args.from_scratch:
         return new_encoder_decoder(make_config(args, tokenizer), args.attn_implementation, args.param_dtype)
     settings = load_settings(args)

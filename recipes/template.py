@@ -4,11 +4,14 @@
         --train_files my_texts.jsonl
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data.files import check_texts_or_messages, class_names
@@ -33,7 +36,7 @@ class Args(RowsArgs, TrainArgs):
 
 
 def requirements(args: Args) -> Requirements:
-    kind = Kind(AutoModelForSequenceClassification, read_tokenizer, has_new_layer=True)
+    kind = Kind("AutoModelForSequenceClassification", read_tokenizer, has_new_layer=True)
     return Requirements(models=[args.model_name_or_path], kind=kind, datasets=args.row_datasets)
 
 
@@ -58,8 +61,8 @@ def make_data(run: Run[Args]) -> tuple[PreTrainedTokenizerBase, StepLoader, RowL
     return tokenizer, *loaders, labels
 
 
-def make_model(args: Args, labels: list[str]) -> PreTrainedModel:
-    return load_classifier(AutoModelForSequenceClassification, args.model_name_or_path, labels, **load_settings(args))
+def make_model(args: Args, labels: list[str]) -> transformers.PreTrainedModel:
+    return load_classifier("AutoModelForSequenceClassification", args.model_name_or_path, labels, **load_settings(args))
 
 
 def predict(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

@@ -11,13 +11,15 @@ and every --eval_steps, the recipe measures loss, top-1 and top-5 accuracy and t
 Pictures show which classes the model confuses.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from transformers import PreTrainedModel
+import transformers
 
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data.image_streams import ImageShards, ImageStreams
@@ -77,7 +79,7 @@ def requirements(args: Args) -> Requirements:
     )
 
 
-def make_model(args: Args, names: list[str]) -> PreTrainedModel:
+def make_model(args: Args, names: list[str]) -> transformers.PreTrainedModel:
     if args.from_scratch:
         return new_classifier(args, names, args.param_dtype)
     return load_image_classifier(args.model_name_or_path, names, **load_settings(args))

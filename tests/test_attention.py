@@ -31,10 +31,10 @@ from transformers import (
 from accelerate_recipes import run
 from accelerate_recipes.args import resolve
 from accelerate_recipes.arguments import shipped
+from accelerate_recipes.checkpoint import checkpointer
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import next_token_loss
-from accelerate_recipes.models import documents as documents_module
-from accelerate_recipes.models import torch_attention
+from accelerate_recipes.models import document_attention, torch_attention
 from accelerate_recipes.models.attention import beyond_documents, choose, with_padding
 from accelerate_recipes.models.documents import boundaries
 from accelerate_recipes.models.torch_attention import keep_cudnn_from_masks
@@ -131,13 +131,13 @@ def test_boundaries():
 def test_precision_of_autocast(monkeypatch):
     """RoPE leaves queries and keys in fp32; the kernel for GPUs takes one dtype."""
     dtypes = []
-    compute = documents_module.varlen_attn
+    compute = document_attention.varlen_attn
 
     def record(query, key, value, *args, **settings):
         dtypes.append({query.dtype, key.dtype, value.dtype})
         return compute(query, key, value, *args, **settings)
 
-    monkeypatch.setattr(documents_module, "varlen_attn", record)
+    monkeypatch.setattr(document_attention, "varlen_attn", record)
     with torch.autocast("cpu", torch.bfloat16):
         loss, gradients = loss_and_gradients(make(CONFIGS["heads in groups"], "documents"), packed())
         masked, _ = loss_and_gradients(make(CONFIGS["heads in groups"], "sdpa"), packed())
@@ -318,8 +318,8 @@ def test_flash_attention_3_where_it_can_be(monkeypatch):
 def test_a_run_takes_flash_attention_3(monkeypatch):
     """Where a run attends by documents, and only there."""
     said, args = [], {"param_dtype": torch.bfloat16, "has_boundaries": True}
-    for name in ("add_adapters", "make_scheduler", "Checkpointer"):
-        monkeypatch.setattr(run, name, lambda *_: None)
+    for module, name in ((run, "add_adapters"), (run, "make_scheduler"), (checkpointer, "Checkpointer")):
+        monkeypatch.setattr(module, name, lambda *_: None)
     monkeypatch.setattr(run, "use_flash_3", lambda: True)
     for name, expected in (("sdpa", 0), ("documents", 1)):
         fake = SimpleNamespace(

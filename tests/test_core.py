@@ -68,22 +68,35 @@ def test_the_core_runs_without_optional_packages(model, tmp_path):
     assert (tmp_path / "out/export/model.safetensors").exists()
 
 
+# Their imports take long: with them, an error in the arguments takes twice the CPU seconds of `import torch`, and more.
+HEAVY = {
+    "bitsandbytes", "datasets", "matplotlib", "pandas", "peft", "pyarrow", "torch._dynamo", "torch.distributed.checkpoint",
+    "torch.distributed.fsdp", "torch.distributed.tensor", "transformers.modeling_utils", "transformers.models.auto.auto_mappings",
+    "transformers.trainer", "trl",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("recipe", "heavy"),
+    ("recipe", "argument", "heavy"),
     [
-        ("template", {"peft", "bitsandbytes", "datasets", "pandas", "pyarrow", "trl", "transformers.trainer"}),
-        ("c4", {"peft", "bitsandbytes", "datasets", "pandas", "pyarrow", "trl", "transformers.trainer"}),
-        ("sft", {"bitsandbytes"}),
-        ("dpo", {"bitsandbytes"}),
+        ("template", "--lr_nonsense", HEAVY),
+        ("chess", "--lr_nonsense", HEAVY),
+        ("chess", "--help", HEAVY),
+        ("c4", "--help", HEAVY),
+        ("t5", "--lr_nonsense", HEAVY),
+        ("sft", "--help", {"bitsandbytes"}),
+        ("dpo", "--help", {"bitsandbytes"}),
     ],
 )
-def test_help_waits_for_nothing_that_it_does_not_need(recipe, heavy):
+def test_the_command_line_waits_for_nothing_that_it_does_not_need(recipe, argument, heavy):
+    """To help, and to an error in the arguments. A heavy class of transformers is read as `transformers.PreTrainedModel`."""
     code = (
-        "import atexit, runpy, sys; sys.argv = [sys.argv[1], '--help']; atexit.register(lambda: print('MODULES', *sys.modules)); "
-        "runpy.run_path(sys.argv[0], run_name='__main__')"
+        "import atexit, os, runpy, sys; tell = lambda: print('MODULES', *sys.modules, flush=True); atexit.register(tell); "
+        "leave = os._exit; os._exit = lambda code: (tell(), leave(code)); "  # by which an error ends
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    command = [sys.executable, "-c", code, str(ROOT / f"recipes/{recipe}.py")]
+    command = [sys.executable, "-c", code, str(ROOT / f"recipes/{recipe}.py"), argument]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     said, _, modules = done.stdout.rpartition("MODULES ")
-    assert done.returncode == 0 and "--learning_rate" in said, done.stderr
+    assert ("--learning_rate" if argument == "--help" else f"unknown argument '{argument[2:]}'") in said + done.stderr
     assert heavy & {*modules.split()} == set() and "accelerate_recipes.args" in modules

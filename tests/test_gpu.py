@@ -29,6 +29,7 @@ from helpers import CHILDREN, ROOT, launch_ok, read_metrics
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import accelerate_recipes.models.document_attention  # noqa: F401  # registers it
 from accelerate_recipes.engine import to_device
 from accelerate_recipes.models.torch_attention import sdpa
 from accelerate_recipes.optim import add_compensated_

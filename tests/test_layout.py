@@ -211,7 +211,7 @@ def test_a_constructor_has_no_effect_beyond_its_object(path):
 
 
 # Lines of code, without blanks, comments and docstrings: a recipe is its task.
-MOST_LINES = {"template": 63, "t5": 200, "c4": 140, "engine": 220}
+MOST_LINES = {"template": 65, "t5": 200, "c4": 140, "engine": 220}
 
 
 def lines_of_code(path) -> set[int]:

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
+import accelerate_recipes.models.document_attention  # noqa: F401  # registers it
 from accelerate_recipes import upstream
 from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.errors import ConfigError

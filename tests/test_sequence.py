@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, Mamba2Config, MiniMaxConfig, T5Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import accelerate_recipes.models.document_attention  # noqa: F401  # registers it
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError

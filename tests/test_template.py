@@ -169,7 +169,7 @@ def test_classes_without_names(of_base, tmp_path):
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(config | {"id2label": of_base}))
     for labels in (["2", "0", "1"], ["LABEL_2", "LABEL_0", "LABEL_1"]):
-        model = load_classifier(AutoModelForSequenceClassification, str(tmp_path), labels)
+        model = load_classifier("AutoModelForSequenceClassification", str(tmp_path), labels)
         assert torch.equal(model.classifier.weight, base.classifier.weight[[2, 0, 1]])
         assert model.config.problem_type is None and [*model.config.id2label.values()] == labels
 

@@ -8,11 +8,10 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import set_seed
 
-from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.checkpoint.replicas import check_replicas
 from accelerate_recipes.checkpoint.resume import check_not_beyond
@@ -23,6 +22,9 @@ from accelerate_recipes.life.stop import Stopped
 from accelerate_recipes.metrics import Flops, MetricsLog, Window, peak_memory_gib
 from accelerate_recipes.ranks import is_first, max_over_ranks
 from accelerate_recipes.upstream import forget_evaluated_shapes
+
+if TYPE_CHECKING:
+    from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 
 EvaluateFn = Callable[[int], dict[str, float]]
 MOST_IDLE = 10  # steps in a row without a target, which may happen with few rows a step
@@ -87,7 +89,7 @@ class Agenda:
     Make an Agenda when training begins: from then on, a signal makes the run save a checkpoint and stop.
     """
 
-    checkpointer: Checkpointer
+    checkpointer: "Checkpointer"
     total_steps: int
     flops: Flops | None
     evaluate_fn: EvaluateFn

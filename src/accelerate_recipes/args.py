@@ -5,6 +5,7 @@ precision, compile, activation checkpointing) have no flag here. Such a flag is 
 All problems are reported at once, in one `ConfigError`.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ from accelerate_recipes.arguments.schedule import OWN_SCHEDULES, THEIR_SCHEDULES
 from accelerate_recipes.disk import IS_POINTER, is_pointer
 from accelerate_recipes.errors import noting, raise_problems
 from accelerate_recipes.ranks import data_world_size, is_first, ranks_a_row, readers
+
+gc.freeze()  # torch never goes: collections, which would look at it again and again, take a sixth of a start
 
 # Flags of other scripts, with what decides them here: the accelerate YAML, or another argument.
 OWNED_ELSEWHERE = {

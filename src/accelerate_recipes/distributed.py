@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
@@ -26,15 +27,6 @@ from accelerate.utils import (
 )
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    register_fsdp_forward_method,
-)
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.tensor import DTensor
 
 from accelerate_recipes import upstream
 from accelerate_recipes.args import DTYPES, TrainArgs
@@ -53,6 +45,7 @@ from accelerate_recipes.ranks import (
     computes_in_bf16,
     is_compiled,
     is_first_of_machine,
+    is_sharded,
     on_first_rank,
     rank,
     ranks_a_row,
@@ -149,6 +142,8 @@ def use_cores(num_cores: int) -> None:
 
 def make_fsdp_plugin(args: TrainArgs, on_cpu: bool) -> FullyShardedDataParallelPlugin:
     """Make the plugin of the YAML's FSDP settings, without those that a CPU lacks. `args` choose the dtype of reductions."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
+
     version = int(os.environ.get("FSDP_VERSION", 1))
     # Accelerate's default under bf16 also reduces gradients in bf16: a sum over all ranks with 8 bits of precision.
     # A policy without `param_dtype` keeps the dtype of the parameters: fp32, or bf16 with --optim adamw_bf16_kahan.
@@ -221,6 +216,8 @@ def prepare(
         # `generate` may call the encoder alone. Then too, FSDP must gather the root's parameters: embedding and last norms.
         inner = accelerator.unwrap_model(model, keep_torch_compile=False)
         if hasattr(inner, "generate"):
+            from torch.distributed.fsdp import register_fsdp_forward_method
+
             register_fsdp_forward_method(inner, "generate")
             if parameter_device(accelerator) != accelerator.device:
                 upstream.computes_on(inner, accelerator.device)
@@ -254,9 +251,16 @@ def prepare(
 def parameter_device(accelerator: Accelerator) -> torch.device:
     """Return the device on which new parameters are made: FSDP1 and CPU offload take them from the CPU."""
     on_cpu = accelerator.distributed_type == DistributedType.FSDP and (
-        not accelerator.is_fsdp2 or isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+        not accelerator.is_fsdp2 or offloads(accelerator.state.fsdp_plugin)
     )
     return torch.device("cpu") if on_cpu else accelerator.device
+
+
+def offloads(plugin: FullyShardedDataParallelPlugin) -> bool:
+    """Tell whether FSDP2 keeps the parameters of this rank on the CPU."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
 def recompute_every(model: nn.Module, n: int) -> None:
@@ -282,6 +286,9 @@ def recomputes(wrapper: CheckpointWrapper) -> bool:
 
 def fsdp_units(model: nn.Module) -> list[nn.Module]:
     """List the FSDP units: one module for each group of parameters that FSDP gathers together."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+
     units: dict[int, nn.Module] = {}
     for module in model.modules():
         if isinstance(module, FSDP1):
@@ -294,7 +301,7 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
     return list(units.values())
 
 
-def prefetch_layers(layers: Sequence[FSDPModule], depth: int) -> None:
+def prefetch_layers(layers: Sequence[Any], depth: int) -> None:
     """Gather the next `depth` layers while one layer computes, in forward and backward passes. FSDP2's default is one.
 
     More layers hide a slow network behind computation, but need memory for as many whole layers. The accelerate YAML has
@@ -351,7 +358,7 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) 
     else:  # clipping to infinity would multiply each gradient by 1
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     assert norm is not None  # only under DeepSpeed it is None
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return norm.full_tensor() if is_sharded(norm) else norm
 
 
 @contextlib.contextmanager
@@ -414,6 +421,6 @@ def strategy_name(accelerator: Accelerator) -> str:
         name += f", rows shared by {ranks_a_row()}"
     if plugin.activation_checkpointing:
         name += ", activation checkpointing"
-    if getattr(plugin.cpu_offload, "offload_params", isinstance(plugin.cpu_offload, CPUOffloadPolicy)):
+    if getattr(plugin.cpu_offload, "offload_params", offloads(plugin)):
         name += ", CPU offload"
     return name

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from accelerate_recipes.ranks import computes_in_bf16, sum_over_ranks
 # fp32, but at most BYTES_OF_A_CHUNK. In bf16, with 131,072 words, a chunk has 768 to 2,048 rows.
 BYTES_OF_A_WORD, BYTES_OF_A_CHUNK = 1536, 2**29
 LOGITS_IN_FP32 = 3 * 2**21  # few enough for the cache of a GPU, with enough work for it
+uncompiled = cache(torch.compiler.disable)  # the same function each time, for which nothing is compiled again
 SPREAD = 2**8  # factor with which fp16 can hold gradients of logits down to 2**-32
 
 
@@ -68,7 +69,7 @@ def next_token_loss_without_logits(
     # FSDP1 may wrap the output layer too.
     head = next(module for module in causal_lm.get_output_embeddings().modules() if isinstance(module, nn.Linear))
     check_head(causal_lm.config)
-    head.forward = partial(linear_cross_entropy, head, next_tokens(batch), losses=losses)
+    head.forward = partial(uncompiled(linear_cross_entropy), head, next_tokens(batch), losses=losses)
     try:
         output, balance = predict(model, batch)
     finally:
@@ -162,7 +163,6 @@ def sequence_to_sequence_loss(model: nn.Module, batch: dict[str, torch.Tensor]) 
     return summed_cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten())
 
 
-@torch.compiler.disable
 def linear_cross_entropy(
     head: nn.Linear, targets: torch.Tensor, hidden: torch.Tensor, losses: torch.Tensor | None = None
 ) -> torch.Tensor:

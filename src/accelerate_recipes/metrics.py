@@ -1,5 +1,7 @@
 """Reports of a run: the log line, metrics.jsonl, trackers, throughput, FLOPs and memory."""
 
+from __future__ import annotations
+
 import copy
 import json
 import math
@@ -12,10 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from accelerate_recipes.arguments.gpus import bf16_peak
 from accelerate_recipes.disk import naming, read_json_lines, write_atomically
@@ -36,7 +39,7 @@ class Flops(NamedTuple):
     last_step: float = math.inf  # for which they hold: later rows may have another length
 
 
-def flops_per_token(model: PreTrainedModel, document_length: float, row_length: int) -> Flops:
+def flops_per_token(model: transformers.PreTrainedModel, document_length: float, row_length: int) -> Flops:
     """Count the training FLOPs per token of a decoder that is not sharded yet; see `decoder_flops`.
 
     `document_length` is the mean, over all tokens, of the length of a token's document.
@@ -79,12 +82,14 @@ def decoder_flops(
     return (4 + 2 * trained_share) * (num_parameters - embedding - idle) + attention
 
 
-def trained_share(model: PreTrainedModel) -> float:
+def trained_share(model: transformers.PreTrainedModel) -> float:
     """Return the share of the parameters that are trained: 1, unless there are adapters."""
     return model.num_parameters(only_trainable=True) / model.num_parameters()
 
 
-def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_lengths: np.ndarray) -> Flops:
+def flops_per_target(
+    model: transformers.PreTrainedModel, source_lengths: np.ndarray, target_lengths: np.ndarray
+) -> Flops:
     """Count an encoder-decoder's training FLOPs per target token, over pairs of these lengths in tokens, without padding.
 
     As in `decoder_flops`, a parameter costs 6 FLOPs (a frozen one 4) for each token that it multiplies. Each pair of

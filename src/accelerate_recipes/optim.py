@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.adamw import adamw
 from transformers.pytorch_utils import Conv1D
 
@@ -20,7 +19,7 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.arguments.schedule import OWN_SCHEDULES, num_warmup_steps, schedule_problems
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.models.weights import WRAPPERS
-from accelerate_recipes.ranks import computes_in_bf16, is_first
+from accelerate_recipes.ranks import computes_in_bf16, is_first, is_sharded
 
 # Bytes of a parameter in a checkpoint: the weight and its optimizer state. The means of Adafactor are negligible. Muon
 # keeps one moment of a matrix, AdamW two.
@@ -166,13 +165,13 @@ class Grid(NamedTuple):
 
 
 def grid_of(parameter: torch.Tensor) -> Grid:
-    if not isinstance(parameter, DTensor):  # one process, or DDP
+    if not is_sharded(parameter):  # one process, or DDP
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         return Grid() if is_alone else Grid(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
     mesh, found = parameter.device_mesh, {}
     for dim, placement in enumerate(parameter.placements):
         group = mesh.get_group(dim) if mesh.size(dim) > 1 else None
-        found[isinstance(placement, Shard)] = (mesh.size(dim), mesh.get_local_rank(dim), group)
+        found[placement.is_shard()] = (mesh.size(dim), mesh.get_local_rank(dim), group)
     return Grid(*found.get(False, (1, 0, None)), *found.get(True, (1, 0, None)))
 
 
@@ -269,6 +268,8 @@ def rounds(shapes: list[torch.Size], num_owners: int) -> list[list[int | None]]:
 
 def make_orthogonal(matrices: list, directions: dict[int, torch.Tensor], owned: list[int | None], grid: Grid) -> None:
     """Make one matrix for each rank that shares them orthogonal; replaces the shards of `directions` that are `owned`."""
+    from torch.distributed.tensor import Shard
+
     own, shards = owned[grid.shard], [directions[i] for i in owned if i is not None]
     if not shards:
         return
@@ -348,7 +349,7 @@ class Adafactor(torch.optim.Optimizer):
         rms = (whole(update.square().sum()) / update.numel()).sqrt()
         update = update / (rms / self.clip_threshold).clamp(min=1.0)
         # For a parameter of one row, of which some ranks hold nothing, DTensor leaves the whole update on all ranks.
-        return update.redistribute(placements=grad.placements) if isinstance(grad, DTensor) else update
+        return update.redistribute(placements=grad.placements) if is_sharded(grad) else update
 
 
 def mean(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -358,14 +359,16 @@ def mean(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Complete a DTensor that is a partial sum over shards. Anything else is returned unchanged."""
-    if isinstance(tensor, DTensor):
+    if is_sharded(tensor):
+        from torch.distributed.tensor import Replicate
+
         done = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
         return tensor.redistribute(placements=done)
     return tensor
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def make_scheduler(

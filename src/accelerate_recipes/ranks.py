@@ -10,10 +10,13 @@ They read the same rows, so they count as one rank for the data.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -180,3 +183,10 @@ def max_over_ranks(value: float, device: torch.device) -> float:
     if dist.is_initialized():
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.item()
+
+
+def is_sharded(tensor: torch.Tensor | None) -> "TypeGuard[DTensor]":
+    """Tell whether a tensor is one of FSDP2, a DTensor, of which this rank holds a shard."""
+    from torch.distributed.tensor import DTensor  # a third of a second more to import than all that arguments need
+
+    return isinstance(tensor, DTensor)

@@ -9,6 +9,8 @@
 `Run` holds everything that belongs to the run.
 """
 
+from __future__ import annotations
+
 import copy
 import os
 import socket
@@ -18,17 +20,17 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from accelerate import Accelerator
 from torch import nn
-from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes import ranks
 from accelerate_recipes.args import Args
-from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.checkpoint.mirror import begin_copies, make_whole
@@ -58,10 +60,13 @@ from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.ranks import on_first_rank, ranks_a_row
 from accelerate_recipes.upstream import library_versions
 
+if TYPE_CHECKING:
+    from accelerate_recipes.checkpoint.checkpointer import Checkpointer
+
 # Keeps the runs of this process until `recipe.leave` ends it without teardown. If a run were freed when a recipe's `main`
 # returns, gloo would hold the interpreter's lock while it waits for its threads, and one of these may need that lock: under
 # DDP one run in eight hung this way (torch 2.13).
-_runs: list["Run"] = []
+_runs: list[Run] = []
 
 
 @dataclass
@@ -177,17 +182,17 @@ class Run(Generic[Args]):
         if self.resumed_from and hasattr(training, "check"):
             training.check(read_json(self.resumed_from / "data.json"))
 
-    def shard(self, model: PreTrainedModel) -> None:
+    def shard(self, model: transformers.PreTrainedModel) -> None:
         """Add the adapters of --use_peft to a model, shard it as the strategy says, and make its optimizer."""
         self.adapter = self.adapter or add_adapters(model, self.args)
         self.model, self.optimizer, self.first_units = prepare(self.accelerator, model, self.args)
 
-    def shard_reference(self, model: PreTrainedModel) -> nn.Module:
+    def shard_reference(self, model: transformers.PreTrainedModel) -> nn.Module:
         """Shard a second model, which is never trained, as the strategy says. It keeps its dtype."""
         sharded, *_ = prepare(self.accelerator, model.requires_grad_(False), self.args)
         return sharded.eval()
 
-    def rest_of_base(self, model: PreTrainedModel) -> dict[str, str | None] | None:
+    def rest_of_base(self, model: transformers.PreTrainedModel) -> dict[str, str | None] | None:
         """Describe what the run does not train of the files that it begins with, and print it; call it on all ranks.
 
         Returns:
@@ -211,10 +216,10 @@ class Run(Generic[Args]):
 
     def prepare(
         self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | BaseImageProcessor,
+        model: transformers.PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | transformers.BaseImageProcessor,
         total_steps: int,
-        flops_fn: Callable[[PreTrainedModel], Flops] | None = None,
+        flops_fn: Callable[[transformers.PreTrainedModel], Flops] | None = None,
         files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """Make everything that is trained, saved and restored, from a model that is not sharded yet.
@@ -254,6 +259,10 @@ class Run(Generic[Args]):
         self.scheduler = make_scheduler(self.optimizer, self.args, total_steps)
         trained = (self.accelerator, self.model, self.optimizer, self.scheduler)
         base = self.adapter.base if self.adapter else rest
+        from accelerate_recipes.checkpoint.checkpointer import (
+            Checkpointer,
+        )  # the part of torch that it needs takes long
+
         self.checkpointer = Checkpointer(*trained, self.args, self.artifacts, self.resumed_from, self.adapter, base)
 
 

@@ -1,5 +1,7 @@
 """Trial of a recipe: one optimizer step without data and weights, which `plan` simulates."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -7,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+import transformers
+from transformers import PreTrainedConfig
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import PAD_MULTIPLE
@@ -51,7 +54,7 @@ class Trial:
     """
 
     config: PreTrainedConfig
-    make_model: Callable[[PreTrainedConfig], PreTrainedModel]
+    make_model: Callable[[PreTrainedConfig], transformers.PreTrainedModel]
     loss_fn: Callable[[Any, dict[str, Any]], torch.Tensor]
     count_fn: Callable[[dict[str, Any]], torch.Tensor]
     batch: dict[str, Any]
@@ -59,7 +62,7 @@ class Trial:
     unit: str = "tokens"
     before_fn: Callable[[Any, dict[str, Any], Callable[[str, int], None]], None] | None = None
     keep_reference: Callable[[Any], None] | None = None
-    make_reference: Callable[[], PreTrainedModel] | None = None
+    make_reference: Callable[[], transformers.PreTrainedModel] | None = None
 
     @property
     def is_packed(self) -> bool:

@@ -4,6 +4,8 @@ For each correction, a test fails once upstream no longer needs it: then it can 
 function of its own stands where the error happens, with the version.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import socket
@@ -20,7 +22,6 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, TorchDynamoPlugin
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
-from transformers import PreTrainedModel
 
 import accelerate_recipes
 from accelerate_recipes.ranks import is_compiled
@@ -147,7 +148,7 @@ def hidden_buffers(accelerator: Accelerator, model: nn.Module) -> Iterator[None]
         module._non_persistent_buffers_set.discard(name)
 
 
-def leave_out_other_layers(model: PreTrainedModel) -> None:
+def leave_out_other_layers(model: transformers.PreTrainedModel) -> None:
     """Take the layers that a model does not have out of those that transformers names for FSDP.
 
     Text parts of composite models, such as `Gemma4ForCausalLM` of transformers 5.23, also name layers of other parts, and
@@ -171,7 +172,7 @@ def count_cached_tokens(model: nn.Module) -> None:
         cache.get_mask_sizes = lambda self, query_length, *_, **__: (self.get_seq_length() + query_length, 0)
 
 
-def keep_lone_token(model: PreTrainedModel) -> None:
+def keep_lone_token(model: transformers.PreTrainedModel) -> None:
     """Let a Mistral 3 read a row whose images have one token in all.
 
     Mistral3Model of transformers 5.24 (get_image_features) takes the axis of a single token for one to remove, and fails.
@@ -181,7 +182,7 @@ def keep_lone_token(model: PreTrainedModel) -> None:
         projector.register_forward_hook(lambda module, args, features: features[None])
 
 
-def name_backbone(model: PreTrainedModel) -> None:
+def name_backbone(model: transformers.PreTrainedModel) -> None:
     """Let `base_model` of a Llama 4 be its layers below the output layer.
 
     Llama4ForCausalLM of transformers 5.23 has the prefix of a whole checkpoint, so it is its own `base_model`: trl's losses
@@ -191,7 +192,7 @@ def name_backbone(model: PreTrainedModel) -> None:
         model.base_model_prefix = "model"  # of this model alone: files are read and written by the prefix of the class
 
 
-def leave_embedding_to_accelerate(model: PreTrainedModel) -> None:
+def leave_embedding_to_accelerate(model: transformers.PreTrainedModel) -> None:
     """Remove the module that holds the input embedding from the layers that transformers names for FSDP.
 
     Models like BERT name their embeddings there. Accelerate 1.15 (fsdp2_prepare_model) wraps that module, and then wraps
@@ -205,7 +206,7 @@ def leave_embedding_to_accelerate(model: PreTrainedModel) -> None:
 
 
 @contextlib.contextmanager
-def hidden_head(model: PreTrainedModel) -> Iterator[None]:
+def hidden_head(model: transformers.PreTrainedModel) -> Iterator[None]:
     """Hide an output layer that must not be in a unit of its own, and the embedding with it: both stay in the root's unit.
 
     Accelerate 1.15 (fsdp2_prepare_model) makes a unit of output layer and last norm, and of the embedding if it is tied.
@@ -232,7 +233,7 @@ def hidden_head(model: PreTrainedModel) -> Iterator[None]:
         delattr(model, name)
 
 
-def computes_on(model: PreTrainedModel, device: torch.device) -> None:
+def computes_on(model: transformers.PreTrainedModel, device: torch.device) -> None:
     """Tell transformers the device on which a model computes, where FSDP2 keeps the parameters on the CPU.
 
     `generate` of transformers 5.23 moves its inputs to the device of the first parameter (prepare_inputs_for_generation,

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+import transformers
 import yaml
 from huggingface_hub.serialization._base import parse_size_to_int
-from transformers import AutoConfig
 
 from accelerate_recipes.checkpoint import files, weight_files
 from accelerate_recipes.checkpoint.files import EXPORT, SaveError
@@ -293,7 +293,7 @@ def how_to_load(checkpoint: Path, base: dict[str, str | None]) -> str:
     """Write how to load adapters with rows of new tokens; an empty text for other adapters, which need no instructions."""
     if not adapters.read_config(checkpoint).trainable_token_indices:
         return ""
-    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    config = transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     is_whole = (checkpoint / COMPOSITE).is_dir() or sees_images(config)
     kind = "AutoModelForImageTextToText" if is_whole else "AutoModelForCausalLM"
     number = config.get_text_config().vocab_size

@@ -13,8 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import transformers
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.hub import cache
@@ -52,7 +53,9 @@ class Published:
         of_base = files_of_base(name, [CONFIG])
         self.base = json.loads(of_base[CONFIG]) if of_base else {}
         # What this version of transformers reads from it.
-        self.before = whole_content(AutoConfig.from_pretrained(name, **cache.pinned(name))) if of_base else {}
+        self.before = (
+            whole_content(transformers.AutoConfig.from_pretrained(name, **cache.pinned(name))) if of_base else {}
+        )
         is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
         self.files = tokenizer_files(tokenizer) if is_tokenizer else written(tokenizer)
         if name and cache.folder("model", name) and is_text_part(config, load_config(name)):
@@ -101,7 +104,7 @@ def composite_files(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 def template_file(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     """Return the file of processors of transformers 4 that holds the chat template, if the template has changed."""
     template = tokenizer.chat_template
-    is_same = template == AutoTokenizer.from_pretrained(name, **cache.pinned(name)).chat_template
+    is_same = template == transformers.AutoTokenizer.from_pretrained(name, **cache.pinned(name)).chat_template
     return {} if is_same else {TEMPLATE: as_bytes({"chat_template": template})}
 
 
@@ -162,7 +165,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     settings = json.loads(files[TOKENIZER_CONFIG])
     if not base:
         return files | {TOKENIZER_CONFIG: as_bytes(with_older_class(settings, settings))}
-    original = AutoTokenizer.from_pretrained(name, **cache.pinned(name))
+    original = transformers.AutoTokenizer.from_pretrained(name, **cache.pinned(name))
     before = json.loads(written(original)[TOKENIZER_CONFIG])
     said = {file: json.loads(base[file]) for file in (TOKENIZER_CONFIG, SPECIAL) if file in base}
     config = with_changes(said.get(TOKENIZER_CONFIG, {}), before, settings)

@@ -1,19 +1,19 @@
 """Weights of a checkpoint as files of safetensors: a whole model, merged or not, and adapters."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.distributed.checkpoint as dcp
+import transformers
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from accelerate_recipes.checkpoint.files import saved_arguments
 from accelerate_recipes.checkpoint.published import COMPOSITE
-from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import adapters
@@ -73,7 +73,7 @@ def write_safetensors(
     write_shards(tensors, read, out, max_shard_size, base if is_whole else None)
 
 
-def dtypes_of_frozen(model: PreTrainedModel, checkpoint: Path, base: Base) -> dict[str, torch.dtype]:
+def dtypes_of_frozen(model: transformers.PreTrainedModel, checkpoint: Path, base: Base) -> dict[str, torch.dtype]:
     """Map the weights that the run has frozen, of a model that sees images, to their dtypes in the files of the base."""
     freeze(model, SimpleNamespace(**saved_arguments(checkpoint)))
     kept = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -119,9 +119,9 @@ def write_adapter_of_whole(checkpoint: Path, folder: Path) -> None:
     Layers of other parts get no adapters, even if they have the same names.
     """
     model, _ = model_on_meta(checkpoint)
-    settings = AutoConfig.from_pretrained(checkpoint / COMPOSITE, trust_remote_code=False)
+    settings = transformers.AutoConfig.from_pretrained(checkpoint / COMPOSITE, trust_remote_code=False)
     with torch.device("meta"):
-        whole = AutoModelForImageTextToText.from_config(settings)
+        whole = transformers.AutoModelForImageTextToText.from_config(settings)
     places = places_of_parts(model, whole.state_dict())
 
     tensors = {name_in_whole(name, places): tensor for name, tensor in read_adapter(checkpoint).items()}
@@ -142,6 +142,8 @@ def read_adapter(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """List the model's tensors in `checkpoint/state` by name, on the meta device."""
+    from accelerate_recipes.checkpoint.state_reader import StateReader
+
     metadata = StateReader(checkpoint / "state").read_metadata().state_dict_metadata
     saved = {key.removeprefix("model."): entry for key, entry in metadata.items() if key.startswith("model.")}
     return {name: torch.empty(e.size, dtype=e.properties.dtype, device="meta") for name, e in saved.items()}
@@ -149,19 +151,23 @@ def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def read_state(checkpoint: Path, wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Read the `wanted` tensors of the model from `checkpoint/state`."""
+    import torch.distributed.checkpoint as dcp
+
+    from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
+
     # Allocate them in the dtype to be written: the reader converts as it copies, without a second buffer.
     tensors = {f"model.{name}": torch.empty_like(tensor, device="cpu") for name, tensor in wanted.items()}
     dcp.load(tensors, storage_reader=StateReader(checkpoint / "state"), planner=StatePlanner(), no_dist=True)
     return {name: tensors[f"model.{name}"] for name in wanted}
 
 
-def model_on_meta(checkpoint: Path) -> tuple[PreTrainedModel, set[str]]:
+def model_on_meta(checkpoint: Path) -> tuple[transformers.PreTrainedModel, set[str]]:
     """Make the checkpoint's model without weights, and list the names that are aliases of a tied weight.
 
     For an encoder-decoder, the saved configuration decides whether the output layer is such an alias; `share_embedding` has
     corrected this configuration.
     """
-    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    config = transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     with torch.device("meta"):
         model = model_class(config)(config)
     tied = set(model.all_tied_weights_keys)

@@ -4,11 +4,13 @@ All checks read the environment that `accelerate launch` makes from a YAML. Pref
 login node.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from importlib.util import find_spec
 
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from accelerate_recipes.args import DTYPES, TrainArgs
 from accelerate_recipes.errors import ConfigError, suggestion, that_apply
@@ -73,7 +75,7 @@ def fp8_problems(env: Mapping[str, str]) -> list[str]:
     return [f"mixed_precision: fp8 {problem}" for problem in that_apply(problems)]
 
 
-def fp8_layers(model: PreTrainedModel) -> set[str]:
+def fp8_layers(model: transformers.PreTrainedModel) -> set[str]:
     """Name the layers that compute in fp8: linear layers except the output layer, adapters and layers of unsuitable sizes.
 
     A GPU multiplies in fp8 only sizes that are multiples of 16.
@@ -89,7 +91,7 @@ def fp8_layers(model: PreTrainedModel) -> set[str]:
     return {name for name in fitting if ".lora_" not in name}
 
 
-def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
+def wrap_problems(model: transformers.PreTrainedModel, env: Mapping[str, str]) -> list[str]:
     """List the problems if the model does not contain the classes that FSDP should wrap."""
     if env.get("ACCELERATE_USE_FSDP") != "true" or env.get("FSDP_AUTO_WRAP_POLICY") != "TRANSFORMER_BASED_WRAP":
         return []

@@ -3,6 +3,8 @@
 Preflight checks them on a login node, and every process of a run again.
 """
 
+from __future__ import annotations
+
 import os
 import shlex
 import time

@@ -13,6 +13,8 @@ Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021; Liu
 Low-Rank Adaptation, 2024.
 """
 
+from __future__ import annotations
+
 import contextlib
 import copy
 import itertools
@@ -24,9 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import nn
-from torch.distributed.tensor import DTensor
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.arguments.adapters import ALL_LINEAR
@@ -37,7 +39,7 @@ from accelerate_recipes.models.pretrained import load_config, mapped_weights
 from accelerate_recipes.models.slices import Source, gets_weights_later, plain_name, rows_of_tokens, source_of
 from accelerate_recipes.models.untrained import as_in_files, described, folder_of_base, open_base, parts_in_files
 from accelerate_recipes.models.weights import BY_WEIGHT, linear_layers_and_experts, seed_of
-from accelerate_recipes.ranks import computes_in_bf16, is_compiled, on_all_ranks, on_first_rank, share
+from accelerate_recipes.ranks import computes_in_bf16, is_compiled, is_sharded, on_all_ranks, on_first_rank, share
 
 # Functions import PEFT when they use it. If bitsandbytes is installed, PEFT imports it and torch's compiler. This takes a
 # quarter of the start time of a process.
@@ -53,7 +55,7 @@ NEW_ROWS = "new_rows"  # the trained rows of an embedding or output layer, besid
 class Adapter:
     """Configuration and base of the adapters in a checkpoint."""
 
-    config: "LoraConfig"
+    config: LoraConfig
     base: dict[str, str | None]  # the base model, as `untrained.described` describes it
 
 
@@ -77,7 +79,7 @@ def load_settings(args: TrainArgs) -> dict[str, Any]:
     return {"dtype": dtype, "quantization_config": BitsAndBytesConfig(load_in_4bit=True, **form, **dtypes)}
 
 
-def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
+def targets(model: transformers.PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
     """Return `target_modules` and `target_parameters` for PEFT: names, or ends of names, of modules and parameters to adapt.
 
     The modules are linear layers. Those of a model that sees images lie in its text part, unless a name is in other parts
@@ -146,13 +148,13 @@ class NewRows:
         (owner,) = self.rows_of
         weight, rows = (
             # trl's loss reads the weight of the output layer. FSDP2 may not have gathered it at that time.
-            tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            tensor.full_tensor() if is_sharded(tensor) else tensor
             for tensor in (weight, owner._parameters[NEW_ROWS])
         )
         return weight.index_copy(0, owner.new_tokens, rows.to(weight.dtype))  # pyright: ignore[reportArgumentType]
 
 
-def add_new_rows(model: PreTrainedModel, tokens: Sequence[int]) -> dict[str, list[int]]:
+def add_new_rows(model: transformers.PreTrainedModel, tokens: Sequence[int]) -> dict[str, list[int]]:
     """Train the rows of `tokens` in the embedding and the output layer of a frozen model, in fp32; in place.
 
     Returns:
@@ -186,7 +188,9 @@ def add_new_rows(model: PreTrainedModel, tokens: Sequence[int]) -> dict[str, lis
     return {name: list(tokens) for name, module in model.named_modules() if module in owners}
 
 
-def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[int] = ()) -> Adapter | None:
+def add_adapters(
+    model: transformers.PreTrainedModel, args: TrainArgs, new_tokens: Sequence[int] = ()
+) -> Adapter | None:
     """With --use_peft, freeze a model and put an adapter, in fp32, beside each layer that `args` name; in place.
 
     The rows of `new_tokens` in the embedding and the output layer are trained too.
@@ -262,7 +266,7 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
     return Adapter(config, base)
 
 
-def row_lengths(layers: Mapping[str, "LoraLayer"], source: Source | None) -> dict[str, torch.Tensor]:
+def row_lengths(layers: Mapping[str, LoraLayer], source: Source | None) -> dict[str, torch.Tensor]:
     """Compute the length of each row of the layers' weights, in fp32, for DoRA.
 
     If the model has no values yet, each rank reads some of the weights from its `source`.
@@ -307,24 +311,24 @@ class WithoutAdapters:
         return outputs
 
 
-def layers_with_new_rows(config: "LoraConfig") -> list[str]:
+def layers_with_new_rows(config: LoraConfig) -> list[str]:
     """List the names of the weights that have rows of new tokens."""
     return [f"{layer}.weight" for layer in config.trainable_token_indices or ()]
 
 
-def read_config(checkpoint: Path) -> "LoraConfig":
+def read_config(checkpoint: Path) -> LoraConfig:
     """Read PEFT's configuration of the adapters in a checkpoint."""
     from peft import LoraConfig
 
     return LoraConfig.from_pretrained(checkpoint)  # pyright: ignore[reportReturnType]
 
 
-def weight_of(name: str, layer: "LoraLayer") -> str:
+def weight_of(name: str, layer: LoraLayer) -> str:
     """Return the name of the weight that a PEFT layer adapts, in the model without adapters."""
     return f"{plain_name(name)}.{layer.parameter_name if is_of_experts(layer) else 'weight'}"
 
 
-def is_of_experts(layer: "LoraLayer") -> bool:
+def is_of_experts(layer: LoraLayer) -> bool:
     """Tell whether a PEFT layer adapts a parameter (as for experts) rather than a linear layer."""
     from peft.tuners.lora import ParamWrapper
 
@@ -332,7 +336,7 @@ def is_of_experts(layer: "LoraLayer") -> bool:
 
 
 def names_in_base(
-    model: PreTrainedModel, base: Mapping[str, torch.Tensor], weights: Iterable[str]
+    model: transformers.PreTrainedModel, base: Mapping[str, torch.Tensor], weights: Iterable[str]
 ) -> dict[str, list[str]]:
     """Map each weight's name in the model to its name in the files, or to the names of the parts that form the weight.
 
@@ -351,7 +355,10 @@ def names_in_base(
 
 
 def merged(
-    model: PreTrainedModel, base: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], config: "LoraConfig"
+    model: transformers.PreTrainedModel,
+    base: Mapping[str, torch.Tensor],
+    adapter: Mapping[str, torch.Tensor],
+    config: LoraConfig,
 ) -> Callable[[str], torch.Tensor]:
     """Return a function that gives a weight by its name in `base`; an adapted weight has its adapter merged in, in fp32.
 
@@ -407,7 +414,7 @@ def merged(
     return weight_named
 
 
-def delta_of(path: str, layer: "LoraLayer", adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def delta_of(path: str, layer: LoraLayer, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Compute the update that an adapter adds to its weight, in fp32: (out, in), or (experts, out, in) unless transposed.
 
     This replaces `get_delta_weight` of PEFT's layers, because the layers have no values here.

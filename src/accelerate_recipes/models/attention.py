@@ -1,17 +1,15 @@
 """Choice of a kernel of attention, by model, precision and device."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+import transformers
+from transformers import PreTrainedConfig
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.documents import DOCUMENTS
@@ -39,7 +37,7 @@ def width_of_heads(layer: PreTrainedConfig) -> int:
 
 def class_of(config: PreTrainedConfig) -> Any:
     """Return the class of a decoder, of text alone or of images and text; None if it is not from transformers."""
-    mappings = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    mappings = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return next((found for mapping in mappings if (found := mapping.get(type(config), None))), None)
 
 
@@ -102,6 +100,8 @@ def choose(
     Raises:
         ConfigError: for an attention that does not work with the model, the precision or the installed packages.
     """
+    import accelerate_recipes.models.document_attention  # noqa: F401  # which registers it; torch's takes a second
+
     is_bf16 = dtype == torch.bfloat16 or computes_in_bf16()
     lacks = unsupported_kernels(config)
     if name in lacks:
@@ -148,7 +148,7 @@ def choose(
 
 
 @contextlib.contextmanager
-def with_padding(model: PreTrainedModel) -> Iterator[None]:
+def with_padding(model: transformers.PreTrainedModel) -> Iterator[None]:
     """Use sdpa instead of `documents` inside this context, for batches with padding, which `documents` does not support."""
     name = model.config._attn_implementation
     if name != DOCUMENTS:

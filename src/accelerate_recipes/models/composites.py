@@ -5,14 +5,17 @@ weights differently. Files of different versions also differ: `language_model.mo
 `model.language_model.layers.0` and `model.layers.0` may be the same layer.
 """
 
+from __future__ import annotations
+
 import copy
 import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from accelerate_recipes.errors import DataError
 
@@ -48,7 +51,7 @@ def text_part(config: PreTrainedConfig, name: str = "") -> PreTrainedConfig:
         return config
     text = copy.deepcopy(config.get_text_config())
     if same := SAME_AS.get(text.model_type):
-        config_class, fields = CONFIG_MAPPING[same], text.to_dict()
+        config_class, fields = transformers.CONFIG_MAPPING[same], text.to_dict()
         fields = {field: value for field, value in fields.items() if hasattr(config_class(), field)}
         rope = fields["rope_parameters"].items()
         fields["rope_parameters"] = {field: value for field, value in rope if not field.startswith("mrope")}
@@ -69,14 +72,14 @@ def sees_images(config: PreTrainedConfig) -> bool:
     return config.model_type in IMAGE_MODELS
 
 
-def children_of(model: PreTrainedModel) -> tuple[str, str]:
+def children_of(model: transformers.PreTrainedModel) -> tuple[str, str]:
     """Name the text part and the tower of a whole model that sees images, inside its base model."""
     embedding, children = model.get_input_embeddings(), dict(model.base_model.named_children())
     text = next(name for name, child in children.items() if any(module is embedding for module in child.modules()))
     return text, next(name for name in children.keys() - {text} if name.startswith("vis"))
 
 
-def layers_of_text(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+def layers_of_text(model: transformers.PreTrainedModel, names: Iterable[str]) -> list[str]:
     """Leave out the names of layers outside of the text part, if the model is a whole one that sees images."""
     if not sees_images(model.config):
         return list(names)
@@ -85,7 +88,7 @@ def layers_of_text(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith(f"{path}.")]
 
 
-def weights_by_part(model: PreTrainedModel) -> dict[str, list[nn.Parameter]]:
+def weights_by_part(model: transformers.PreTrainedModel) -> dict[str, list[nn.Parameter]]:
     """Divide the weights of a model that sees images, by the names of its parts; those that hear sound are left out.
 
     A projector lies beside the tower, or inside it, as the mergers of Qwen-VL and GLM do.
@@ -102,7 +105,7 @@ def weights_by_part(model: PreTrainedModel) -> dict[str, list[nn.Parameter]]:
     return found
 
 
-def unused_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+def unused_parameters(model: transformers.PreTrainedModel) -> list[nn.Parameter]:
     """List the weights of a model that sees images which no forward pass uses, or only one with sound.
 
     Such are the pooled output of a SigLIP, and what lies behind the layer that a LLaVA reads.
@@ -121,7 +124,7 @@ def unused_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     return [parameter for part in unused for parameter in part.parameters()]
 
 
-def freeze(model: PreTrainedModel, args: Any) -> PreTrainedModel:
+def freeze(model: transformers.PreTrainedModel, args: Any) -> transformers.PreTrainedModel:
     """Freeze the parts of a model that `args` name, and what no forward pass uses, in place; return the model."""
     model.requires_grad_(False)
     for part, parameters in weights_by_part(model).items():
@@ -167,7 +170,7 @@ def stands_for_image(row: int | str, place: int, token: int, field: str, before:
     )
 
 
-def places_of_parts(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
+def places_of_parts(model: transformers.PreTrainedModel, names: Collection[str]) -> dict[str, str]:
     """Map prefixes of weight names in the class of a text part, such as `model.layers.`, to the prefixes in `names`.
 
     `model` has this class, on any device. `names` are the names of weights in files, or in the whole model. The place of the
@@ -206,7 +209,7 @@ def layers_in_whole(ends: Collection[str], places: dict[str, str]) -> str:
     return rf"(?=({'|'.join(sorted(parts))})(\.|$))(.*\.)?({'|'.join(sorted(ends))})"
 
 
-def names_of_class(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
+def names_of_class(model: transformers.PreTrainedModel, names: Collection[str]) -> dict[str, str]:
     """Map `names` (see `places_of_parts`) to the names in the class of the text part; leave out names of other parts."""
     parts = {place: part for part, place in places_of_parts(model, names).items()}
     return {name: name_in_whole(name, parts) for name in names if f"{name}.".startswith(tuple(parts))}

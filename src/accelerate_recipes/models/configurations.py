@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 from unittest import mock
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase, modeling_rope_utils
+import transformers
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, modeling_rope_utils
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range, field_names
@@ -77,10 +78,13 @@ def try_config(
     args: Architecture, tokenizer: PreTrainedTokenizerBase | None, max_length: int | None, decided: dict[str, Any]
 ) -> tuple[PreTrainedConfig | None, list[str]]:
     """Make the configuration that `new_config` makes, or say what is wrong, one sentence each."""
-    title, known = f"--model_type {args.model_type}", args.kind.auto._model_mapping
-    if args.model_type not in CONFIG_MAPPING or (config_class := CONFIG_MAPPING[args.model_type]) not in known:
+    title, known = f"--model_type {args.model_type}", getattr(transformers, args.kind.auto)._model_mapping
+    if (
+        args.model_type not in transformers.CONFIG_MAPPING
+        or (config_class := transformers.CONFIG_MAPPING[args.model_type]) not in known
+    ):
         close = suggestion(args.model_type, [config.model_type for config in known])
-        wanted = args.kind.auto.__name__.removeprefix("Auto")
+        wanted = args.kind.auto.removeprefix("Auto")
         return None, [f"{title}: transformers has no {wanted} of this type{close}"]
     title = "--config_overrides" if args.config_overrides else title
     if found := field_problems(config_class, args.config_overrides):

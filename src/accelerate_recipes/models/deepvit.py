@@ -10,9 +10,10 @@ Source: Zhou et al., DeepViT: Towards Deeper Vision Transformer, 2021.
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.modeling_outputs import ImageClassifierOutput
 
@@ -130,7 +131,7 @@ class DeepViTLayer(nn.Module):
         return hidden_states + self.down(F.gelu(self.up(self.mlp_norm(hidden_states))))
 
 
-class DeepViTPreTrainedModel(PreTrainedModel):
+class DeepViTPreTrainedModel(transformers.PreTrainedModel):
     """Settings that transformers needs: names, modules that are not divided, and first weights."""
 
     config_class = DeepViTConfig

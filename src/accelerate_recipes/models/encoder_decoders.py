@@ -1,11 +1,14 @@
 """Encoder-decoders: T5, mT5, UMT5 and BART, from a name, a folder or a configuration."""
 
+from __future__ import annotations
+
 import warnings
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.loading import ENCODER_DECODERS, made, on_meta, read_model, tie_as_read
@@ -13,7 +16,9 @@ from accelerate_recipes.models.pretrained import Kind, load_config
 from accelerate_recipes.models.tokenizers import load_tokenizer
 
 
-def load_encoder_decoder(name: str, attn_implementation: str, dropout_rate: float, **settings: Any) -> PreTrainedModel:
+def load_encoder_decoder(
+    name: str, attn_implementation: str, dropout_rate: float, **settings: Any
+) -> transformers.PreTrainedModel:
     """Load a pretrained T5, T5 v1.1, FLAN-T5, mT5 or BART, as `load_model` loads a model.
 
     `dropout_rate` holds for all kinds of dropout in the model.
@@ -25,7 +30,7 @@ def load_encoder_decoder(name: str, attn_implementation: str, dropout_rate: floa
     check_encoder_decoder(config, name)
     vars(config).update(dropouts(config, dropout_rate))
     settings |= {"attn_implementation": attn_implementation}
-    return share_embedding(read_model(AutoModelForSeq2SeqLM, config, name, settings))
+    return share_embedding(read_model(transformers.AutoModelForSeq2SeqLM, config, name, settings))
 
 
 def check_encoder_decoder(config: PreTrainedConfig, name: str) -> None:
@@ -41,7 +46,7 @@ def check_encoder_decoder(config: PreTrainedConfig, name: str) -> None:
         )
 
 
-ENCODER_DECODER = Kind(AutoModelForSeq2SeqLM, load_tokenizer, check_encoder_decoder)
+ENCODER_DECODER = Kind("AutoModelForSeq2SeqLM", load_tokenizer, check_encoder_decoder)
 
 
 def dropouts(config: PreTrainedConfig, rate: float) -> dict[str, float]:
@@ -57,25 +62,27 @@ def dropouts(config: PreTrainedConfig, rate: float) -> dict[str, float]:
 
 def encoder_decoder_on_meta(
     config: PreTrainedConfig, is_tied: bool, attn_implementation: str, dtype: torch.dtype
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     """Make an encoder-decoder on the meta device, as it would be after loading. Only its sizes matter."""
-    model = on_meta(AutoModelForSeq2SeqLM, config, dtype=dtype, attn_implementation=attn_implementation)
+    model = on_meta(transformers.AutoModelForSeq2SeqLM, config, dtype=dtype, attn_implementation=attn_implementation)
     if not is_tied:
         head = model.get_output_embeddings()
         head.weight = nn.Parameter(torch.empty_like(head.weight))
     return share_embedding(model)
 
 
-def new_encoder_decoder(config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype) -> PreTrainedModel:
+def new_encoder_decoder(
+    config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype
+) -> transformers.PreTrainedModel:
     """Make an encoder-decoder with its first weights, whole on each rank, and equal on all ranks by the common seed."""
     with torch.random.fork_rng([]):
         torch.manual_seed(torch.initial_seed())
         return share_embedding(
-            made(AutoModelForSeq2SeqLM, config, dtype=dtype, attn_implementation=attn_implementation)
+            made(transformers.AutoModelForSeq2SeqLM, config, dtype=dtype, attn_implementation=attn_implementation)
         )
 
 
-def share_embedding(model: PreTrainedModel) -> PreTrainedModel:
+def share_embedding(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     """Make an encoder-decoder's embedding a single module, in place; returns the model.
 
     transformers 5.23 ties three modules, which FSDP2 would put into two groups, and refuses. Only the weights say whether

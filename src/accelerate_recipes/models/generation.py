@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from accelerate_recipes.life import stop
 from accelerate_recipes.life.traces import rng_state, set_rng_state
@@ -153,7 +153,7 @@ def drawn_by(model: nn.Module, numbers: torch.Tensor) -> Iterator[None]:
 
     A processor that is passed to `generate` of transformers 5.23 would be applied before these.
     """
-    inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    inner = next(module for module in model.modules() if isinstance(module, transformers.PreTrainedModel))
 
     def processors(*args: Any, **settings: Any) -> list:
         found = type(inner)._get_logits_processor(inner, *args, **settings)
@@ -195,6 +195,8 @@ def whole_root(model: nn.Module) -> contextlib.AbstractContextManager:
     A call of the model does this, but `generate` calls parts of the model directly: FSDP1's inner module, or an encoder.
     Under FSDP2, `generate` counts as a call (see `distributed.prepare`).
     """
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+
     if isinstance(model, FSDP1):
         return FSDP1.summon_full_params(model, recurse=False, writeback=False)
     return contextlib.nullcontext()

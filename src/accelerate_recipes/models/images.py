@@ -202,7 +202,7 @@ def correct(model: PreTrainedModel) -> PreTrainedModel:
     """Correct, in place, what transformers computes otherwise for a packed row with images than for its documents."""
     upstream.keep_lone_token(model)
     if sees_images_whole(model.config):
-        model.register_forward_pre_hook(add_image_masks, with_kwargs=True)
+        model.register_forward_pre_hook(torch.compiler.disable(add_image_masks), with_kwargs=True)
     return model
 
 
@@ -211,7 +211,6 @@ def image_model_on_meta(config: PreTrainedConfig, **settings: Any) -> PreTrained
     return on_meta(AutoModelForImageTextToText, config, **settings)
 
 
-@torch.compiler.disable
 def add_image_masks(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Give a model the masks of packed rows before it computes them; a text that it generates has another mask."""
     is_other = any(kwargs.get(name) is not None for name in ("attention_mask", *upstream.CACHES))
@@ -226,4 +225,4 @@ def images_and_text(max_pixels: int | None = None) -> Kind:
     def read(name: str) -> ProcessorMixin:
         return load_processor(name, load_image_tokenizer(name), max_pixels)
 
-    return Kind(AutoModelForImageTextToText, read, check_image_model)
+    return Kind("AutoModelForImageTextToText", read, check_image_model)

@@ -1,5 +1,7 @@
 """Models: from a name, a folder or a configuration."""
 
+from __future__ import annotations
+
 import copy
 import itertools
 import re
@@ -8,8 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from accelerate_recipes import upstream
 from accelerate_recipes.errors import ConfigError, one_line
@@ -28,7 +31,9 @@ ENCODER_DECODERS = ("t5", "mt5", "umt5", "bart")
 BLIND_TO_PADDING = ("recurrent_gemma", "rwkv", "xlstm")
 
 
-def load_model(name: str, attn_implementation: str, has_boundaries: bool = True, **settings: Any) -> PreTrainedModel:
+def load_model(
+    name: str, attn_implementation: str, has_boundaries: bool = True, **settings: Any
+) -> transformers.PreTrainedModel:
     """Load a causal language model, with the `settings` that `adapters.load_settings` gives, such as the `dtype`.
 
     `has_boundaries` has the same meaning as in `attention.choose`.
@@ -45,13 +50,15 @@ def load_model(name: str, attn_implementation: str, has_boundaries: bool = True,
     dtype = settings.get("dtype", torch.float32)
     attention, _ = choose(attn_implementation, config, dtype, has_boundaries, ranks_a_row() > 1)
     settings |= {"attn_implementation": attention}
-    model = read_model(AutoModelForCausalLM, config, name, settings)
+    model = read_model(transformers.AutoModelForCausalLM, config, name, settings)
     model.placeholders = placeholders(load_config(name))  # see `composites.check_tokens`
     upstream.name_backbone(model)
     return tie_as_read(model)
 
 
-def read_model(auto: Any, config: PreTrainedConfig, name: str, settings: dict[str, Any]) -> PreTrainedModel:
+def read_model(
+    auto: Any, config: PreTrainedConfig, name: str, settings: dict[str, Any]
+) -> transformers.PreTrainedModel:
     """Load a model with the weights in the files of `name`; without values if each rank will read its own slices."""
     is_sliced = slices.applies(name, settings)
     if not is_sliced and not is_text_part(config, load_config(name)):
@@ -62,7 +69,7 @@ def read_model(auto: Any, config: PreTrainedConfig, name: str, settings: dict[st
     return with_weights(model, name, weights_in_files(model, name), settings)
 
 
-def tie_as_read(model: PreTrainedModel) -> PreTrainedModel:
+def tie_as_read(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     """Tie a model's output layer to the embedding, or untie it, as the first rank has read the weights; return the model.
 
     config.json may be wrong: transformers 5.23 does not tie weights that differ. With `fsdp_cpu_ram_efficient_loading`, only
@@ -88,7 +95,9 @@ def check_decoder(config: PreTrainedConfig, name: str) -> None:
             and for an encoder.
     """
     others = [name for name in vars(config) if re.search("(vision|audio).*_config$", name) and getattr(config, name)]
-    if others or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:  # Fuyu and Emu3 have no vision_config
+    if (
+        others or type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    ):  # Fuyu and Emu3 have no vision_config
         raise ConfigError(
             f"{name} is a {config.model_type}, which also reads images or sound; these recipes train models that read text "
             f"alone, and the text part of a pretrained {', '.join(COMPOSITES[:-1])} or {COMPOSITES[-1]}: give one of those"
@@ -110,10 +119,10 @@ def check_decoder(config: PreTrainedConfig, name: str) -> None:
         )
 
 
-CAUSAL = Kind(AutoModelForCausalLM, load_tokenizer, check_decoder, part=text_part)
+CAUSAL = Kind("AutoModelForCausalLM", load_tokenizer, check_decoder, part=text_part)
 
 
-def made(auto: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
+def made(auto: Any, config: PreTrainedConfig, **settings: Any) -> transformers.PreTrainedModel:
     """Make a model of a class of transformers, on the device of the context.
 
     Raises:
@@ -129,7 +138,7 @@ def made(auto: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedMode
     return model
 
 
-def on_meta(auto: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
+def on_meta(auto: Any, config: PreTrainedConfig, **settings: Any) -> transformers.PreTrainedModel:
     """Make a model without values, as `made` makes one."""
     with torch.device("meta"):
         return made(auto, config, **settings)
@@ -137,14 +146,14 @@ def on_meta(auto: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedM
 
 def new_model(
     config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype = torch.float32, has_boundaries: bool = True
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     """Make a causal language model on the meta device, in `dtype`; `has_boundaries` is as in `attention.choose`.
 
     In a run, `distributed.prepare` draws its first weights; elsewhere `weights.initialize` does.
     """
     check_sharing(config)
     attention, _ = choose(attn_implementation, config, dtype, has_boundaries, ranks_a_row() > 1)
-    return on_meta(AutoModelForCausalLM, config, dtype=dtype, attn_implementation=attention)
+    return on_meta(transformers.AutoModelForCausalLM, config, dtype=dtype, attn_implementation=attention)
 
 
 def with_classes(config: PreTrainedConfig, names: Sequence[str]) -> PreTrainedConfig:
@@ -155,16 +164,17 @@ def with_classes(config: PreTrainedConfig, names: Sequence[str]) -> PreTrainedCo
     return config
 
 
-def load_classifier(auto: Any, name: str, names: Sequence[str], **settings: Any) -> PreTrainedModel:
-    """Load a model as `auto`, a class of transformers, with the classes `names`, of texts, of tokens or of images.
+def load_classifier(auto: str, name: str, names: Sequence[str], **settings: Any) -> transformers.PreTrainedModel:
+    """Load a model as `auto`, a class of transformers by its name, with the classes `names`, of texts, tokens or images.
 
     In the output layer, a class has the row of its name in the files, and a class that has none gets a new row. A base that
     does not name its classes calls them LABEL_0, LABEL_1, ...: by their numbers.
     """
     config = load_config(name)
     of_base = [label for _, label in sorted(config.id2label.items())]
-    one_more = on_meta(auto, with_classes(copy.deepcopy(config), [*names, ""]))
-    model = on_meta(auto, with_classes(config, names))
+    made_by = getattr(transformers, auto)
+    one_more = on_meta(made_by, with_classes(copy.deepcopy(config), [*names, ""]))
+    model = on_meta(made_by, with_classes(config, names))
     shapes = {weight: parameter.shape for weight, parameter in one_more.named_parameters()}
     of_classes = [weight for weight, parameter in model.named_parameters() if parameter.shape != shapes[weight]]
     weights = weights_in_files(model, name)

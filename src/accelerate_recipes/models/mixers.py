@@ -5,6 +5,8 @@ and packed again after it. All other layers compute packed rows. Some kernels ta
 different names, and some ignore them. Unpacking is exact with any of these kernels, and without a kernel.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -12,11 +14,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedModel
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.documents import boundaries, text_positions
@@ -95,7 +96,7 @@ def alike(lengths: list[int]) -> list[list[int]]:
     return groups
 
 
-def unpack_documents(model: PreTrainedModel, mixers: Collection[str]) -> list[nn.Module]:
+def unpack_documents(model: transformers.PreTrainedModel, mixers: Collection[str]) -> list[nn.Module]:
     """Let modules of the classes `mixers` compute each document of a packed row by itself, in place.
 
     The model must be called with `position_ids`, which begin with 0 in each document. A batch with padding, which has a mask
@@ -111,12 +112,16 @@ def unpack_documents(model: PreTrainedModel, mixers: Collection[str]) -> list[nn
 def take_over(
     model: nn.Module, modules: list[nn.Module], forward: Callable, begin: Callable, end: Callable
 ) -> list[nn.Module]:
-    """Call `forward` with the own one of each module, and `begin` and `end` around the model; return the modules."""
-    for module in modules:
-        module.forward = partial(forward, module.forward)
+    """Call `forward` with the own one of each module, and `begin` and `end` around the model; return the modules.
+
+    None of the three is compiled.
+    """
     if modules:
+        forward, begin, end = map(torch.compiler.disable, (forward, begin, end))
         model.register_forward_pre_hook(begin, with_kwargs=True)
         model.register_forward_hook(end, always_call=True)
+    for module in modules:
+        module.forward = partial(forward, module.forward)
     return modules
 
 
@@ -138,7 +143,6 @@ def check_units(mixers: Collection[nn.Module], units: Collection[nn.Module]) -> 
             )
 
 
-@torch.compiler.disable
 def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Find the documents of the batch before a model computes it. With a cache, attention would not see where they begin."""
     global _documents
@@ -149,13 +153,11 @@ def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple,
     return None if _documents is None else (args, kwargs | {"use_cache": False})
 
 
-@torch.compiler.disable
 def end(*_: Any) -> None:
     global _documents
     _documents = None
 
 
-@torch.compiler.disable
 def by_document(forward: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call a mixer's `forward` for one group of documents after the other; pack the results again."""
     documents, masks = _documents, kwargs.get("attention_mask")
@@ -198,6 +200,8 @@ def mask_taken(shape: torch.Size, group: torch.Tensor, mask: Any) -> torch.Tenso
     Raises:
         ConfigError: for the mask of flex_attention, which cannot be cut.
     """
+    from torch.nn.attention.flex_attention import BlockMask
+
     if isinstance(mask, BlockMask):
         raise ConfigError(
             "--attn_implementation flex_attention: this model computes the attention of each document by itself, and this "

@@ -4,6 +4,8 @@ Preflight and the processes of a run both call `check_model`, so their messages 
 random values to weights that are missing in the files, and only prints a table of them while it loads.
 """
 
+from __future__ import annotations
+
 import contextlib
 import sys
 import zipfile
@@ -16,10 +18,8 @@ import torch
 import transformers
 import xxhash
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from accelerate_recipes.disk import checksum
 from accelerate_recipes.errors import ConfigError, first_few, first_line
@@ -43,7 +43,7 @@ PREFIXES = {
 }
 
 
-def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+def model_class(config: PreTrainedConfig) -> type[transformers.PreTrainedModel]:
     """Return the class of the model that a configuration names: one of transformers, or of the configuration's own module.
 
     Raises:
@@ -65,7 +65,7 @@ def output_is_embedding(settings: Mapping[str, Any]) -> bool:
 class Kind:
     """Way in which a recipe loads pretrained models."""
 
-    auto: Any  # class of transformers, such as AutoModelForCausalLM
+    auto: str  # name of a class of transformers, such as AutoModelForCausalLM
     reader: Callable[[str], Any]  # loads what prepares the model's inputs: a tokenizer, or an image processor
     check: Callable[[PreTrainedConfig, str], None] = lambda config, name: None  # raises ConfigError for other models
     has_new_layer: bool = False  # the output layer may begin with random values
@@ -85,7 +85,7 @@ def load_config(name: str) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         raise ConfigError(f"the config.json of {name} cannot be read: {first_line(error)}") from error
     try:
-        config = AutoConfig.from_pretrained(name, **cache.pinned(name), trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(name, **cache.pinned(name), trust_remote_code=False)
     except Exception as error:  # each class of configurations checks its fields in its own way
         if "auto_map" in settings and settings.get("model_type") not in transformers.CONFIG_MAPPING:
             raise ConfigError(needs_code(f"model {name}")) from error
@@ -128,14 +128,14 @@ def read_tokenizer(name: str) -> Tokenizer:
         ConfigError: if it cannot be loaded, or needs code that is not in transformers.
     """
     try:
-        return AutoTokenizer.from_pretrained(name, **cache.pinned(name), trust_remote_code=False)
+        return transformers.AutoTokenizer.from_pretrained(name, **cache.pinned(name), trust_remote_code=False)
     except Exception as error:  # the library `tokenizers` raises plain Exceptions
         if "trust_remote_code" in str(error):
             raise ConfigError(needs_code(f"the tokenizer of {name}")) from error
         raise ConfigError(f"the tokenizer of {name} cannot be loaded: {first_line(error)}") from error
 
 
-def check_model(name: str, kind: Kind) -> PreTrainedModel:
+def check_model(name: str, kind: Kind) -> transformers.PreTrainedModel:
     """Check that a pretrained model can be loaded, and that its files hold all its weights and no others.
 
     Weights that the class ignores do not count, nor do tied weights. Only names and shapes are read from the files. If a
@@ -152,7 +152,7 @@ def check_model(name: str, kind: Kind) -> PreTrainedModel:
     try:
         config.architectures = config.architectures or []  # transformers 5.23 reads it to choose a class of a DeiT
         with torch.device("meta"):
-            model = kind.auto.from_config(config, trust_remote_code=False)
+            model = getattr(transformers, kind.auto).from_config(config, trust_remote_code=False)
         if not cache.lacking(cache.HubModel(name)):
             with silence():
                 model = loaded_on_meta(model, name, kind)
@@ -161,7 +161,7 @@ def check_model(name: str, kind: Kind) -> PreTrainedModel:
     except (ValueError, AttributeError, RuntimeError, TypeError) as error:
         if "trust_remote_code" in str(error):
             raise ConfigError(needs_code(f"model {name}")) from error
-        raise ConfigError(f"model {name} cannot be made by {kind.auto.__name__}: {first_line(error)}") from error
+        raise ConfigError(f"model {name} cannot be made by {kind.auto}: {first_line(error)}") from error
     if model.can_generate():
         settings = generation_config(model, name)
         if config.is_encoder_decoder:
@@ -185,7 +185,7 @@ def silence() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def loaded_on_meta(model: PreTrainedModel, name: str, kind: Kind) -> PreTrainedModel:
+def loaded_on_meta(model: transformers.PreTrainedModel, name: str, kind: Kind) -> transformers.PreTrainedModel:
     """Let transformers load weights without values into a model of the same class. Raises ConfigError, as `check_model`."""
     weights = {weight: tensor.to("meta") for weight, tensor in weights_in_files(model, name).items()}
     model_class: Any = type(model)
@@ -229,7 +229,7 @@ def loaded_on_meta(model: PreTrainedModel, name: str, kind: Kind) -> PreTrainedM
     return loaded
 
 
-def is_new(weight: str, model: PreTrainedModel) -> bool:
+def is_new(weight: str, model: transformers.PreTrainedModel) -> bool:
     """Tell whether a weight may be new: it lies outside of the base model's layers, or serves only pretraining."""
     weight = weight.removeprefix(f"{model.base_model_prefix}.")
     if weight.startswith("pooler.") or weight.endswith("mask_token"):
@@ -238,13 +238,16 @@ def is_new(weight: str, model: PreTrainedModel) -> bool:
 
 
 def conversions(
-    model: PreTrainedModel, tensors: Iterable[str]
-) -> Iterator[tuple[str, str, str | None, WeightConverter | WeightRenaming]]:
+    model: transformers.PreTrainedModel, tensors: Iterable[str]
+) -> Iterator[tuple[str, str, str | None, transformers.core_model_loading.WeightTransform]]:
     """Find the conversion of each tensor in files, as transformers 5.23 does (convert_and_load_state_dict_in_model).
 
     Yields the tensor, the first weight of the model that is made of it, the pattern that the conversion takes it for (None
     if it is only renamed), and the conversion. Tensors of which no weight is made are left out.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
     mapping, weights = get_model_conversion_mapping(model), model.state_dict()
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -258,7 +261,7 @@ def conversions(
             yield tensor, name, pattern, of_pattern[pattern] if pattern else WeightRenaming(tensor, name)
 
 
-def names_in_files(model: PreTrainedModel, name: str, files: Collection[str]) -> dict[str, str]:
+def names_in_files(model: transformers.PreTrainedModel, name: str, files: Collection[str]) -> dict[str, str]:
     """Map the names of weights in the class of a model to their names in the files of the pretrained model `name`.
 
     For a composite checkpoint, the result holds only weights of the text part.
@@ -268,7 +271,7 @@ def names_in_files(model: PreTrainedModel, name: str, files: Collection[str]) ->
     return {weight: of_file for of_file, weight in names_of_class(model, files).items()}
 
 
-def weights_in_files(model: PreTrainedModel, name: str) -> dict[str, torch.Tensor]:
+def weights_in_files(model: transformers.PreTrainedModel, name: str) -> dict[str, torch.Tensor]:
     """Open the weights of the pretrained model `name`, by their names in the class of `model`."""
     files = mapped_weights(cache.folder("model", name))
     return {weight: files[of_file] for weight, of_file in names_in_files(model, name, files).items()}
@@ -320,8 +323,8 @@ def model_checksum(name: str) -> str | None:
 
 
 def with_weights(
-    model: PreTrainedModel, name: str, weights: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
-) -> PreTrainedModel:
+    model: transformers.PreTrainedModel, name: str, weights: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+) -> transformers.PreTrainedModel:
     """Make the pretrained model `name` from its weights, by their names in the class of `model`, which stays unchanged.
 
     `settings` are those of `from_pretrained`, besides the configuration, which is that of `model`.
@@ -334,7 +337,7 @@ def with_weights(
     return loaded
 
 
-def generation_config(model: PreTrainedModel, name: str) -> GenerationConfig:
+def generation_config(model: transformers.PreTrainedModel, name: str) -> GenerationConfig:
     """Read the settings of a model for generation, as loading the model does.
 
     Raises:

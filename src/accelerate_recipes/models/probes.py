@@ -1,5 +1,7 @@
 """Tiny models of a class, which show whether it separates the documents of packed rows, and whether ranks can share rows."""
 
+from __future__ import annotations
+
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,10 +9,10 @@ from enum import Enum
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import PreTrainedConfig
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.attention import class_of, of_layers, unsupported_kernels, width_of_heads
@@ -65,9 +67,6 @@ def alone(
     """
     settings["sequence_group"]
     return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
-
-
-AttentionInterface.register("alone", alone)
 
 
 def packing_of(config: PreTrainedConfig) -> Packing:
@@ -126,19 +125,22 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
     The heads keep their width, because tables of positions may depend on it. Up to 32 experts stay, because they may be
     grouped.
     """
+    transformers.AttentionInterface.register("alone", alone)
     try:
         text = config.get_text_config()
         # Take the text part alone if it has a class of its own.
         config = copy.deepcopy(text if class_of(text) else config)
         shrink(config.get_text_config())
-        model = randomly_made(AutoModelForCausalLM, config, attention)
+        model = randomly_made(transformers.AutoModelForCausalLM, config, attention)
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False, **inputs)
     except Exception:  # an unusual configuration may raise anything: only the real model can tell
         return None
     return model
 
 
-def randomly_made(auto_class: Any, config: PreTrainedConfig, attention: str | dict[str, str]) -> PreTrainedModel:
+def randomly_made(
+    auto_class: Any, config: PreTrainedConfig, attention: str | dict[str, str]
+) -> transformers.PreTrainedModel:
     """Make a model of an auto class of transformers in which no parameter is all zeros, which would hide their input."""
     vars(config).pop("quantization_config", None)
     with torch.random.fork_rng([]), torch.device("cpu"):
@@ -293,7 +295,7 @@ def classes_that_mix(model: nn.Module, with_masks: bool, **inputs: Any) -> froze
         if all(t is not None and t.requires_grad for t in of_tokens):
             seen.append((module, *of_tokens))
 
-    layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
+    layers = {module for module in model.modules() if isinstance(module, transformers.GradientCheckpointingLayer)}
     inside = {part for layer in layers for part in layer.modules() if layers.isdisjoint(part.modules())}
     with contextlib.ExitStack() as hooks:
         for module in inside:

@@ -4,13 +4,15 @@ transformers 5.23 takes the largest position of a batch for the length of all it
 earlier batches too. What a document teaches would depend on its neighbours in the row, in the batch, and before.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import PreTrainedModel
 
 from accelerate_recipes.models.mixers import take_over
 from accelerate_recipes.upstream import CACHES
@@ -59,8 +61,7 @@ def texts_of(inputs: torch.Tensor, positions: torch.Tensor | None, mask: torch.T
     return TextPlaces(lengths, torch.where(begins, places, 0).cummax(1).values)
 
 
-@torch.compiler.disable
-def begin_texts(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+def begin_texts(model: transformers.PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
     """Find the texts of the batch before a model computes it. While it generates, transformers decides."""
     global _texts
     given = (kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
@@ -73,13 +74,11 @@ def begin_texts(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> 
         _texts = texts_of(inputs, positions, mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None)
 
 
-@torch.compiler.disable
 def end_texts(*_: Any) -> None:
     global _texts
     _texts = None
 
 
-@torch.compiler.disable
 @torch.no_grad()
 def by_length(
     forward: Callable, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from accelerate import Accelerator
-from transformers import AttentionInterface, PreTrainedConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedConfig
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import IGNORE_INDEX
@@ -88,10 +88,12 @@ def share_attention() -> None:
     transformers passes `sequence_group`, an argument of the model, on to attention; layers whose activations are
     recomputed get it again. A call without it is an error, unless `whole_rows` is active.
     """
+    import accelerate_recipes.models.document_attention  # noqa: F401  # which registers it; torch's takes a second
+
     for name in (DOCUMENTS, "sdpa"):
-        attend = ALL_ATTENTION_FUNCTIONS[name]
+        attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[name]
         if getattr(attend, "func", None) is not attend_shared:
-            AttentionInterface.register(name, partial(attend_shared, attend))
+            transformers.AttentionInterface.register(name, partial(attend_shared, attend))
 
 
 def attend_shared(

@@ -9,6 +9,8 @@ transposes the dimension that the ranks share, and without any on a rank whose s
 whole, converted and cut.
 """
 
+from __future__ import annotations
+
 import copy
 import json
 import os
@@ -20,18 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightRenaming, WeightTransform
-from transformers.integrations.fsdp import is_fsdp_enabled
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models.pretrained import conversions, mapped_weights, names_in_files, with_weights
 from accelerate_recipes.models.weights import all_places, draw_values, fill
-from accelerate_recipes.ranks import is_first, is_first_of_machine, on_first_rank, raise_on_all
+from accelerate_recipes.ranks import is_first, is_first_of_machine, is_sharded, on_first_rank, raise_on_all
 
 BLOCK = 2**22  # bytes that each of the threads reads at once, and so holds besides the weights of its rank
 THREADS = 32  # more than cores: they wait together for a store on the network
@@ -39,7 +38,7 @@ THREADS = 32  # more than cores: they wait together for a store on the network
 
 def loads_when_sharded() -> bool:
     """Tell whether a model gets its weights when it is sharded: under FSDP2 with `fsdp_cpu_ram_efficient_loading`."""
-    return is_fsdp_enabled() and os.environ.get("FSDP_VERSION") == "2"
+    return transformers.integrations.is_fsdp_enabled() and os.environ.get("FSDP_VERSION") == "2"
 
 
 def gets_weights_later() -> bool:
@@ -76,10 +75,11 @@ class Source:
     `parts` names, for a weight of the model, the tensors in the files by the pattern that a conversion takes them for.
     """
 
-    model: PreTrainedModel  # of the same class, not sharded
+    model: transformers.PreTrainedModel  # of the same class, not sharded
     tensors: dict[str, torch.Tensor]  # on the meta device, by their names in the class of the model
     places: dict[str, tuple[Path, int]]  # file, and first byte
-    conversions: dict[str, WeightTransform] = field(default_factory=dict)  # by the first weight that each makes
+    # By the first weight that each makes.
+    conversions: dict[str, transformers.core_model_loading.WeightTransform] = field(default_factory=dict)
     parts: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     new_rows: dict[str, torch.Tensor] = field(default_factory=dict)  # of tensors with more rows than in the files
     sizes: list[int] = field(default_factory=list)  # of what was read, in bytes; threads may append
@@ -132,7 +132,7 @@ class Source:
 
     def rows(self, weight: str, start: int, stop: int) -> torch.Tensor:
         """Read rows of a weight that is one tensor in the files, or that `stacks`."""
-        if not isinstance(self.conversions[weight], WeightRenaming):
+        if not isinstance(self.conversions[weight], transformers.core_model_loading.WeightRenaming):
             return self.convert(weight, range(start, stop))[weight]
         (tensor,) = self.parts[weight]
         return self.read(tensor, start, stop)
@@ -140,17 +140,19 @@ class Source:
     def stacks(self, weight: str) -> bool:
         """Tell whether a weight is made of one tensor for each of its rows, such as an expert, and row by row."""
         operations = getattr(self.conversions[weight], "operations", [])
-        lengths = {len(tensors) for tensors in self.parts[weight].values()}
+        lengths, transforms = {len(tensors) for tensors in self.parts[weight].values()}, transformers.core_model_loading
         return (
             bool(operations)
-            and isinstance(operations[0], MergeModulelist)
+            and isinstance(operations[0], transforms.MergeModulelist)
             and operations[0].dim == 0
-            and all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in operations[1:])
+            and all(isinstance(operation, transforms.Concatenate) and operation.dim > 0 for operation in operations[1:])
             and lengths == {len(self.model.state_dict()[weight])}
         )
 
 
-def load_on_meta(model: PreTrainedModel, name: str, settings: dict[str, Any]) -> PreTrainedModel:
+def load_on_meta(
+    model: transformers.PreTrainedModel, name: str, settings: dict[str, Any]
+) -> transformers.PreTrainedModel:
     """Load a pretrained model without values, as its class's `from_pretrained` would; `read_slices` gives it values.
 
     `model` is of the same class and configuration, on the meta device.
@@ -197,14 +199,16 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer", "")
 
 
-def tensor_of(parameter: nn.Parameter, model: PreTrainedModel, source: Source) -> str:
+def tensor_of(parameter: nn.Parameter, model: transformers.PreTrainedModel, source: Source) -> str:
     """Name the tensor in the files that an embedding or output layer gets its parameter from; it may be tied."""
     names = [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
     return next(tensor for name in names if name in source.parts for tensor in source.parts[name])
 
 
 @torch.no_grad()
-def resize(model: PreTrainedModel, source: Source, new_num_tokens: int, pad_to_multiple_of: int | None = None) -> None:
+def resize(
+    model: transformers.PreTrainedModel, source: Source, new_num_tokens: int, pad_to_multiple_of: int | None = None
+) -> None:
     """Give embedding and output layer of a model without values `new_num_tokens` rows, as transformers does.
 
     transformers makes the new rows from the others. The first rank reads both layers for this, and sends the new rows.
@@ -231,7 +235,7 @@ def resize(model: PreTrainedModel, source: Source, new_num_tokens: int, pad_to_m
     source.new_rows = on_first_rank(lambda: source.new_rows)
 
 
-def rows_of_tokens(layer: Any, tokens: Sequence[int], model: PreTrainedModel) -> torch.Tensor:
+def rows_of_tokens(layer: Any, tokens: Sequence[int], model: transformers.PreTrainedModel) -> torch.Tensor:
     """Return the rows of `tokens` in an embedding or output layer, on the CPU if the model has no values yet."""
     source = source_of(model)
     if source is None:
@@ -242,7 +246,9 @@ def rows_of_tokens(layer: Any, tokens: Sequence[int], model: PreTrainedModel) ->
 
 
 @torch.no_grad()
-def read_slices(model: PreTrainedModel, source: Source, device: torch.device, storage: torch.device) -> None:
+def read_slices(
+    model: transformers.PreTrainedModel, source: Source, device: torch.device, storage: torch.device
+) -> None:
     """Give a sharded model on the meta device its values. What the files do not hold, such as constants, its class computes.
 
     Parameters come to lie on `storage`, buffers on `device`. Parameters with values, such as those of adapters, stay.
@@ -289,13 +295,15 @@ def read_slices(model: PreTrainedModel, source: Source, device: torch.device, st
 def reads_of(tensor: torch.Tensor, weight: str, source: Source) -> list[tuple[torch.Tensor, str, int]] | None:
     """Divide this rank's rows of a weight into arguments of `read_rows`; None if the weight must be read whole."""
     local, first = tensor.detach(), 0
-    if isinstance(local, DTensor):
+    if is_sharded(local):
+        from torch.distributed.tensor import distribute_tensor
+
         numbers = torch.arange(len(local), device=local.device)
         numbers = distribute_tensor(numbers, local.device_mesh, local.placements, src_data_rank=None).to_local()
         local, first = local.to_local(), int(numbers[0]) if len(numbers) else 0
     if source.stacks(weight):
         step = 1
-    elif local.ndim and isinstance(source.conversions[weight], WeightRenaming):
+    elif local.ndim and isinstance(source.conversions[weight], transformers.core_model_loading.WeightRenaming):
         step = max(1, BLOCK * len(local) // max(1, local.nbytes))
     else:
         return None

@@ -4,8 +4,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import transformers
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from accelerate_recipes.errors import ConfigError
@@ -51,7 +51,7 @@ def keep_cudnn_from_masks() -> None:
     attention again in the backward pass.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
-    AttentionInterface.register("sdpa", sdpa)
+    transformers.AttentionInterface.register("sdpa", sdpa)
 
 
 def sdpa(

@@ -1,5 +1,7 @@
 """Base: the model that a run begins with. Checkpoints and the export need its files, including the untrained weights."""
 
+from __future__ import annotations
+
 import itertools
 import math
 import re
@@ -10,13 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 import xxhash
-from transformers import PreTrainedModel
-from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
 
 from accelerate_recipes.errors import ConfigError, first_few
 from accelerate_recipes.hub import cache
@@ -61,7 +58,7 @@ def folder_of_base(name: str, revision: str | None) -> Path:
     return place
 
 
-def open_base(model: PreTrainedModel, name: str, revision: str | None) -> Base:
+def open_base(model: transformers.PreTrainedModel, name: str, revision: str | None) -> Base:
     """Open the files from which `model` was loaded; the model may have adapters, and weights in 4 bits.
 
     Raises:
@@ -86,7 +83,9 @@ def open_base(model: PreTrainedModel, name: str, revision: str | None) -> Base:
     )
 
 
-def parts_in_files(model: PreTrainedModel, files: Container[str], weights: Iterable[str]) -> dict[str, list[str]]:
+def parts_in_files(
+    model: transformers.PreTrainedModel, files: Container[str], weights: Iterable[str]
+) -> dict[str, list[str]]:
     """Map weights of a model without adapters to their names in `files`, or to the names of the parts that form a weight.
 
     Several weights with the same part are one tensor in the files, which the class of the model splits.
@@ -98,7 +97,7 @@ def parts_in_files(model: PreTrainedModel, files: Container[str], weights: Itera
 
 
 def as_in_files(
-    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], files: Container[str]
+    model: transformers.PreTrainedModel, weights: Mapping[str, torch.Tensor], files: Container[str]
 ) -> dict[str, torch.Tensor]:
     """Convert weights of a model to the tensors of its files: those in `files` as they are, others as they are published.
 
@@ -106,11 +105,14 @@ def as_in_files(
     """
     own = {name: tensor for name, tensor in weights.items() if name in files}
     others = {name: tensor for name, tensor in weights.items() if name not in files}
-    return own | (revert_weight_conversion(model, others) if others else {})
+    return own | (transformers.core_model_loading.revert_weight_conversion(model, others) if others else {})
 
 
 def form_differences(
-    model: PreTrainedModel, base: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor], tied: Collection[str]
+    model: transformers.PreTrainedModel,
+    base: Mapping[str, torch.Tensor],
+    written: Mapping[str, torch.Tensor],
+    tied: Collection[str],
 ) -> list[str]:
     """List how the tensors of an export differ in name, shape or kind of number from those of its base, unless it is meant.
 
@@ -141,7 +143,7 @@ def form_differences(
 
 
 def tensors_by_weight(
-    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]
+    model: transformers.PreTrainedModel, tensors: Mapping[str, torch.Tensor]
 ) -> dict[tuple[str, ...], dict[str, torch.Tensor]]:
     """Group tensors in files by the weights of a model that they form: several, if these are published as one tensor."""
     parts, found = parts_in_files(model, (), model.state_dict()), {}
@@ -153,7 +155,7 @@ def tensors_by_weight(
     return found
 
 
-def kept_in_fp32(model: PreTrainedModel, base: Mapping[str, torch.Tensor]) -> set[str]:
+def kept_in_fp32(model: transformers.PreTrainedModel, base: Mapping[str, torch.Tensor]) -> set[str]:
     """Name the weights that stay in fp32 in an export of a narrower dtype, since rounding them would change the model.
 
     Its class names some, such as the biases by which a router chooses experts. Others are in fp32 in the files of the
@@ -172,11 +174,11 @@ def kept_in_fp32(model: PreTrainedModel, base: Mapping[str, torch.Tensor]) -> se
 
 def named_by(modules: Sequence[str], weights: Iterable[str]) -> list[str]:
     """List the weights that a class's list of modules names, as transformers reads such a list."""
-    pattern, *_ = build_glob_alternation([*modules])
+    pattern, *_ = transformers.core_model_loading.build_glob_alternation([*modules])
     return [weight for weight in weights if modules and pattern.search(weight)]
 
 
-def check_one_dtype(model: PreTrainedModel, name: str) -> None:
+def check_one_dtype(model: transformers.PreTrainedModel, name: str) -> None:
     """Raise ConfigError for a model of which transformers would load some trained weights in fp32, the others in bf16."""
     weights = [weight for weight, _ in model.named_parameters()]
     if found := named_by([*(model._keep_in_fp32_modules_strict or ())], weights):
@@ -192,7 +194,7 @@ def with_shapes(tensors: Mapping[str, torch.Tensor]) -> str:
     return first_few(said, 2) or "none"
 
 
-def check_export_form(model: PreTrainedModel, name: str) -> None:
+def check_export_form(model: transformers.PreTrainedModel, name: str) -> None:
     """Check that an export of the pretrained model `name` would have the form of its own files; no value is needed.
 
     Raises:
@@ -231,10 +233,11 @@ def described(
     return {"name": name, "revision": revision, "checksum": checksum}
 
 
-def is_decoder(model: PreTrainedModel) -> bool:
+def is_decoder(model: transformers.PreTrainedModel) -> bool:
     """Tell whether the class of a model is one of causal language models, or of models that also see images."""
     # By name: MODEL_FOR_CAUSAL_LM_MAPPING would import the code of all 200 models, for seconds.
-    mappings = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    auto = transformers.models.auto.modeling_auto
+    mappings = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return any(type(model).__name__ in names.values() for names in mappings)
 
 

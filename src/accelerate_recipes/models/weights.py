@@ -1,5 +1,7 @@
 """First weights of a model that was built on the meta device: by the model's own rules, equal under any strategy."""
 
+from __future__ import annotations
+
 import hashlib
 import re
 from collections.abc import Callable, Container
@@ -7,11 +9,11 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import transformers
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedModel
 
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.ranks import is_sharded
 
 # Parts that DDP, FSDP1, activation checkpointing and torch.compile add to the name of a parameter.
 WRAPPERS = re.compile(r"^(_orig_mod\.)?module\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
@@ -29,8 +31,11 @@ class Place(NamedTuple):
 
 @torch.no_grad()
 def initialize(
-    model: PreTrainedModel, seed: int, device: torch.device | str, storage: torch.device | str | None = None
-) -> PreTrainedModel:
+    model: transformers.PreTrainedModel,
+    seed: int,
+    device: torch.device | str,
+    storage: torch.device | str | None = None,
+) -> transformers.PreTrainedModel:
     """Give every parameter and buffer of a transformers model on the meta device its first value; returns the model.
 
     A value depends only on `seed` and on the name of the parameter, so a model is the same on any number of ranks and
@@ -47,8 +52,8 @@ def initialize(
 
 
 def draw_values(
-    model: PreTrainedModel, seed: int, device: torch.device, only: Container[int] | None = None
-) -> PreTrainedModel:
+    model: transformers.PreTrainedModel, seed: int, device: torch.device, only: Container[int] | None = None
+) -> transformers.PreTrainedModel:
     """Give parameters and buffers that have memory their first values; see `initialize`. `only` holds the `id` of each."""
     places = all_places(model)
     # A rule may write to all children of its module. So while one tensor is drawn, a meta tensor replaces each other one:
@@ -92,7 +97,7 @@ def all_places(model: nn.Module) -> list[Place]:
     places, rules_of = [], {}
     for path, module in model.named_modules():
         above, rule = rules_of.get(path.rpartition(".")[0], ([], None)) if path else ([], None)
-        rule = module._init_weights if isinstance(module, PreTrainedModel) else rule
+        rule = module._init_weights if isinstance(module, transformers.PreTrainedModel) else rule
         rules_of[path] = rules, _ = [*([partial(rule, module)] if rule else []), *above], rule
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
@@ -104,7 +109,9 @@ def all_places(model: nn.Module) -> list[Place]:
 
 def fill(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Copy a value into a parameter; where the parameter is sharded, copy this rank's shard of the value."""
-    if isinstance(parameter, DTensor):
+    if is_sharded(parameter):
+        from torch.distributed.tensor import distribute_tensor
+
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
         parameter.to_local().copy_(value)
     else:
@@ -136,7 +143,7 @@ BY_WEIGHT: dict[str, tuple[str, ...]] = {
 }
 
 
-def linear_layers_and_experts(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[str]]:
+def linear_layers_and_experts(model: transformers.PreTrainedModel) -> tuple[dict[str, nn.Linear], list[str]]:
     """Find linear layers by name, and the parameters that hold a matrix for each expert.
 
     The output layer and routers are left out, and so are layers that are not called, and layers of a list (their name is a

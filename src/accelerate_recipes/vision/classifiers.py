@@ -1,21 +1,17 @@
 """Classifiers of images, made from a name, a folder or sizes; their processors, their loss, and their FLOPs."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from operator import mod
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    AutoConfig,
-    AutoImageProcessor,
-    AutoModelForImageClassification,
-    BitImageProcessorPil,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig
 
 from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.hub import cache
@@ -30,8 +26,8 @@ from accelerate_recipes.models.pretrained import Kind, load_config
 from accelerate_recipes.trial import Trial, config_of
 
 # No code in a folder is run: transformers prefers a registered class to the copy in an export.
-AutoConfig.register(DeepViTConfig.model_type, DeepViTConfig)
-AutoModelForImageClassification.register(DeepViTConfig, DeepViTForImageClassification)
+transformers.AutoConfig.register(DeepViTConfig.model_type, DeepViTConfig)
+transformers.AutoModelForImageClassification.register(DeepViTConfig, DeepViTForImageClassification)
 
 # Layers that FSDP gathers one by one. transformers' own list also has embeddings, or whole stages of a Swin or a ConvNeXt.
 LAYERS = {
@@ -70,24 +66,24 @@ def image_size_problems(args: Architecture) -> list[str]:
     return found
 
 
-def new_classifier(args: Architecture, names: list[str], dtype: torch.dtype) -> PreTrainedModel:
+def new_classifier(args: Architecture, names: list[str], dtype: torch.dtype) -> transformers.PreTrainedModel:
     """Make a classifier of images on the meta device; `distributed.prepare` draws its first weights."""
     return by_layers(classifier_on_meta(with_classes(new_vision_config(args), names), dtype))
 
 
-def classifier_on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def classifier_on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     """Make a classifier of images on the meta device, in `dtype`."""
-    return on_meta(AutoModelForImageClassification, config, dtype=dtype)
+    return on_meta(transformers.AutoModelForImageClassification, config, dtype=dtype)
 
 
-def load_image_classifier(name: str, names: list[str], **settings: Any) -> PreTrainedModel:
+def load_image_classifier(name: str, names: list[str], **settings: Any) -> transformers.PreTrainedModel:
     """Load a model of images as `load_classifier` does.
 
     Raises:
         ConfigError: for another kind of model.
     """
     check_classifier(load_config(name), name)
-    return by_layers(load_classifier(AutoModelForImageClassification, name, names, **settings))
+    return by_layers(load_classifier("AutoModelForImageClassification", name, names, **settings))
 
 
 def check_classifier(config: PreTrainedConfig, name: str) -> None:
@@ -96,7 +92,7 @@ def check_classifier(config: PreTrainedConfig, name: str) -> None:
         raise ConfigError(f"{name} is a {config.model_type}, not one of {', '.join(LAYERS)}; give another model")
 
 
-def by_layers(model: PreTrainedModel) -> PreTrainedModel:
+def by_layers(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     """Set the layers that FSDP gathers one by one, and freeze weights that no image reaches; return the model."""
     model._no_split_modules = [LAYERS[model.config.model_type]]
     if model.config.model_type == "convnext":
@@ -115,18 +111,20 @@ def load_image_processor(name: str) -> Any:
         ConfigError: if no processor can be loaded.
     """
     try:
-        return AutoImageProcessor.from_pretrained(name, backend="pil", **cache.pinned(name), trust_remote_code=False)
+        return transformers.AutoImageProcessor.from_pretrained(
+            name, backend="pil", **cache.pinned(name), trust_remote_code=False
+        )
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"the preprocessor_config.json of {name} cannot be used: {first_line(error)}") from error
 
 
-IMAGES = Kind(AutoModelForImageClassification, load_image_processor, check_classifier, has_new_layer=True)
+IMAGES = Kind("AutoModelForImageClassification", load_image_processor, check_classifier, has_new_layer=True)
 
 
-def new_image_processor(size: int) -> BitImageProcessorPil:
+def new_image_processor(size: int) -> transformers.BitImageProcessorPil:
     """Make a processor that resizes the shorter side of an image to `size` pixels, and takes the middle."""
     square = {"height": size, "width": size}
-    return BitImageProcessorPil(
+    return transformers.BitImageProcessorPil(
         size={"shortest_edge": size}, crop_size=square, image_mean=CHANNELS, image_std=CHANNELS, resample=2
     )
 
@@ -166,13 +164,13 @@ def images_trial(args: Any, loss_fn: Callable) -> Trial:
         batch |= {"other_labels": torch.zeros(rows, dtype=torch.int64), "share": torch.ones(rows)}
     config = with_classes(config, [str(number) for number in range(NUM_CLASSES)])
 
-    def make_model(config: PreTrainedConfig) -> PreTrainedModel:
+    def make_model(config: PreTrainedConfig) -> transformers.PreTrainedModel:
         return by_layers(classifier_on_meta(config, load_settings(args)["dtype"]))
 
     return Trial(config, make_model, loss_fn, count_labels, batch, rows, unit="images")
 
 
-def flops_per_image(model: PreTrainedModel, size: int) -> Flops:
+def flops_per_image(model: transformers.PreTrainedModel, size: int) -> Flops:
     """Count the training FLOPs per image of `size` pixels a side.
 
     A weight has 6 FLOPs for each place that it multiplies, a frozen weight 4. Each product of a query with a key, and of an
