@@ -188,6 +188,20 @@ def test_tokens_that_begin_in_the_answer(kind):
         assert re.sub("[\u2581 ]", "", run) == wanted.replace(" ", ""), (kind, text, run)
 
 
+@pytest.mark.parametrize("kind", ["bytes", "trimmed", "sentencepiece"])
+def test_marks_beside_transformers(kind):
+    """The tokens and targets of marked answers are those of `apply_chat_template`, in whichever way offsets are told."""
+    spaced = OWN["own_stripping"].replace(
+        "{{ m.content | trim }} <", "{% generation %}{{ m.content }}{% endgeneration %} <"
+    )
+    for template, stops in ((spaced, ["</s>"]), ((OF_TRL / "qwen3_training.jinja").read_text(), ["<|im_end|>"])):
+        tokenizer = tokenizer_of(template, stops, kind)
+        for messages in map(CONVERSATIONS.get, ("turns", "thoughts", "unicode", "spaces")):
+            whole = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+            ((ids, targets, _),) = rows_of({"messages": messages}, tokenizer, stops)
+            assert (ids, targets) == (whole["input_ids"], [*map(bool, whole["assistant_masks"])]), messages
+
+
 def parts_by(tokenizer: Any, messages: list[dict], numbers: list[int], stops: list[str]) -> list[Part]:
     """Divide a conversation by its answers `numbers`."""
 

@@ -102,8 +102,8 @@ def conversation_texts(
     if not answers:
         return []
     if not HAS_MARKS.search(tokenizer.get_chat_template(None, settings["tools"])):
-        return written_by_rule(tokenizer, messages, answers, settings, stops)
-    text, places = marked(tokenizer, messages, **settings)
+        return written_by_rule(tokenizer, [messages], [answers], settings, stops)[0]
+    (text,), (places,) = marked(tokenizer, [messages], **settings)
     without = places_without_weight(tokenizer, messages, **settings)[1] if has_untrained(messages) else []
     if not any(begin < end for begin, end in places):
         raise ValueError("the template marks none of its answers")

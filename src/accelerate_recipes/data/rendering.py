@@ -7,7 +7,7 @@ that is cut after the answer, because the model has never seen more when it answ
 
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -61,16 +61,25 @@ def without_end(text: str, end: str) -> str:
     return bare.removesuffix(end) if end and bare.endswith(end) else text
 
 
-def marked(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings: Any
-) -> tuple[str, list[tuple[int, int]]]:
-    """Render a conversation; also return the places of the parts that its template marks as answers."""
-    said = [{name: value for name, value in message.items() if value is not None} for message in messages]
+def said_in(messages: list[dict]) -> list[dict]:
+    """Return messages without nulls, as `apply_chat_template` gives them to a template."""
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]
+
+
+def renderer(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> Callable[..., Any]:
+    """Return a function that renders conversations as `apply_chat_template` does, which looks for its template each time.
+
+    It returns their texts, and the places of answers in each.
+    """
     template = tokenizer.get_chat_template(None, settings.get("tools"))
-    given = tokenizer.special_tokens_map | settings | {"chat_template": template}
-    rendered: Any = render_jinja_template([said], return_assistant_tokens_mask=True, **given)
-    (text,), (places,) = rendered
-    return text, places
+    return partial(render_jinja_template, **tokenizer.special_tokens_map | settings | {"chat_template": template})
+
+
+def marked(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[list[dict]], **settings: Any
+) -> tuple[list[str], list[list[tuple[int, int]]]]:
+    """Render conversations; also return the places of the parts that the template marks as answers, of each."""
+    return renderer(tokenizer, settings)([*map(said_in, conversations)], return_assistant_tokens_mask=True)
 
 
 def places_without_weight(
@@ -87,12 +96,12 @@ def places_without_weight(
     Raises:
         ValueError: if it is not clear to which message a part belongs.
     """
-    text, places = marked(tokenizer, messages, **settings)
+    (text,), (places,) = marked(tokenizer, [messages], **settings)
     weights: list[set] = [set() for _ in places]
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
             changed = [*messages[:number], altered(message), *messages[number + 1 :]]
-            other, moved = marked(tokenizer, changed, **settings)
+            (other,), (moved,) = marked(tokenizer, [changed], **settings)
             own = [
                 weight
                 for weight, (a, b), (c, d) in zip(weights, places, moved, strict=False)
@@ -172,28 +181,25 @@ def render_alike(
     prompts = [row.get("prompt") for row in rows]
     if rows[0].keys() <= {"prompt", *SETTINGS}:  # the answer is drawn in training
         return [[Rendering(ids, [False] * len(ids))] for ids in prompts_alone(tokenizer, prompts, settings)]
-    if not is_conversation(rows[0]):
-        texts = ["".join(read.values()) for read in texts_read(rows, tokenizer, text_field)]
-        ids_of_rows: Any = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
-        marks = []
-    else:
-        whole = [messages_in(row) for row in rows]
-        if assistant_only and not HAS_MARKS.search(tokenizer.get_chat_template(None, settings["tools"])):
+    if is_conversation(rows[0]) and assistant_only:
+        whole = [*map(messages_in, rows)]
+        if not HAS_MARKS.search(tokenizer.get_chat_template(None, settings["tools"])):
             answers = [answers_in(row, completion_only) for row in rows]
-            pairs = zip(whole, answers, strict=True)
-            return by_rule(tokenizer, [written_by_rule(tokenizer, *pair, settings, stops) for pair in pairs])
-        rendered = by_template(tokenizer, whole, **settings, return_assistant_tokens_mask=assistant_only)
-        ids_of_rows, marks = rendered["input_ids"], rendered.get("assistant_masks") or []
-    targets_of_rows = [[True] * len(ids) for ids in ids_of_rows]
-    if marks:
-        pairs = zip(whole, marks, strict=True)
-        targets_of_rows = [marked_targets(tokenizer, messages, mask, settings) for messages, mask in pairs]
+            return by_rule(tokenizer, written_by_rule(tokenizer, whole, answers, settings, stops))
+        found = by_marks(tokenizer, whole, settings)
+    else:
+        if is_conversation(rows[0]):
+            ids_of_rows: Any = by_template(tokenizer, [*map(messages_in, rows)], **settings)["input_ids"]
+        else:
+            texts = ["".join(read.values()) for read in texts_read(rows, tokenizer, text_field)]
+            ids_of_rows = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+        found = [Rendering(ids, [True] * len(ids)) for ids in ids_of_rows]
     asked = [number for number, prompt in enumerate(prompts) if prompt] if completion_only else []
     alone = prompts_alone(tokenizer, [prompts[number] for number in asked], settings) if asked else []
     for number, ids in zip(asked, alone, strict=True):
-        begin = shared_length(ids, ids_of_rows[number])  # all, if the answer has no token
-        targets_of_rows[number][:begin] = [False] * begin
-    return [[Rendering(ids, targets)] for ids, targets in zip(ids_of_rows, targets_of_rows, strict=True)]
+        begin = shared_length(ids, found[number].ids)  # all, if the answer has no token
+        found[number].targets[:begin] = [False] * begin
+    return [[rendering] for rendering in found]
 
 
 def is_conversation(row: dict) -> bool:
@@ -211,23 +217,30 @@ def answers_in(row: dict, completion_only: bool) -> list[int]:
     return [number for number, message in enumerate(messages_in(row)) if number >= begin and is_trained(message)]
 
 
-def marked_targets(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict], mask: Sequence[int], settings: dict[str, Any]
-) -> list[bool]:
-    """Tell which tokens of a conversation are targets: those in the `mask` of the template, without messages of weight 0.
+def by_marks(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[list[dict]], settings: dict[str, Any]
+) -> list[Rendering]:
+    """Tokenise conversations; the targets are what the template marks as answers, without messages of weight 0.
 
     Raises:
-        ValueError: if there are none, and if it is not clear to which message a part belongs.
+        ValueError: if a conversation has none, and if it is not clear to which message a part belongs.
     """
-    targets = [*map(bool, mask)]
-    if not any(targets):
-        raise ValueError("the template marks none of its answers")
-    if has_untrained(messages):
-        text, places = places_without_weight(tokenizer, messages, **settings)
-        encoded = tokenizer(text, add_special_tokens=False)
-        for token in {encoded.char_to_token(place) for begin, end in places for place in range(begin, end)} - {None}:
-            targets[token] = False
-    return targets
+    texts, places_of_texts = marked(tokenizer, conversations, **settings)
+    found = []
+    for messages, places, (ids, encoding) in zip(
+        conversations, places_of_texts, encoded(tokenizer, texts), strict=True
+    ):
+        targets = tokens_touching(places, encoding)
+        if not any(targets):
+            raise ValueError("the template marks none of its answers")
+        if has_untrained(messages):
+            _, without = places_without_weight(tokenizer, messages, **settings)
+            for token in {encoding.char_to_token(place) for begin, end in without for place in range(begin, end)} - {
+                None
+            }:
+                targets[token] = False
+        found.append(Rendering(ids, targets))
+    return found
 
 
 def texts_read(rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase, text_field: str) -> list[dict[str, str]]:
@@ -242,19 +255,8 @@ def texts_read(rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase, text_fi
 
 
 def by_rule(tokenizer: PreTrainedTokenizerBase, parts: "Sequence[list[Part]]") -> list[list[Rendering]]:
-    """Tokenise conversations whose answers the template does not mark, written as texts.
-
-    Raises:
-        ValueError: for a tokenizer that does not say where its tokens stand.
-    """
-    if not tokenizer.is_fast:
-        raise ValueError(
-            f"{type(tokenizer).__name__} does not say where its tokens stand in a text, so answers alone need a template "
-            "that marks them ({% generation %}); give --assistant_only_loss false to train everything"
-        )
-    texts = [part.text for found in parts for part in found]
-    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-    tokens: Any = zip(encoded["input_ids"], encoded.encodings, strict=True)  # pyright: ignore[reportArgumentType]
+    """Tokenise conversations whose answers the template does not mark, written as texts."""
+    tokens = iter(encoded(tokenizer, [part.text for found in parts for part in found]))
     return [
         [
             Rendering(ids, tokens_in(part.answers, encoding), part.opened)
@@ -264,12 +266,36 @@ def by_rule(tokenizer: PreTrainedTokenizerBase, parts: "Sequence[list[Part]]") -
     ]
 
 
+def encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[tuple[list[int], Any]]:
+    """Tokenise texts; return the tokens of each, and the `tokenizers.Encoding` that says where they stand.
+
+    Raises:
+        ValueError: for a tokenizer that does not say it.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} does not say where its tokens stand in a text, so answers alone cannot be trained; "
+            "give --assistant_only_loss false to train everything"
+        )
+    found = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)  # pyright: ignore
+    return [*zip(found["input_ids"], found.encodings, strict=True)]  # pyright: ignore[reportArgumentType, reportReturnType]
+
+
 def written_by_rule(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict], answers: list[int], settings: dict, stops: Sequence[int]
-) -> "list[Part]":
-    """Write a conversation whose answers the template does not mark, as the texts of `parts_of`."""
-    write: Any = partial(tokenizer.apply_chat_template, tokenize=False, **settings)
-    return parts_of(messages, answers, write, [str(tokenizer.decode([stop])) for stop in stops])
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[list[dict]],
+    answers: Sequence[list[int]],
+    settings: dict[str, Any],
+    stops: Sequence[int],
+) -> "list[list[Part]]":
+    """Write conversations whose answers the template does not mark, each as the texts of `parts_of`."""
+    render, ends = renderer(tokenizer, settings), [str(tokenizer.decode([stop])) for stop in stops]
+
+    def write(messages: list[dict], **more: bool) -> str:
+        return render([messages], **more)[0][0]
+
+    pairs = zip(map(said_in, conversations), answers, strict=True)
+    return [parts_of(messages, numbers, write, ends) for messages, numbers in pairs]
 
 
 class Part(NamedTuple):
@@ -377,7 +403,23 @@ def ranges_in(places: Sequence[tuple[int, int]], encoding: Any) -> list[list[int
         # Some tokenizers leave the space before a word out of its place; the token begins where the one before ends.
         return min(encoding.token_to_chars(token)[0], encoding.token_to_chars(token - 1)[1]) if token else 0
 
-    return [[bisect_left(range(len(encoding)), border, key=start) for border in place] for place in places]
+    def first_from(border: int) -> int:
+        near = encoding.char_to_token(border)
+        if near and start(near - 1) < border == start(near):  # as usual
+            return near
+        return bisect_left(range(len(encoding)), border, key=start)
+
+    return [[*map(first_from, place)] for place in places]
+
+
+def tokens_touching(places: Sequence[tuple[int, int]], encoding: Any) -> list[bool]:
+    """Tell for each token of an encoded text whether a part of it stands in one of `places`, as transformers does."""
+    numbers, found = range(len(encoding)), [False] * len(encoding)
+    for begin, end in places:
+        first = bisect_right(numbers, begin, key=lambda token: encoding.token_to_chars(token)[1])
+        last = bisect_left(numbers, end, key=lambda token: encoding.token_to_chars(token)[0])
+        found[first:last] = [True] * (last - first)
+    return found
 
 
 def prompts_alone(

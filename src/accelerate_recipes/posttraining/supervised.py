@@ -261,7 +261,7 @@ def rendered(
     renderings = [one for made in found for one in made]
     offsets = np.cumsum([0, *(len(one.ids) for one in renderings)], dtype=np.int32)
     ids = np.fromiter(itertools.chain.from_iterable(one.ids for one in renderings), np.int32)
-    targets = np.fromiter(itertools.chain.from_iterable(one.targets for one in renderings), bool)
+    targets = np.frombuffer(bytearray(itertools.chain.from_iterable(one.targets for one in renderings)), bool)
     columns = dict(zip(table.column_names, table.take(numbers).columns, strict=True))
     if not has_chats(features):
         texts = texts_read(rows, tokenizer, settings["text_field"])
