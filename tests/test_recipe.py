@@ -5,7 +5,6 @@ import gc
 import io
 import json
 import tempfile
-from functools import partial
 
 import datasets
 import pytest
@@ -15,7 +14,6 @@ from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs, parse
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.files import SaveError
-from accelerate_recipes.data.passes import made_of
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.launch import requirements
 from accelerate_recipes.life import lock, parent, watch
@@ -87,13 +85,10 @@ def test_every_end_leaves_alike(run, capsys, error, code, state, reason):
 
 
 def test_collections_leave_modules_alone(run):
-    """Garbage collection does not look at what was imported before `main`, also after rows were prepared."""
-    rows = datasets.Dataset.from_dict({"text": ["a"]})
+    """Garbage collection does not look at what was imported before `main`."""
     try:
         run(None)
-        frozen = gc.get_freeze_count()
-        made_of(rows, partial(lambda table, first: table), rows.features)
-        assert gc.get_freeze_count() >= frozen > 10_000
+        assert gc.get_freeze_count() > 10_000
     finally:
         gc.unfreeze()
 

@@ -69,9 +69,13 @@ def prepare_data(command: Sequence[str]) -> None:
     module = shipped.load(command[0])
     args = parse(module.Args, [*command[1:], "--data_only", "true"], world_size=1)
     raise_problems("The data cannot be prepared", write_problems(args))
-    provide(args, module.requirements(args), command)
-    with contextlib.suppress(DataReady), as_problem_of_the_disk():
-        module.main(args)
+    gc.freeze()  # as in a run
+    try:
+        provide(args, module.requirements(args), command)
+        with contextlib.suppress(DataReady), as_problem_of_the_disk():
+            module.main(args)
+    finally:
+        gc.unfreeze()
 
 
 def run_recipe(

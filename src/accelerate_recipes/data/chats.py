@@ -4,6 +4,8 @@ A text may hold control tokens, which the tokenizer reads as marks of the templa
 messages hold: that would be lost, and nothing would say so.
 """
 
+import itertools
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from accelerate_recipes.data.control_tokens import Controls
 from accelerate_recipes.data.dates import ASKS, first_prepared, frozen_date, is_day
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.messages import NUM_COMPARED, roles_at
+from accelerate_recipes.data.prepared import leaf_arrays
 from accelerate_recipes.data.rendering import WEIGHTS, without_end
 from accelerate_recipes.data.template_values import SETTINGS, parsed
 from accelerate_recipes.errors import ConfigError, DataError, printable, raise_problems
@@ -116,6 +119,16 @@ def first_controls(
     return {"control": found}
 
 
+def may_hold_controls(rows: datasets.Dataset, columns: Sequence[str], controls: Controls) -> bool:
+    """Tell whether columns may hold control tokens, without making Python's texts of them; JSON may escape a token."""
+    chunks = [(name, chunk) for name in columns for chunk in rows.data.column(name).chunks]
+    if controls.normalizer or {*SETTINGS} & {*columns} or any("json" in str(chunk.type) for _, chunk in chunks):
+        return True
+    pattern = re.compile(controls.pattern.pattern.encode())
+    leaves = itertools.chain.from_iterable(itertools.starmap(leaf_arrays, chunks))
+    return any(pattern.search(name.encode()) or pattern.search(values) for name, values in leaves)
+
+
 def without_controls(
     rows: datasets.Dataset,
     columns: Collection[str],
@@ -134,6 +147,8 @@ def without_controls(
     """
     said_in = [name for name in rows.column_names if name in columns]
     read = [*said_in, *(name for name in rows.column_names if name in SETTINGS)]
+    if not may_hold_controls(rows, read, Controls(tokenizer, stops)):
+        return rows
     found = rows.select_columns(read).map(
         first_controls,
         batched=True,

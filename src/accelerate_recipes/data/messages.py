@@ -161,7 +161,8 @@ def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str
 def missing_answers(rows: datasets.Dataset, column: str, source: str) -> str:
     """Describe the rows whose last message is no answer, or an empty one; return "" if there are none."""
     first, num_found, num_untrained = None, 0, 0
-    for number, messages in enumerate(rows[column], 1):
+    batches: Any = rows.select_columns(column).iter(1000)  # a fourth of the time of row by row
+    for number, messages in enumerate((messages for batch in batches for messages in batch[column]), 1):
         if not is_answer(messages[-1] if messages else {}):
             first = first or (number, messages[-1:])
             num_found += 1

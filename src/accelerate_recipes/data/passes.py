@@ -1,7 +1,6 @@
 """A pass over rows, which makes a table of them: once, batch by batch, in this process or in several."""
 
 import contextlib
-import gc
 import inspect
 import itertools
 import multiprocessing
@@ -63,16 +62,10 @@ def made_of(
         # Of rows that were selected, each is a chunk, with which the whole table would be sent to a process.
         given: Any = (table.combine_chunks() for table in rows.with_format("arrow").iter(batch_size=batch))  # pyright: ignore
         bar = datasets.utils.tqdm(total=len(rows), desc=desc, unit=" rows")
-        of_run = gc.get_freeze_count()
-        gc.freeze()  # a collection would look at all modules, again and again
-        try:
-            with bar, in_processes(num_proc or num_processes(len(rows)), make) as make_all:
-                for table in make_all(zip(given, itertools.count(0, batch), strict=False)):
-                    bar.update(batch)
-                    yield table.cast(schema)
-        finally:
-            if not of_run:
-                gc.unfreeze()
+        with bar, in_processes(num_proc or num_processes(len(rows)), make) as make_all:
+            for table in make_all(zip(given, itertools.count(0, batch), strict=False)):
+                bar.update(batch)
+                yield table.cast(schema)
 
     if file is None:
         if not rows.cache_files:  # in memory
