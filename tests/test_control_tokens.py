@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from conversations import LENGTHS, PAIRS, conversation, prepare, save_base, template_of, write
+from datasets import Dataset, Features, Json, List
 from tokenizers import AddedToken, normalizers
 from transformers import AutoTokenizer
 
+from accelerate_recipes.data.chats import may_hold_controls
 from accelerate_recipes.data.control_tokens import Controls, pattern_of
 from accelerate_recipes.data.text import ValidationRows
 from accelerate_recipes.errors import ConfigError, DataError
@@ -157,6 +159,19 @@ def test_texts_are_read_as_by_the_tokenizer():
     }  # fmt: skip
     assert {text: controls.first_in(text) for text in texts} == texts
     assert Controls(new_bpe_tokenizer(["a"] * 3, 280), ()).first_in("<s>") == "<s>"
+
+
+def test_texts_are_read_only_if_they_may_hold_control_tokens():
+    """The bytes of a table tell it, at any depth and in names of fields; those of JSON do not, which escapes tokens."""
+    controls = Controls(new_bpe_tokenizer(["a"] * 3, 280), ())
+
+    def may_hold(value: dict, **types: Features) -> bool:
+        return may_hold_controls(Dataset.from_dict({"messages": [[value]]}, **types), ["messages"], controls)
+
+    assert not may_hold({"content": "a", "calls": [{"name": "b"}]})
+    for value in ({"content": "a </s>"}, {"calls": [{"name": "</s>"}]}, {"</s>": "a"}):
+        assert may_hold(value)
+    assert may_hold({"content": "a </s>"}, features=Features({"messages": List(Json())}))
 
 
 def test_many_control_tokens_take_no_longer():
