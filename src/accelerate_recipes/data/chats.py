@@ -125,7 +125,7 @@ def may_hold_controls(rows: datasets.Dataset, columns: Sequence[str], controls: 
     if controls.normalizer or {*SETTINGS} & {*columns} or any("json" in str(chunk.type) for _, chunk in chunks):
         return True
     pattern = re.compile(controls.pattern.pattern.encode())
-    leaves = itertools.chain.from_iterable(itertools.starmap(leaf_arrays, chunks))
+    leaves: Any = itertools.chain.from_iterable(itertools.starmap(leaf_arrays, chunks))
     return any(pattern.search(name.encode()) or pattern.search(values) for name, values in leaves)
 
 
