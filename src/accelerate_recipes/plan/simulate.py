@@ -20,8 +20,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers.modeling_utils  # noqa: F401  # what is imported under the pretence would see a GPU
 from transformers import PreTrainedConfig
 
+import accelerate_recipes.models.document_attention  # noqa: F401  # the same
 from accelerate_recipes import distributed
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.arguments import shipped
