@@ -434,7 +434,7 @@ def test_loss_of_mixed_images():
 @pytest.mark.parametrize(
     "model_type",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == "convnext" else pytest.mark.long)
+        pytest.param(name, marks=pytest.mark.slow if name in ("convnext", "swin") else pytest.mark.long)
         for name in LAYERS
         if name != "deepvit"
     ],

@@ -114,9 +114,11 @@ def choose(
             f"--attn_implementation {name}: rows that ranks share (parallelism_config_cp_size) need {DOCUMENTS}, or "
             "sdpa with a mask; give auto"
         )
-    plain, features = lacks.get("sdpa", "sdpa"), ", ".join(beyond_documents(config))
+    plain = lacks.get("sdpa", "sdpa")
     if sees_images_whole(config) and name not in ("auto", DOCUMENTS, "sdpa", "eager"):
         raise ConfigError(f"--attn_implementation {name}: the model has {WHOLE_IMAGES}; give {plain}, or auto")
+    # Recipes of other models than decoders give no name; the heads of such a model may differ by stage, as in Swin.
+    features = ", ".join(beyond_documents(config)) if name in ("auto", DOCUMENTS) else ""
     if name == DOCUMENTS and features:
         raise ConfigError(f"--attn_implementation {DOCUMENTS}: the model has {features}; give {plain}, or auto")
     if name == DOCUMENTS and torch.cuda.is_available() and not is_bf16:
