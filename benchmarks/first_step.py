@@ -14,8 +14,9 @@ it; `first step` begins after that. `rows` is the rest: rows are read, rendered,
 is set up. What is imported late belongs to the part that imports it. CPU seconds are of all processes. Each computes with
 one thread, since threads that wait spin. The programs are not changed: see `first_step_marks.py`.
 
---llamafactory is the Python of an environment that has LlamaFactory; without it, only the others run. LlamaFactory has its
-own command, without a launcher; the others are started by `accelerate launch`. The last command writes docs/performance.md.
+--llamafactory is the Python of an environment that has LlamaFactory, and the same torch; without it, only the others run.
+LlamaFactory has its own command, without a launcher. Ours is started by `python recipes/sft.py` too; else ours and trl are
+started by `accelerate launch`. The last command writes docs/performance.md.
 """
 
 import argparse
@@ -41,7 +42,7 @@ RESULT = ROOT / "benchmarks/results/first_step.json"
 MARKS = Path(__file__).with_name("first_step_marks.py")
 PARTS = ("imports", "rows", "model", "first step")
 STARTS = {"first": "First start", "second": "Second start, with what the first one cached"}
-PROGRAMS = {"ours": "ours", "trl": "trl", "llamafactory": "LlamaFactory"}
+PROGRAMS = {"ours": "ours", "alone": "ours, without a launcher", "trl": "trl", "llamafactory": "LlamaFactory"}
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "trl", "llamafactory", "peft", "bitsandbytes", "torchao")
 VERSIONS = f"""\
 import importlib.metadata as m, json
@@ -71,7 +72,7 @@ def command_of(program: str, base: Path, out: Path, flags: argparse.Namespace) -
         words += " --report_to none --disable_gradient_checkpointing true"
         return [str(flags.llamafactory.with_name("llamafactory-cli")), "train", *words.split()]
     words += f" --max_length {flags.max_length} --dataset_num_proc {flags.processes} --assistant_only_loss true"
-    if program == "ours":
+    if program in ("ours", "alone"):
         script = ROOT / "recipes/sft.py"
         words += (
             f" --train_files {base}/chats/train.jsonl --eval_files {base}/eval.jsonl --per_device_eval_batch_size 1"
@@ -81,7 +82,8 @@ def command_of(program: str, base: Path, out: Path, flags: argparse.Namespace) -
         script = Path(find_spec("trl").origin).with_name("scripts") / "sft.py"
         words += f" --dataset_name {base}/chats --report_to none --bf16 false --gradient_checkpointing false"
     launch = ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "accelerate_configs/single.yaml")]
-    return [sys.executable, *launch, "--mixed_precision", "no", str(script), *words.split()]
+    launch = [] if program == "alone" else [*launch, "--mixed_precision", "no"]
+    return [sys.executable, *launch, str(script), *words.split()]
 
 
 def start(command: list[str], home: Path) -> dict[str, dict[str, float]]:
@@ -131,8 +133,9 @@ def section(found: dict[str, Any]) -> list[str]:
         f"Each program trains the same tiny model on the same {flags['rows']:,} conversations, packed to "
         f"{flags['max_length']:,} tokens, in one process without a GPU. CPU seconds are of all processes, medians of "
         f"{flags['rounds']} rounds in turns; {on['cores']} cores, {on['device']}, {on['date']}. Ours and trl are started "
-        "by `accelerate launch` in one environment, LlamaFactory by its own command in another. What is imported late "
-        "belongs to the part that imports it; the first lines of the benchmark say more."
+        "by `accelerate launch` in an environment of requirements.txt alone, LlamaFactory by its own command in another. "
+        "It has no launcher for one process; ours needs none, and both ways are here. What is imported late belongs to the "
+        "part that imports it; the first lines of the benchmark say more. Ours evaluates one row before its first step."
     )
     lines = ["## From a command to the first step", "", f"    python {on['command']}", "", textwrap.fill(text, 125), ""]
     for kind, title in STARTS.items():
@@ -178,7 +181,7 @@ def main() -> None:
     parser.add_argument("--llamafactory", type=Path, help="Python of an environment that has LlamaFactory.")
     parser.add_argument("--picture", type=Path, help="Draw the result into this file.")
     flags = parser.parse_args()
-    pythons = {"ours": sys.executable, "trl": sys.executable}
+    pythons = dict.fromkeys(("ours", "alone", "trl"), sys.executable)
     if flags.llamafactory:
         pythons["llamafactory"] = str(flags.llamafactory)
     else:

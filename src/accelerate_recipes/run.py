@@ -259,9 +259,8 @@ class Run(Generic[Args]):
         self.scheduler = make_scheduler(self.optimizer, self.args, total_steps)
         trained = (self.accelerator, self.model, self.optimizer, self.scheduler)
         base = self.adapter.base if self.adapter else rest
-        from accelerate_recipes.checkpoint.checkpointer import (
-            Checkpointer,
-        )  # the part of torch that it needs takes long
+        # The part of torch that it imports takes long.
+        from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 
         self.checkpointer = Checkpointer(*trained, self.args, self.artifacts, self.resumed_from, self.adapter, base)
 

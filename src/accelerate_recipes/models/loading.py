@@ -95,9 +95,8 @@ def check_decoder(config: PreTrainedConfig, name: str) -> None:
             and for an encoder.
     """
     others = [name for name in vars(config) if re.search("(vision|audio).*_config$", name) and getattr(config, name)]
-    if (
-        others or type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    ):  # Fuyu and Emu3 have no vision_config
+    # Fuyu and Emu3 have no vision_config.
+    if others or type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise ConfigError(
             f"{name} is a {config.model_type}, which also reads images or sound; these recipes train models that read text "
             f"alone, and the text part of a pretrained {', '.join(COMPOSITES[:-1])} or {COMPOSITES[-1]}: give one of those"
