@@ -21,6 +21,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     HrmTextConfig,
     PreTrainedModel,
+    core_model_loading,
 )
 
 from accelerate_recipes.arguments import shipped
@@ -28,7 +29,6 @@ from accelerate_recipes.checkpoint import files, weight_files
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch import requirements
-from accelerate_recipes.models import untrained
 from accelerate_recipes.models.adapters import add_adapters, merged
 from accelerate_recipes.models.encoder_decoders import ENCODER_DECODER, load_encoder_decoder
 from accelerate_recipes.models.loading import CAUSAL, load_model
@@ -135,9 +135,9 @@ def test_another_form_is_an_error_before_the_first_step_and_at_the_export(tmp_pa
     """A conversion that loses a part is named with both shapes, by preflight and a launch; the export leaves no files."""
     start = save_base(AutoModelForCausalLM.from_config(HRM), tmp_path / "base")
     checkpoint = saved_by(load_model(str(start), "sdpa"), tmp_path / "run", start)
-    whole = untrained.revert_weight_conversion
+    whole = core_model_loading.revert_weight_conversion
     monkeypatch.setattr(
-        untrained,
+        core_model_loading,
         "revert_weight_conversion",
         lambda model, weights: {
             part: tensor for name, weight in weights.items() for part, tensor in whole(model, {name: weight}).items()

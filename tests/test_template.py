@@ -125,7 +125,9 @@ def test_second_example(forks, template_arguments, tmp_path):
     tree = ast.parse((ROOT / "recipes/template.py").read_text())
     names = [getattr(node, "name", None) for node in tree.body]
     assert others.keys() <= {*names} and len(others) == 5
-    tree.body = imports + [others.get(name, node) for name, node in zip(names, tree.body, strict=True)]
+    head, *rest = (others.get(name, node) for name, node in zip(names, tree.body, strict=True))
+    assert isinstance(rest[0], ast.ImportFrom) and rest[0].module == "__future__"
+    tree.body = [head, rest[0], *imports, *rest[1:]]
     script = tmp_path / "token_labels.py"
     script.write_text(ast.unparse(tree))
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
