@@ -76,14 +76,18 @@ HEAVY = {
 }  # fmt: skip
 
 
+# The class of a new model's configuration imports these, to tell whether an unknown argument is one of its fields.
+OF_FIELDS = {"torch.distributed.fsdp", "torch.distributed.tensor", "transformers.models.auto.auto_mappings"}
+
+
 @pytest.mark.parametrize(
     ("recipe", "argument", "heavy"),
     [
         ("template", "--lr_nonsense", HEAVY),
-        ("chess", "--lr_nonsense", HEAVY),
+        ("chess", "--lr_nonsense", HEAVY - OF_FIELDS),
         ("chess", "--help", HEAVY),
         ("c4", "--help", HEAVY),
-        ("t5", "--lr_nonsense", HEAVY),
+        ("t5", "--lr_nonsense", HEAVY - OF_FIELDS),
         ("sft", "--help", {"bitsandbytes"}),
         ("dpo", "--help", {"bitsandbytes"}),
     ],

@@ -393,10 +393,8 @@ def test_losses_of_a_micro_batch_are_refused(arguments):
 
 def test_losses_are_those_of_trl():
     source = inspect.getsource(DPOTrainer)
-    known, defined = (
-        re.search(r"Unknown loss type(.*?)\n\n", source, re.S),
-        re.search(r"loss_types = (\{.*?\})", source),
-    )
+    known = re.search(r"Unknown loss type(.*?)\n\n", source, re.S)
+    defined = re.search(r"loss_types = (\{.*?\})", source)
     assert known and {*re.findall(r"'(\w+)'", known[1])} == {*LOSSES}
     assert defined and eval(defined[1]) == {*HAVE_DIVERGENCES}
 

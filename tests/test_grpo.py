@@ -587,26 +587,10 @@ def test_a_step_of_answers(tmp_path, monkeypatch):
     )
     model, other = (tiny_model("gpt2", seed=seed, **sizes).train() for seed in (1, 2))
     argv = [
-        "--model_name_or_path",
-        tmp_path,
-        "--train_files",
-        tmp_path / "config.json",
-        "--beta",
-        0.1,
-        "--num_iterations",
-        2,
-    ]
-    argv += ["--save_steps", 2, "--total_batch_size", 4, "--per_device_train_batch_size", 4, "--num_generations", 2]
-    argv += [
-        "--max_completion_length",
-        3,
-        "--rewards",
-        "think_format_reward",
-        "--template_date",
-        "2024-02-29",
-        "--entropy_coef",
-        0.5,
-    ]
+        "--model_name_or_path", tmp_path, "--train_files", tmp_path / "config.json", "--rewards", "think_format_reward",
+        "--beta", 0.1, "--num_iterations", 2, "--save_steps", 2, "--total_batch_size", 4, "--per_device_train_batch_size", 4,
+        "--num_generations", 2, "--max_completion_length", 3, "--template_date", "2024-02-29", "--entropy_coef", 0.5,
+    ]  # fmt: skip
     args = parse(shipped.load(SCRIPT).Args, [str(word) for word in argv], world_size=1)
     run: Any = SimpleNamespace(args=args, accelerator=Accelerator(cpu=True), adapter=None, model=model)
     run.shard_reference = lambda reference: reference
@@ -642,10 +626,8 @@ def test_values_are_those_of_trl():
     for name, values in VALUES.items():
         said = GRPOConfig.__dataclass_fields__[name].metadata["help"]
         assert {*re.findall(r"'(\w+)'", said)} >= {*values}
-    source = inspect.getsource(GRPOTrainer)
-    assert {*re.findall(r'"(\w+)"', " ".join(re.findall(r"self\.loss_type (?:==|in) (.*):", source)))} == {
-        *VALUES["loss_type"]
-    }
+    asked = " ".join(re.findall(r"self\.loss_type (?:==|in) (.*):", inspect.getsource(GRPOTrainer)))
+    assert {*re.findall(r'"(\w+)"', asked)} == {*VALUES["loss_type"]}
 
 
 def test_evaluations_draw_for_themselves():

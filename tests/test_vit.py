@@ -459,7 +459,7 @@ def test_pretrained_models_get_a_new_head(run, tmp_path, model_type):
 def test_all_problems_at_once(images_file):
     wrong = [
         "--from_scratch", "--train_files", str(images_file), "--eval_split", "test", "--config_overrides", "hidden_size=100",
-        "num_attention_heads=3", "image_size=30", "--use_peft", "--crop_area", "0",
+        "num_attention_heads=3", "image_size=30", "--use_peft", "--crop_area", "0", "--hidden_size", "64",
     ]  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         parse(Args, wrong, world_size=1)
@@ -469,6 +469,7 @@ def test_all_problems_at_once(images_file):
         "image_size 30 is not a multiple of patch_size 16",
         "--use_peft would",
         "--crop_area is 0; it must be above 0",
+        "unknown argument 'hidden_size' on the command line; a field of a new model's config.json is given by",
     ):
         assert expected in str(caught.value)
     assert "a deepvit has no field depths" in image_size_problems(architecture("deepvit", depths=[2, 2]))[0]

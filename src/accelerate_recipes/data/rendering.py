@@ -235,9 +235,8 @@ def by_marks(
             raise ValueError("the template marks none of its answers")
         if has_untrained(messages):
             _, without = places_without_weight(tokenizer, messages, **settings)
-            for token in {encoding.char_to_token(place) for begin, end in without for place in range(begin, end)} - {
-                None
-            }:
+            unweighted = {encoding.char_to_token(place) for begin, end in without for place in range(begin, end)}
+            for token in unweighted - {None}:
                 targets[token] = False
         found.append(Rendering(ids, targets))
     return found
