@@ -88,6 +88,8 @@ OF_FIELDS = {"torch.distributed.fsdp", "torch.distributed.tensor", "transformers
         ("chess", "--help", HEAVY),
         ("c4", "--help", HEAVY),
         ("t5", "--lr_nonsense", HEAVY - OF_FIELDS),
+        ("vit", "--lr_nonsense", HEAVY - OF_FIELDS),
+        ("vit", "--help", HEAVY - OF_FIELDS),
         ("sft", "--help", {"bitsandbytes"}),
         ("dpo", "--help", {"bitsandbytes"}),
     ],

@@ -95,7 +95,7 @@ def test_it_says_what_it_does(run):
     for name in ("rows", "result", "confusion", "heldout"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in (out / "export").iterdir()} == {
-        "README.md", "accelerate_recipes.json", "config.json", "deepvit.py", "model.safetensors",
+        "README.md", "accelerate_recipes.json", "config.json", "configuration_deepvit.py", "deepvit.py", "model.safetensors",
         "preprocessor_config.json",
     }  # fmt: skip
     first, *_, last = (record for record in read_metrics(out) if "eval_loss" in record)

@@ -290,11 +290,12 @@ def report_runs(args: argparse.Namespace) -> None:
 def export_checkpoint(args: argparse.Namespace) -> None:
     import torch
 
-    import accelerate_recipes.vision.classifiers  # noqa: F401  # registers DeepViT
     from accelerate_recipes.checkpoint import files, mirror
     from accelerate_recipes.checkpoint.export import check_shard_size, export
     from accelerate_recipes.checkpoint.exported import ROWS, compare_rows
+    from accelerate_recipes.vision.classifiers import IMAGES
 
+    IMAGES.register()
     check_shard_size(args.max_shard_size)
     with mirror.as_checkpoint(args.checkpoint, args.out) as source:
         if reason := files.other_kind(source, "checkpoint") or files.defect(source) or files.damage(source):

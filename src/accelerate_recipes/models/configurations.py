@@ -78,7 +78,7 @@ def try_config(
     args: Architecture, tokenizer: PreTrainedTokenizerBase | None, max_length: int | None, decided: dict[str, Any]
 ) -> tuple[PreTrainedConfig | None, list[str]]:
     """Make the configuration that `new_config` makes, or say what is wrong, one sentence each."""
-    title, known = f"--model_type {args.model_type}", getattr(transformers, args.kind.auto)._model_mapping
+    title, known = f"--model_type {args.model_type}", args.kind.auto_class._model_mapping
     if (
         args.model_type not in transformers.CONFIG_MAPPING
         or (config_class := transformers.CONFIG_MAPPING[args.model_type]) not in known

@@ -1,8 +1,6 @@
 """DeepViT: a vision transformer whose heads mix their attention maps, so that deep layers do not all attend alike.
 
-An export of a DeepViT holds a copy of this file, and its config.json names the copy (`auto_map`). So the export loads
-without this project: `AutoModelForImageClassification.from_pretrained(folder, trust_remote_code=True)`. For this reason,
-this file imports only torch and transformers.
+An export holds a copy of this file; see `configuration_deepvit`.
 
 Source: Zhou et al., DeepViT: Towards Deeper Vision Transformer, 2021.
 """
@@ -13,42 +11,10 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.modeling_outputs import ImageClassifierOutput
 
-
-class DeepViTConfig(PreTrainedConfig):
-    """Sizes of a DeepViT. With `reattention` false, it is a plain vision transformer: its maps are those of the softmax."""
-
-    model_type = "deepvit"
-
-    image_size: int = 224
-    patch_size: int = 16
-    num_channels: int = 3
-    hidden_size: int = 384
-    intermediate_size: int = 1152
-    num_hidden_layers: int = 16
-    num_attention_heads: int = 12
-    reattention: bool = True
-    layer_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
-
-    def __post_init__(self, **kwargs: Any):
-        super().__post_init__(**kwargs)
-        self.auto_map = {
-            "AutoConfig": "deepvit.DeepViTConfig",
-            "AutoModelForImageClassification": "deepvit.DeepViTForImageClassification",
-        }
-
-    @property
-    def num_tokens(self) -> int:
-        """Count the patches of an image, plus one token for its class."""
-        return 1 + (self.image_size // self.patch_size) ** 2
-
-
-# A configuration is saved with a copy of the file that defines it.
-DeepViTConfig.register_for_auto_class()
+from .configuration_deepvit import DeepViTConfig
 
 
 class DeepViTEmbeddings(nn.Module):

@@ -70,6 +70,13 @@ class Kind:
     check: Callable[[PreTrainedConfig, str], None] = lambda config, name: None  # raises ConfigError for other models
     has_new_layer: bool = False  # the output layer may begin with random values
     part: Callable[[PreTrainedConfig, str], PreTrainedConfig] = lambda config, name: config  # the trained part
+    register: Callable[[], None] = lambda: None  # tells transformers of classes that are not its own
+
+    @property
+    def auto_class(self) -> Any:
+        """Import the class of transformers that makes models of this kind."""
+        self.register()
+        return getattr(transformers, self.auto)
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -152,7 +159,7 @@ def check_model(name: str, kind: Kind) -> transformers.PreTrainedModel:
     try:
         config.architectures = config.architectures or []  # transformers 5.23 reads it to choose a class of a DeiT
         with torch.device("meta"):
-            model = getattr(transformers, kind.auto).from_config(config, trust_remote_code=False)
+            model = kind.auto_class.from_config(config, trust_remote_code=False)
         if not cache.lacking(cache.HubModel(name)):
             with silence():
                 model = loaded_on_meta(model, name, kind)

@@ -10,7 +10,6 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedConfig
 
 from accelerate_recipes.errors import ConfigError, first_line
@@ -19,15 +18,14 @@ from accelerate_recipes.losses import count_labels
 from accelerate_recipes.metrics import Flops, trained_share
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.configuration_deepvit import DeepViTConfig, register_model
 from accelerate_recipes.models.configurations import Architecture, new_config
-from accelerate_recipes.models.deepvit import DeepViTConfig, DeepViTForImageClassification
 from accelerate_recipes.models.loading import load_classifier, on_meta, with_classes
 from accelerate_recipes.models.pretrained import Kind, load_config
 from accelerate_recipes.trial import Trial, config_of
 
 # No code in a folder is run: transformers prefers a registered class to the copy in an export.
 transformers.AutoConfig.register(DeepViTConfig.model_type, DeepViTConfig)
-transformers.AutoModelForImageClassification.register(DeepViTConfig, DeepViTForImageClassification)
 
 # Layers that FSDP gathers one by one. transformers' own list also has embeddings, or whole stages of a Swin or a ConvNeXt.
 LAYERS = {
@@ -73,7 +71,7 @@ def new_classifier(args: Architecture, names: list[str], dtype: torch.dtype) -> 
 
 def classifier_on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     """Make a classifier of images on the meta device, in `dtype`."""
-    return on_meta(transformers.AutoModelForImageClassification, config, dtype=dtype)
+    return on_meta(IMAGES.auto_class, config, dtype=dtype)
 
 
 def load_image_classifier(name: str, names: list[str], **settings: Any) -> transformers.PreTrainedModel:
@@ -83,7 +81,8 @@ def load_image_classifier(name: str, names: list[str], **settings: Any) -> trans
         ConfigError: for another kind of model.
     """
     check_classifier(load_config(name), name)
-    return by_layers(load_classifier("AutoModelForImageClassification", name, names, **settings))
+    register_model()
+    return by_layers(load_classifier(IMAGES.auto, name, names, **settings))
 
 
 def check_classifier(config: PreTrainedConfig, name: str) -> None:
@@ -118,7 +117,13 @@ def load_image_processor(name: str) -> Any:
         raise ConfigError(f"the preprocessor_config.json of {name} cannot be used: {first_line(error)}") from error
 
 
-IMAGES = Kind("AutoModelForImageClassification", load_image_processor, check_classifier, has_new_layer=True)
+IMAGES = Kind(
+    "AutoModelForImageClassification",
+    load_image_processor,
+    check_classifier,
+    has_new_layer=True,
+    register=register_model,
+)
 
 
 def new_image_processor(size: int) -> transformers.BitImageProcessorPil:
@@ -179,6 +184,8 @@ def flops_per_image(model: transformers.PreTrainedModel, size: int) -> Flops:
     ViT of L layers, width D, MLP M and N patches of P pixels a side, T = N + 1 tokens, the sum is
     6 (L (4 D^2 + 2 D M) T + 3 P^2 D N + D C) + 12 L D T^2; re-attention of H heads adds 6 L H^2 T^2.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
+
     twin = classifier_on_meta(model.config).eval()
     # Attention kernels have no FLOP count on the meta device.
     twin.set_attn_implementation("eager")
