@@ -5,6 +5,7 @@ upstream's behaviour is worked around, another test tells when the workaround is
 """
 
 import ast
+import contextlib
 import importlib
 import inspect
 from fnmatch import fnmatch
@@ -50,7 +51,8 @@ from trl import DPOTrainer, GRPOTrainer
 from trl.kernels import chunked_divergence, chunked_logprob
 from trl.trainer import base_trainer
 
-from accelerate_recipes.posttraining import answers
+from accelerate_recipes.plan.pretence import TILES, of_trl
+from accelerate_recipes.posttraining import answers, distillation
 from accelerate_recipes.upstream import CACHES
 
 TOUCHED = [
@@ -129,6 +131,8 @@ TOUCHED = [
     (fully_shard, "_init_default_mesh", "pretence", "a mesh that no value is asked for", None),
     (torch._C, "_get_accelerator", "pretence", "the device of that mesh", None),
     (chunked_divergence, "TOKEN_CHUNK_SIZE", "distillation", "smaller tiles", None),
+    (chunked_logprob, "TOKEN_CHUNK_SIZE", "settings", "smaller tiles on a CPU", None),
+    (chunked_logprob, "TOKEN_CHUNK_SIZE", "pretence", "tiles of a GPU", None),
     (chunked_logprob, "_TRITON_AVAILABLE", "pretence", "trl's loss takes its path of GPUs", None),
     # accelerate
     (PartialState, "_shared_state", "pretence", "the device", None),
@@ -205,6 +209,18 @@ def test_a_module_that_runs_wait_for(module):
 def test_the_names_of_caches_are_known():
     """All but those of models that cannot be packed. Those that transformers no longer has may go from CACHES."""
     assert {*ALL_CACHE_NAMES} - {"mems", "past_buckets_states"} <= CACHES
+
+
+def test_plan_computes_logits_in_the_tiles_of_a_gpu():
+    """A run on a CPU makes them smaller, also in the process that simulates one on GPUs."""
+    assert f"\nTOKEN_CHUNK_SIZE = {TILES[chunked_logprob.__name__]}\n" in inspect.getsource(chunked_logprob)
+    kernels = (chunked_logprob, distillation.chunked_divergence)
+    with contextlib.ExitStack() as patches:
+        for patch in of_trl():
+            patches.enter_context(patch)
+        assert [kernel.TOKEN_CHUNK_SIZE for kernel in kernels] == [4096, 512]
+    if not torch.cuda.is_available():
+        assert [kernel.TOKEN_CHUNK_SIZE for kernel in kernels] == [128, 128]
 
 
 def test_a_run_tells_nobody_of_itself(monkeypatch):

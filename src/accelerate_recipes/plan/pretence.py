@@ -157,6 +157,10 @@ class Kernel:
         return lambda *args, **kwargs: None
 
 
+# Tokens of which trl's losses compute logits at once on a GPU; on a CPU, `posttraining` makes it fewer.
+TILES = {"trl.kernels.chunked_logprob": 4096, "trl.kernels.chunked_divergence": 512}
+
+
 def of_trl() -> list[Any]:
     """List patches that make trl's losses take their GPU path, if they are loaded."""
     triton, found = SimpleNamespace(cdiv=lambda a, b: -(-a // b)), []
@@ -165,6 +169,8 @@ def of_trl() -> list[Any]:
         found.append(mock.patch.object(module, "triton", triton, create=True))
         if hasattr(module, "_TRITON_AVAILABLE"):
             found.append(mock.patch.object(module, "_TRITON_AVAILABLE", True))
+        if module.__name__ in TILES:
+            found.append(mock.patch.object(module, "TOKEN_CHUNK_SIZE", TILES[module.__name__]))
     return found
 
 

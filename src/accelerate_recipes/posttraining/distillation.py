@@ -38,9 +38,8 @@ from accelerate_recipes.trial import Trial, config_of, refuse
 
 DIVERGENCES = {"forward_kl": 0.0, "reverse_kl": 1.0}  # names in the log, and values of --beta
 
-# Tokens in a tile of logits. The 4,096 of trl 1.16 make two tiles of 512 MiB on a GPU, and on a CPU tiles that leave its
-# cache, which takes twice as long.
-chunked_divergence.TOKEN_CHUNK_SIZE = 512
+# Tokens in a tile of logits. The 4,096 of trl 1.16 make two tiles of 512 MiB on a GPU. Of a CPU, see `settings`.
+chunked_divergence.TOKEN_CHUNK_SIZE = 512 if torch.cuda.is_available() else 128
 
 
 @dataclass

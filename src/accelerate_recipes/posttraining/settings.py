@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 from transformers.trainer_utils import align_special_tokens
 from trl import clone_chat_template
+from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from accelerate_recipes.args import OWNED_ELSEWHERE, TrainArgs, arg
@@ -44,6 +45,11 @@ OUTPUTS = ("log_probs", "entropy", "is_top1")  # of the forward pass of a model 
 WHEN = "--save_steps, --eval_steps and --logging_steps say when"
 CHECKPOINTING = "set `fsdp_activation_checkpointing: true` under `fsdp_config:` in the accelerate YAML"
 MODEL = "the recipe loads the model; its arguments are --model_name_or_path and --attn_implementation"
+
+# trl 1.16 computes the logits of 4,096 tokens at once. On a CPU, such a tile leaves the cache, and each one takes its memory
+# anew from the system: the loss of 1,023 tokens takes four times as long, and at first twelve times.
+if not torch.cuda.is_available():
+    chunked_logprob.TOKEN_CHUNK_SIZE = 128
 
 
 @dataclass
