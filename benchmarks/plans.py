@@ -269,12 +269,10 @@ def words_of(command: str, folder: Path) -> list[str]:
     if ROWS in argv:
         (folder / ROWS).touch()
         argv[argv.index(ROWS)] = str(folder / ROWS)
+    preset = ROOT / argv[argv.index("--config") + 1] if "--config" in argv else None
+    chosen = yaml.safe_load(preset.read_text(encoding="utf-8")) if preset else {}
     for flag in ("--model_name_or_path", "--teacher_model_name_or_path"):
-        if flag in argv:
-            named = argv[argv.index(flag) + 1]
-        else:
-            chosen = yaml.safe_load((ROOT / argv[argv.index("--config") + 1]).read_text(encoding="utf-8"))
-            named = chosen.get(flag.removeprefix("--"))
+        named = argv[argv.index(flag) + 1] if flag in argv else chosen.get(flag.removeprefix("--"))
         argv += [flag, str(published(named, folder))] if named else []
     return argv
 

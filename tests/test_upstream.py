@@ -8,6 +8,7 @@ import ast
 import contextlib
 import importlib
 import inspect
+from collections import ChainMap
 from fnmatch import fnmatch
 
 import datasets
@@ -47,6 +48,7 @@ from transformers import (
     Trainer,
 )
 from transformers.generation.utils import ALL_CACHE_NAMES
+from transformers.utils import chat_template_utils
 from trl import DPOTrainer, GRPOTrainer
 from trl.kernels import chunked_divergence, chunked_logprob
 from trl.trainer import base_trainer
@@ -147,6 +149,7 @@ TOUCHED = [
     (PreTrainedModel, "_no_split_modules", "images", "the layers of text part and tower are units of FSDP", None),
     (ProcessorMixin, "_merge_kwargs", "pictures", "settings of images, as in the processor's own call", "self ModelProcessorKwargs tokenizer_init_kwargs kwargs"),
     (ProcessorMixin, "_process_images", "pictures", "values of images, and the text that stands for each, without a text", "self images kwargs"),
+    (chat_template_utils, "_compile_jinja_template", "rendering", "what a template knows, in a dict", "chat_template"),
     (transformers, "_class_to_module", "processors", "the module of a class, which asks for torchvision", None),
     (PreTrainedModel, "_no_split_modules", "checks", "what FSDP wraps by default", None),
     (PreTrainedModel, "_no_split_modules", "upstream", "without what holds the embedding", None),
@@ -221,6 +224,11 @@ def test_plan_computes_logits_in_the_tiles_of_a_gpu():
         assert [kernel.TOKEN_CHUNK_SIZE for kernel in kernels] == [4096, 512]
     if not torch.cuda.is_available():
         assert [kernel.TOKEN_CHUNK_SIZE for kernel in kernels] == [128, 128]
+
+
+def test_jinja_still_copies_names_slowly():
+    """For this `renderer` replaces the ChainMap of a template."""
+    assert isinstance(chat_template_utils._compile_jinja_template("{{ jinja_3_1 }}").globals, ChainMap)
 
 
 def test_a_run_tells_nobody_of_itself(monkeypatch):

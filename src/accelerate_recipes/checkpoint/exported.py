@@ -22,7 +22,7 @@ from accelerate_recipes.checkpoint.export import arguments_of
 from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.data.dates import frozen_date
 from accelerate_recipes.data.reading import without_nulls
-from accelerate_recipes.data.rendering import Rendering, first_difference, render_read
+from accelerate_recipes.data.rendering import Rendering, render_read, shared_length
 from accelerate_recipes.data.template_values import SETTINGS, parsed, with_objects
 from accelerate_recipes.disk import read_json, write_atomically
 from accelerate_recipes.errors import ConfigError, DataError, raise_problems
@@ -211,13 +211,15 @@ def differences(
             found.append(f"row {number} cannot be rendered: {error}")
     trained = [*trained]
     for (ids, targets, _), (number, other) in zip(trained, [] if found else ours, strict=False):
-        if (place := first_difference(ids, other.ids)) is not None:
+        if ids != other.ids:
+            place = shared_length(ids, other.ids)
             window = slice(max(0, place - NUM_SHOWN), place + NUM_SHOWN)
             texts = (tokenizer.decode(side[window]) for side in (ids, other.ids))
             found.append(
                 f"row {number}, token {place + 1}: {next(texts)!r} was trained, the export renders {next(texts)!r}"
             )
-        elif (place := first_difference(targets, other.targets)) is not None:
+        elif targets != other.targets:
+            place = shared_length(targets, other.targets)
             kind = "a target" if targets[place] else "no target"
             found.append(
                 f"row {number}, token {place + 1}, {tokenizer.decode(ids[place : place + 1])!r}, was {kind} of the loss, "

@@ -166,7 +166,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     if not base:
         return files | {TOKENIZER_CONFIG: as_bytes(with_older_class(settings, settings))}
     original = transformers.AutoTokenizer.from_pretrained(name, **cache.pinned(name))
-    before = json.loads(written(original)[TOKENIZER_CONFIG])
+    before = json.loads(written(original, TOKENIZER_CONFIG)[TOKENIZER_CONFIG])
     said = {file: json.loads(base[file]) for file in (TOKENIZER_CONFIG, SPECIAL) if file in base}
     config = with_changes(said.get(TOKENIZER_CONFIG, {}), before, settings)
     if "chat_template" in config and tokenizer.chat_template != original.chat_template:
@@ -194,11 +194,13 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     return files | base
 
 
-def written(artifact: Any) -> dict[str, bytes]:
-    """Return the files that transformers writes for a tokenizer or image processor."""
+def written(artifact: Any, name: str = "*") -> dict[str, bytes]:
+    """Return the files that transformers writes for a tokenizer or image processor, or those with a name."""
     with tempfile.TemporaryDirectory() as folder:
         artifact.save_pretrained(folder)
-        files = {str(file.relative_to(folder)): file.read_bytes() for file in Path(folder).rglob("*") if file.is_file()}
+        files = {
+            str(file.relative_to(folder)): file.read_bytes() for file in Path(folder).rglob(name) if file.is_file()
+        }
     return files | {TOKENIZER: as_at_rest(files[TOKENIZER], None)} if TOKENIZER in files else files
 
 

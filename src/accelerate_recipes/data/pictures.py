@@ -18,7 +18,7 @@ from transformers import ProcessorMixin
 
 from accelerate_recipes.data.augmentation import decode, open_image
 from accelerate_recipes.data.image_texts import ImageTexts, Key, Size, render_documents
-from accelerate_recipes.data.rendering import Rendering, first_difference
+from accelerate_recipes.data.rendering import Rendering, shared_length
 from accelerate_recipes.errors import DataError
 
 ORIENTATION = 0x0112  # EXIF's number of the field that says how a camera was held
@@ -200,7 +200,8 @@ def render_with_images(row: dict, processor: ProcessorMixin, **settings: Any) ->
         text = tokenizer.apply_chat_template(row["messages"], tokenize=False, **given)
         seen = {"images": [images] if images else None, "add_special_tokens": False}
         (ids,) = processor(text=[text], **seen)["input_ids"]
-        if (place := first_difference(documents[-1].ids, [*ids])) is not None:
+        if documents[-1].ids != [*ids]:
+            place = shared_length(documents[-1].ids, ids)
             raise ValueError(f"token {place + 1} is another of the processor: images stand elsewhere than in training")
     if images and row.get("pixels"):
         before, now = row["pixels"], pixels_shown(processor, images)

@@ -8,13 +8,13 @@ that is cut after the answer, because the model has never seen more when it answ
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils import chat_template_utils
 
 from accelerate_recipes.data.template_values import SETTINGS
 
@@ -72,7 +72,13 @@ def renderer(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> Ca
     It returns their texts, and the places of answers in each.
     """
     template = tokenizer.get_chat_template(None, settings.get("tools"))
-    return partial(render_jinja_template, **tokenizer.special_tokens_map | settings | {"chat_template": template})
+    # jinja 3.1 copies the names that a template knows for each text, from a ChainMap, which takes a sixth of the time.
+    compiled = chat_template_utils._compile_jinja_template(template)
+    compiled.globals = dict(compiled.globals)
+    return partial(
+        chat_template_utils.render_jinja_template,
+        **tokenizer.special_tokens_map | settings | {"chat_template": template},
+    )
 
 
 def marked(
@@ -293,8 +299,9 @@ def written_by_rule(
     def write(messages: list[dict], **more: bool) -> str:
         return render([messages], **more)[0][0]
 
-    pairs = zip(map(said_in, conversations), answers, strict=True)
-    return [parts_of(messages, numbers, write, ends) for messages, numbers in pairs]
+    pairs = [*zip(map(said_in, conversations), answers, strict=True)]
+    texts = iter(render([messages[: number + 1] for messages, numbers in pairs for number in numbers])[0])
+    return [parts_of(messages, dict(zip(numbers, texts, strict=False)), write, ends) for messages, numbers in pairs]
 
 
 class Part(NamedTuple):
@@ -308,17 +315,17 @@ class Part(NamedTuple):
     opened: str = ""
 
 
-def parts_of(messages: list[dict], answers: Sequence[int], write: Write, stops: Sequence[str]) -> list[Part]:
+def parts_of(messages: list[dict], answers: Mapping[int, str], write: Write, stops: Sequence[str]) -> list[Part]:
     """Return a conversation as texts that hold its answers, each as it stands when it is the last message.
 
-    `answers` are the numbers of their messages; `stops` are the texts at which generation stops.
+    `answers` are the numbers of their messages, each with the text of the conversation that is cut after it; `stops` are
+    the texts at which generation stops.
 
     Usually this is one text. But some templates render a message otherwise when others follow: they drop thoughts, or move
     the system prompt. An answer that the later text does not hold in the same way gets a text of its own, cut after it.
     """
     parts: list[Part] = []
-    for number in reversed(answers):
-        text = write(messages[: number + 1])
+    for number, text in reversed(answers.items()):
         begin, opened = begin_of(messages, number, text, write)
         end = end_of(messages, number, text, begin, write, stops)
         there = next((i for i, part in enumerate(parts) if part.text.startswith(text[:end])), len(parts))
@@ -403,9 +410,10 @@ def ranges_in(places: Sequence[tuple[int, int]], encoding: Any) -> list[list[int
         return min(encoding.token_to_chars(token)[0], encoding.token_to_chars(token - 1)[1]) if token else 0
 
     def first_from(border: int) -> int:
-        near = encoding.char_to_token(border)
-        if near and start(near - 1) < border == start(near):  # as usual
-            return near
+        if near := encoding.char_to_token(border):
+            before, end = encoding.token_to_chars(near - 1)
+            if before < border == min(end, encoding.token_to_chars(near)[0]):  # as usual
+                return near
         return bisect_left(range(len(encoding)), border, key=start)
 
     return [[*map(first_from, place)] for place in places]
@@ -440,8 +448,3 @@ def by_template(
         raise ValueError("there is a conversation without messages")
     given: Any = {"tokenizer_kwargs": {"return_attention_mask": False, "verbose": False}}
     return tokenizer.apply_chat_template([*conversations], return_dict=True, **given, **settings)  # pyright: ignore
-
-
-def first_difference(a: Sequence, b: Sequence) -> int | None:
-    """Return the first index at which two sequences differ; None if they are equal."""
-    return None if a == b else shared_length(a, b)
