@@ -70,7 +70,7 @@ def command_of(program: str, base: Path, out: Path, flags: argparse.Namespace) -
         words += f" --dataset_dir {base} --dataset chats --cutoff_len {flags.max_length} --template qwen --stage sft"
         words += f" --preprocessing_num_workers {flags.processes} --do_train true --finetuning_type full"
         words += " --report_to none --disable_gradient_checkpointing true"
-        return [str(flags.llamafactory.with_name("llamafactory-cli")), "train", *words.split()]
+        return [str(flags.llamafactory.absolute().with_name("llamafactory-cli")), "train", *words.split()]
     words += f" --max_length {flags.max_length} --dataset_num_proc {flags.processes} --assistant_only_loss true"
     if program in ("ours", "alone"):
         script = ROOT / "recipes/sft.py"
