@@ -154,7 +154,7 @@ def draw(path: Path, found: dict[str, Any]) -> None:
     from matplotlib.figure import Figure
 
     programs = [*found["seconds"]]
-    figure = Figure(figsize=(9, 1.4 + 0.9 * len(programs)), layout="constrained")
+    figure = Figure(figsize=(10, 1.4 + 0.9 * len(programs)), layout="constrained")
     for axes, (kind, title) in zip(figure.subplots(1, 2, sharex=True, sharey=True), STARTS.items(), strict=True):
         left = [0.0] * len(programs)
         for part in PARTS:
