@@ -208,7 +208,7 @@ def parts_by(tokenizer: Any, messages: list[dict], numbers: list[int], stops: li
     def write(messages: list[dict], **more: bool) -> str:
         return tokenizer.apply_chat_template(messages, tokenize=False, **more)
 
-    return parts_of(messages, {number: write(messages[: number + 1]) for number in numbers}, write, stops)
+    return parts_of(messages, numbers, write, stops)
 
 
 def test_a_row_of_its_own():

@@ -8,7 +8,7 @@ that is cut after the answer, because the model has never seen more when it answ
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -299,9 +299,8 @@ def written_by_rule(
     def write(messages: list[dict], **more: bool) -> str:
         return render([messages], **more)[0][0]
 
-    pairs = [*zip(map(said_in, conversations), answers, strict=True)]
-    texts = iter(render([messages[: number + 1] for messages, numbers in pairs for number in numbers])[0])
-    return [parts_of(messages, dict(zip(numbers, texts, strict=False)), write, ends) for messages, numbers in pairs]
+    pairs = zip(map(said_in, conversations), answers, strict=True)
+    return [parts_of(messages, numbers, write, ends) for messages, numbers in pairs]
 
 
 class Part(NamedTuple):
@@ -315,17 +314,17 @@ class Part(NamedTuple):
     opened: str = ""
 
 
-def parts_of(messages: list[dict], answers: Mapping[int, str], write: Write, stops: Sequence[str]) -> list[Part]:
+def parts_of(messages: list[dict], answers: Sequence[int], write: Write, stops: Sequence[str]) -> list[Part]:
     """Return a conversation as texts that hold its answers, each as it stands when it is the last message.
 
-    `answers` are the numbers of their messages, each with the text of the conversation that is cut after it; `stops` are
-    the texts at which generation stops.
+    `answers` are the numbers of their messages; `stops` are the texts at which generation stops.
 
     Usually this is one text. But some templates render a message otherwise when others follow: they drop thoughts, or move
     the system prompt. An answer that the later text does not hold in the same way gets a text of its own, cut after it.
     """
     parts: list[Part] = []
-    for number, text in reversed(answers.items()):
+    for number in reversed(answers):
+        text = write(messages[: number + 1])
         begin, opened = begin_of(messages, number, text, write)
         end = end_of(messages, number, text, begin, write, stops)
         there = next((i for i, part in enumerate(parts) if part.text.startswith(text[:end])), len(parts))

@@ -47,7 +47,7 @@ CHECKPOINTING = "set `fsdp_activation_checkpointing: true` under `fsdp_config:` 
 MODEL = "the recipe loads the model; its arguments are --model_name_or_path and --attn_implementation"
 
 # trl 1.16 computes the logits of 4,096 tokens at once. On a CPU, such a tile leaves the cache, and each one takes its memory
-# anew from the system: the loss of 1,023 tokens takes four times as long, and at first twelve times.
+# anew from the system: a first step took twice as long.
 if not torch.cuda.is_available():
     chunked_logprob.TOKEN_CHUNK_SIZE = 128
 
