@@ -18,6 +18,7 @@ from datasets import Dataset
 from helpers import IN_STEP_5, ROOT, log_of, losses, read_metrics, trajectory
 from safetensors.torch import load_file
 from streaming import Server
+from torch.torch_version import TorchVersion
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 from transformers.modeling_outputs import ImageClassifierOutput
 
@@ -400,6 +401,18 @@ def test_classes_that_a_base_does_not_name_and_classes_of_one_name(tmp_path):
         base.save_pretrained(tmp_path)
         model = load_image_classifier(str(tmp_path), names, dtype=torch.float32)
         assert torch.equal(model.classifier.weight, base.classifier.weight[rows])
+
+
+def test_first_weights_in_bf16(monkeypatch):
+    """They lie within a few standard deviations; torch 2.11 would draw some of a truncated normal far away."""
+
+    def drawn(dtype: torch.dtype) -> torch.Tensor:
+        model = initialize(classifier_on_meta(new_vision_config(architecture("deepvit")), dtype), 0, "cpu")
+        return model.get_parameter("deepvit.layers.0.up.weight").data
+
+    assert drawn(torch.bfloat16).abs().max() < 6 * drawn(torch.bfloat16).std() and drawn(torch.bfloat16).std() < 0.1
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    assert torch.equal(drawn(torch.bfloat16), drawn(torch.float32).bfloat16())
 
 
 @pytest.mark.parametrize("reattention", [True, False])

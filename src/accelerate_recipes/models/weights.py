@@ -125,14 +125,16 @@ def seed_of(name: str, seed: int) -> int:
 
 def first_value(place: Place, seed: int, device: torch.device) -> torch.Tensor:
     """Compute the value that the model's rules give one parameter or buffer, on `device`; NaN if they give it none."""
-    stand_in = place.tensors[place.key]
-    value = place.tensors[place.key] = torch.empty(place.tensor.shape, dtype=place.tensor.dtype, device=device)
+    stand_in, dtype = place.tensors[place.key], place.tensor.dtype
+    # In bf16, torch 2.11 draws a truncated normal with values of 100 standard deviations among the others; 2.13 does not.
+    drawn_in = torch.float32 if dtype.is_floating_point and torch.__version__ < "2.13" else dtype
+    value = place.tensors[place.key] = torch.empty(place.tensor.shape, dtype=drawn_in, device=device)
     value.fill_(torch.nan if value.is_floating_point() else 0)  # NaN that remains shows that no rule sets it
     torch.manual_seed(seed_of(place.name, seed))
     for rule in place.rules:
         rule()
     place.tensors[place.key] = stand_in
-    return value
+    return value.to(dtype)
 
 
 # Linear layers of state spaces that are not called: transformers, or a kernel in training, takes the weight out of them.
