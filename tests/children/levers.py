@@ -46,13 +46,15 @@ def main(args: Args) -> None:
     save_on_cpu = checkpoint_wrapper.save_on_cpu
     checkpoint_wrapper.save_on_cpu = lambda **options: offloads.append(options) or save_on_cpu(**options)
     reduced = []
-    reduce_scatter = dist.reduce_scatter_single  # FSDP1 and FSDP2 of torch 2.13 both call it by this name
+    # FSDP1 and FSDP2 both call it by the first name, of torch 2.11 by the second.
+    name = next(name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name))
+    reduce_scatter = getattr(dist, name)
 
     def record(output: torch.Tensor, input: torch.Tensor, *args, **kwargs):
         reduced.append(str(input.dtype))
         return reduce_scatter(output, input, *args, **kwargs)
 
-    dist.reduce_scatter_single = record
+    setattr(dist, name, record)
     rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, document_mask=True)
     batches = iter(make_train_loader(rows, args, accelerator.process_index, accelerator.num_processes))
     losses = [train_step(run, [next(batches)], next_token_loss, count_next_tokens).loss for _ in range(STEPS)]
