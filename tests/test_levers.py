@@ -75,6 +75,7 @@ def test_compiled_layers_keep_what_the_budget_allows():
     found = {}
     for budget in (0.0, 0.5, 1.0):  # the last, the default, stays in force
         torch._dynamo.reset()
+        AcceleratorState._reset_state(reset_partial_state=True)  # that of an earlier test knows no plugin
         plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
         run = Run(TrainArgs(activation_memory_budget=budget), Accelerator(cpu=True, dynamo_plugin=plugin))
         run.shard(new_model(tiny_config(), "sdpa"))
@@ -90,7 +91,7 @@ def test_compiled_layers_keep_what_the_budget_allows():
         loss.backward()
         gradients = [p.grad for p in run.model.parameters()]
         found[budget] = sum(kept.values()), [loss.detach(), *gradients]
-        AcceleratorState._reset_state(reset_partial_state=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
     least, half, whole = (kept for kept, _ in found.values())
     assert least < half < whole
     for _, values in found.values():
