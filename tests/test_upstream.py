@@ -53,7 +53,8 @@ from trl import DPOTrainer, GRPOTrainer
 from trl.kernels import chunked_divergence, chunked_logprob
 from trl.trainer import base_trainer
 
-from accelerate_recipes.plan.pretence import TILES, of_trl
+from accelerate_recipes.losses import TILES
+from accelerate_recipes.plan.pretence import of_trl
 from accelerate_recipes.posttraining import answers, distillation
 from accelerate_recipes.upstream import CACHES
 
@@ -221,7 +222,7 @@ def test_plan_computes_logits_in_the_tiles_of_a_gpu():
     with contextlib.ExitStack() as patches:
         for patch in of_trl():
             patches.enter_context(patch)
-        assert [kernel.TOKEN_CHUNK_SIZE for kernel in kernels] == [4096, 512]
+        assert [kernel.TOKEN_CHUNK_SIZE for kernel in kernels] == [*TILES.values()]
     if not torch.cuda.is_available():
         assert [kernel.TOKEN_CHUNK_SIZE for kernel in kernels] == [128, 128]
 

@@ -24,6 +24,10 @@ BYTES_OF_A_WORD, BYTES_OF_A_CHUNK = 1536, 2**29
 LOGITS_IN_FP32 = 3 * 2**21  # few enough for the cache of a GPU, with enough work for it
 uncompiled = cache(torch.compiler.disable)  # the same function each time, for which nothing is compiled again
 SPREAD = 2**8  # factor with which fp16 can hold gradients of logits down to 2**-32
+# Tokens of which trl's losses compute logits at once. trl 1.16 takes 4,096. On a GPU, these make two tiles of 512 MiB for a
+# divergence. On a CPU, they leave the cache, and the memory of each tile is taken anew: a first step took twice as long.
+TILES = {"trl.kernels.chunked_logprob": 4096, "trl.kernels.chunked_divergence": 512}  # on a GPU
+TILE_ON_CPU = 128
 
 
 def next_token_loss(

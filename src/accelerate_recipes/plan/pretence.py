@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import masking_utils
 
 from accelerate_recipes import distributed
-from accelerate_recipes.losses import LinearCrossEntropy
+from accelerate_recipes.losses import TILES, LinearCrossEntropy
 from accelerate_recipes.models import mixers
 
 aten = torch.ops.aten
@@ -155,10 +155,6 @@ class Kernel:
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return lambda *args, **kwargs: None
-
-
-# Tokens of which trl's losses compute logits at once on a GPU; on a CPU, `posttraining` makes it fewer.
-TILES = {"trl.kernels.chunked_logprob": 4096, "trl.kernels.chunked_divergence": 512}
 
 
 def of_trl() -> list[Any]:

@@ -23,7 +23,7 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from accelerate_recipes.args import arg
 from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.losses import Gathered, count_next_tokens
+from accelerate_recipes.losses import TILE_ON_CPU, TILES, Gathered, count_next_tokens
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.probes import unwrapped
 from accelerate_recipes.posttraining.drawing_trial import draw_answers
@@ -38,8 +38,7 @@ from accelerate_recipes.trial import Trial, config_of, refuse
 
 DIVERGENCES = {"forward_kl": 0.0, "reverse_kl": 1.0}  # names in the log, and values of --beta
 
-# Tokens in a tile of logits. The 4,096 of trl 1.16 make two tiles of 512 MiB on a GPU. Of a CPU, see `settings`.
-chunked_divergence.TOKEN_CHUNK_SIZE = 512 if torch.cuda.is_available() else 128
+chunked_divergence.TOKEN_CHUNK_SIZE = TILES[chunked_divergence.__name__] if torch.cuda.is_available() else TILE_ON_CPU
 
 
 @dataclass

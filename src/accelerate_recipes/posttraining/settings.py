@@ -21,6 +21,7 @@ from accelerate_recipes.args import OWNED_ELSEWHERE, TrainArgs, arg
 from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
+from accelerate_recipes.losses import TILE_ON_CPU
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.configurations import Architecture, check_belong_together, new_config
 from accelerate_recipes.models.documents import DOCUMENTS
@@ -46,10 +47,8 @@ WHEN = "--save_steps, --eval_steps and --logging_steps say when"
 CHECKPOINTING = "set `fsdp_activation_checkpointing: true` under `fsdp_config:` in the accelerate YAML"
 MODEL = "the recipe loads the model; its arguments are --model_name_or_path and --attn_implementation"
 
-# trl 1.16 computes the logits of 4,096 tokens at once. On a CPU, such a tile leaves the cache, and each one takes its memory
-# anew from the system: a first step took twice as long.
 if not torch.cuda.is_available():
-    chunked_logprob.TOKEN_CHUNK_SIZE = 128
+    chunked_logprob.TOKEN_CHUNK_SIZE = TILE_ON_CPU
 
 
 @dataclass
