@@ -5,8 +5,8 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: venv docs demo demo-c4 demo-t5 demo-vit demo-vlm browser test test-fast test-slow test-all test-long test-hub test-serving \
-	test-slurm test-image newest models plans coverage mutants check fix lock
+.PHONY: venv docs demo demo-c4 demo-t5 demo-vit demo-vlm browser test test-fast test-runs test-slow test-all test-long test-hub test-serving \
+	test-slurm test-image newest models plans coverage mutants same check fix ratchet lock
 
 # More arguments for the recipe: make demo ARGS="--max_steps 100"
 ARGS =
@@ -48,22 +48,30 @@ FAST := args arguments attention changed_data checkpoint chess_rules configs cor
 test-fast: .venv/dev
 	$(BIN)/python -m pytest -q -m "not slow and not long" $(FAST:%=tests/test_%.py)
 
+# Between these and `make test`, 3 minutes on two idle cores: a forked run of each recipe, a launched one, FSDP2, FSDP1 and DDP, and
+# a stream that is killed and goes on.
+RUNS := c4:killed_and_resumed_is_as_if_it_had_not_been chess:it_learns conversations:a_run_is_compared_with_its_export \
+	distill:prompts_alone equivalence:one_trajectory[fsdp1] grpo:presets_run kto:the_reference_of_adapters sft_vlm:adapters \
+	t5:a_reader_sees_it_learn template:pairs_of_texts_with_several_labels vit:it_says_what_it_does
+test-runs: .venv/dev
+	$(PYTEST) $(foreach test,$(RUNS),"tests/test_$(subst :,.py::test_,$(test))")
+
 # A browser looks at the site; as root it is installed, else that test is skipped where there is none.
 browser:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v chromium >/dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends chromium >/dev/null; fi
 
-test-slow: .venv/dev browser
+test-slow: .venv/dev
 	$(PYTEST) -m "slow and not long"
 
 # `make test` and `make test-slow` in one go, as in CI: the tests of a file share its runs.
-test-all: .venv/dev browser
+test-all: .venv/dev
 	$(PYTEST) -m "not long and not hub and not slurm and not image"
 
-# The demos to their end, compared with the README's results; each kind of compilation; a whole ablation; plans of deep models, with
-# the search; and repetitions of slow tests on another node, for another operator, with one rank killed, or under all configs. Takes
-# an hour.
-test-long: .venv/dev
+# The demos to their end, compared with the README's results; each kind of compilation; a whole ablation; plans of deep models;
+# benchmarks and how the site looks; and repetitions of slow tests for another operator, with one rank killed, or under all
+# configs. Takes an hour.
+test-long: .venv/dev browser
 	$(BIN)/python -m pytest -m long
 
 # Downloads from olah, a Hub server from PyPI. It has an environment of its own, because it pins other versions.
@@ -81,15 +89,15 @@ test-serving: .venv/dev
 	@.venv/serving/bin/pip install --quiet -r requirements-serving.txt
 	$(BIN)/python -m pytest tests/test_serving.py
 
-# Jobs under three real Slurms of two nodes each, which the tests start and stop on this machine: a job waits half of the time. Needs
-# root. `make test-long` repeats two nodes with another recipe, and failures at one step.
+# Jobs under three real Slurms of two nodes each, which the tests start and stop on this machine: a job waits half of the time.
+# Needs root.
 test-slurm: .venv/dev
 	@missing=; for program in slurmctld slurmd sbatch munged; do \
 		PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing=1; done; \
 	if [ "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends \
 			slurmctld slurmd slurm-client munge >/dev/null; fi
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m "slurm and not long" tests/test_slurm.py
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup -m slurm tests/test_slurm.py
 
 # Builds the container image on a Debian that it makes, and trains in it. Needs root, the network, and 8 GB in .cache/image, which stay.
 test-image: .venv/dev
@@ -137,6 +145,12 @@ mutants: .venv/dev
 	@test -d .venv/mutants || $(BIN)/pip install --quiet --target .venv/mutants cosmic-ray==8.7.0
 	$(BIN)/python tests/mutants.py $(ARGS)
 
+# Compares what this tree reads and trains with another commit, bit for bit (5 minutes of one core); ends with an error if anything
+# differs. Some of its cases: make same BASE=main ARGS="sft mixture".
+BASE = main
+same: .venv/dev
+	$(BIN)/python tests/same.py $(BASE) $(ARGS)
+
 check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -148,6 +162,10 @@ check: .venv/dev
 fix: .venv/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Writes lower numbers into tests/ratchet.json, whose sizes may only fall.
+ratchet: .venv/dev
+	$(BIN)/python tests/ratchet.py
 
 # Locks requirements.txt for the container image: all packages for Linux on x86-64, each with its version and hashes. Locked
 # versions stay where requirements.txt allows; delete requirements.lock first to get the newest of all.

@@ -99,7 +99,7 @@ class Trial:
             start = time.perf_counter()
             done = train_step(run, [to_device(batch, accelerator.device)], loss_fn, count_fn)
             run.scheduler.step()
-            num_targets = done.num_targets.item()
+            num_targets = int(done.num_targets)
             if accelerator.device.type == "cuda":
                 torch.cuda.synchronize()
             return time.perf_counter() - start, num_targets
@@ -129,10 +129,10 @@ class Trial:
         with profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * torch.cuda.is_available())]
         ) as profiled:
-            seconds, _ = step(batch)
+            seconds, _ = step(batch)  # pyright: ignore
         spans = [
             (event.time_range.start, event.time_range.end)
-            for event in profiled.events()
+            for event in profiled.events() or ()
             if re.match(r"gloo:|nccl(Dev)?Kernel", event.name)
         ]
         self.save(args.output_dir, communication_share=covered(spans) / 1e6 / seconds)

@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from trl import SFTConfig, SFTTrainer
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.chess import rules
 from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.models.tokenizers import new_word_tokenizer
+from chess_games import rules
 
 LOOPS = {"ours": "ours", "trainer": "trl", "bare": "bare loop"}
 

@@ -47,8 +47,6 @@ from transformers import LlamaConfig, PreTrainedModel, PrinterCallback, Trainer,
 
 from accelerate_recipes import engine
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.chess import rules
-from accelerate_recipes.chess.games import GamesArgs, prepare_games
 from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.data.rows import make_train_loader, rows_of_step
 from accelerate_recipes.distributed import make_accelerator, strategy_name
@@ -59,6 +57,8 @@ from accelerate_recipes.models.tokenizers import new_word_tokenizer
 from accelerate_recipes.models.weights import initialize
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
 from accelerate_recipes.run import Run
+from chess_games import rules
+from chess_games.games import GamesArgs, prepare_games
 
 LOOPS = ("ours", "trainer", "bare")
 GAMES = ROOT / "data/chess/games_20k.parquet"
@@ -147,12 +147,12 @@ class BareLoop:
     def __init__(self, accelerator: Accelerator, model: nn.Module, args: TrainArgs, loader: DataLoader):
         plugin = accelerator.state.fsdp_plugin
         policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
-        settings = {"reshard_after_forward": plugin.reshard_after_forward, "mp_policy": policy}
+        settings: dict[str, Any] = {"reshard_after_forward": plugin.reshard_after_forward, "mp_policy": policy}
         # Make the same units as Accelerate: layers, input embedding, final norm with output layer, and the rest.
-        for layer in model.model.layers:
+        for layer in model.get_submodule("model.layers").children():
             fully_shard(layer, **settings)
-        fully_shard(model.model.embed_tokens, **settings)
-        fully_shard([model.model.norm, model.lm_head], **settings | {"reshard_after_forward": False})
+        fully_shard(model.model.embed_tokens, **settings)  # pyright: ignore[reportCallIssue]
+        fully_shard([model.model.norm, model.lm_head], **settings | {"reshard_after_forward": False})  # pyright: ignore[reportCallIssue]
         fully_shard(model, mp_policy=policy)
         self.model, self.args, self.device = model.train(), args, accelerator.device
         self.optimizer = optimizer_fn(model, args)(model)

@@ -16,7 +16,7 @@ one thread, since threads that wait spin. The programs are not changed: see `fir
 
 --llamafactory is the Python of an environment that has LlamaFactory, and the same torch; without it, only the others run.
 LlamaFactory has its own command, without a launcher. Ours is started by `python recipes/sft.py` too; else ours and trl are
-started by `accelerate launch`. The last command writes docs/performance.md.
+started by `accelerate launch`. The last command writes docs/development/performance.md.
 """
 
 import argparse
@@ -127,7 +127,7 @@ def totals(starts: list[dict[str, Any]], clock: str) -> list[float]:
 
 
 def section(found: dict[str, Any]) -> list[str]:
-    """Write the section of docs/performance.md."""
+    """Write the section of docs/development/performance.md."""
     flags, on = found["flags"], found["machine"]
     text = (
         f"Each program trains the same tiny model on the same {flags['rows']:,} conversations, packed to "
@@ -146,7 +146,7 @@ def section(found: dict[str, Any]) -> list[str]:
             both = [f"{median(totals(starts, clock)):.1f}" for clock in ("cpu", "wall")]
             rows.append([f"{PROGRAMS[program]} {versions.get(program, '')}".strip(), *parts, *both])
         lines += [*table([title, *PARTS, "all", "on the clock"], rows), ""]
-    return [*lines, "![CPU seconds to the first step](first_step.png)"]
+    return [*lines, "![CPU seconds to the first step](../first_step.png)"]
 
 
 def draw(path: Path, found: dict[str, Any]) -> None:

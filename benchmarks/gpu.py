@@ -37,7 +37,7 @@ from gpu_cases import CASES, Case
 from gpu_report import RESULTS, line_of
 from harness import ROOT, machine
 
-from accelerate_recipes.launch.machine import installed_gpus
+from recipe_tools.machine import installed_gpus
 
 COMPILED = Path(tempfile.gettempdir()) / "accelerate_recipes_compiled"  # what is compiled names this path
 LARGEST = 2**24  # bytes of COMPILED, packed

@@ -1,4 +1,4 @@
-"""The page docs/performance.md, and its picture: what `gpu.py` measured, what was predicted, what others publish.
+"""The page docs/development/performance.md and its picture: what `gpu.py` measured, what was predicted, what others publish.
 
     python benchmarks/gpu_report.py
 
@@ -17,7 +17,7 @@ from harness import ROOT, table
 
 from accelerate_recipes.arguments.gpus import GPUS
 
-RESULTS, PAGE = ROOT / "benchmarks/results/gpu", ROOT / "docs/performance.md"
+RESULTS, PAGE = ROOT / "benchmarks/results/gpu", ROOT / "docs/development/performance.md"
 INTRODUCTION = """\
 # Performance
 

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 import accelerate_recipes
-from accelerate_recipes.launch.machine import processor
+from recipe_tools.machine import processor
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB, GIB = 2**20, 2**30
@@ -80,7 +80,7 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
 
 def status(name: str) -> int:
     """Return VmRSS, VmHWM or VmData of this process in bytes."""
-    return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1])
+    return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1])  # pyright: ignore[reportOptionalSubscript]
 
 
 def peak_begins() -> int:

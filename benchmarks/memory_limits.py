@@ -21,9 +21,9 @@ from real_steps import ALLOWANCE, limited, on_cpu, on_ranks, request_of, words_o
 from transformers import T5Config
 
 from accelerate_recipes.arguments.gpus import GPUS, OUTSIDE
-from accelerate_recipes.launch.request import Request
-from accelerate_recipes.plan.search import Search, in_words, prediction_of
-from accelerate_recipes.plan.simulate import Job, Outcome, Simulator
+from recipe_tools.plan.search import Search, in_words, prediction_of
+from recipe_tools.plan.simulate import Job, Outcome, Simulator
+from recipe_tools.request import Request
 
 
 def sizes(**values: int) -> list[str]:
@@ -57,8 +57,9 @@ T5 = [
     "T5",
 ]
 T5_CONFIG = T5Config(
-    vocab_size=8192, d_model=384, d_kv=64, d_ff=1536, num_layers=3, num_heads=6, decoder_start_token_id=0
-)
+    vocab_size=8192, d_model=384, d_kv=64, d_ff=1536, num_layers=3, num_heads=6,
+    decoder_start_token_id=0,  # pyright: ignore[reportCallIssue]: a field of the parent
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 import fsspec
 from harness import ROOT, machine, make_parser, print_ratios, ratios, turns, write_json
 
+from accelerate_recipes.checkpoint.files import checksum
 from accelerate_recipes.checkpoint.store import Pace, Store
 
 
@@ -50,10 +51,13 @@ def seconds_of_steps(folder: Path, steps: int, width: int, bandwidth: int, *, mi
 
 def seconds_of_copy(source: Path, place: Path, how: str) -> float:
     shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()  # a store takes a missing folder for a disk that is not mounted
     os.sync()
+    names = sorted(path.name for path in source.iterdir())
+    marker = {"files": {name: {"checksum": checksum(source / name)} for name in names}}
     start = time.perf_counter()
     if how == "send_part":
-        Store(str(place)).send_part(source, "copy", sorted(path.name for path in source.iterdir()), 0, Pace())
+        Store(str(place)).send_part(source, "copy", marker, names, 0, Pace())
     else:
         fsspec.filesystem("file", auto_mkdir=True).put(str(source), str(place), recursive=True)
         os.sync()  # as ours does, file by file

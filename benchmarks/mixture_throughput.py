@@ -21,11 +21,10 @@ from statistics import median
 from harness import ROOT, machine, make_parser, print_ratios, ratios, turns, write_json
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data.mixed_streams import MixedStreamLoader
-from accelerate_recipes.data.mixture import MixedSource, Mixture
+from accelerate_recipes.data.mixture import Mixture, Source
 from accelerate_recipes.data.streams import StreamLoader
-from accelerate_recipes.data.text import TextShards
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
+from accelerate_recipes.text.pretraining import TextShards
 
 NAMES = ("a", "b", "c", "d")
 
@@ -56,12 +55,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         shards, pages = write_shards(Path(folder), flags.documents, flags.shards)
         tokenizer = new_bpe_tokenizer(pages, 32_000)
-        parts = {name: TextShards(shards[place :: len(NAMES)], tokenizer) for place, name in enumerate(NAMES)}
-        mixture = Mixture("mixture.yaml", [MixedSource(name, 1.0, math.inf, {}) for name in NAMES])
+        parts = [TextShards(shards[place :: len(NAMES)], tokenizer) for place in range(len(NAMES))]
+        mixture = Mixture("mixture.yaml", [Source(name, 1.0, math.inf, {}) for name in NAMES])
         settings = {"max_length": flags.max_length}
         loaders: dict[str, Iterator[dict]] = {
-            "four": iter(MixedStreamLoader(parts, args, 0, 1, mixture=mixture, **settings)),
-            "one": iter(StreamLoader(TextShards(shards, tokenizer), args, 0, 1, **settings)),
+            "four": iter(StreamLoader(parts, args, 0, 1, mixture=mixture, **settings)),
+            "one": iter(StreamLoader([TextShards(shards, tokenizer)], args, 0, 1, **settings)),
         }
         speeds: dict[str, list[float]] = {name: [] for name in loaders}
         for number in range(flags.rounds + 1):

@@ -21,21 +21,21 @@ from harness import machine, make_parser, print_ratios, ratios, turns, write_jso
 from torch.utils.data import ConcatDataset
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data.mixed_rows import MixedTable, MixtureLoader, MixtureOrder
-from accelerate_recipes.data.mixture import MixedSource, Mixture
+from accelerate_recipes.conversations.mixtures import with_sources
+from accelerate_recipes.conversations.packed import Packed
+from accelerate_recipes.conversations.supervised_loss import make_collator
+from accelerate_recipes.conversations.trained_rows import numbered_batch, numbered_row
+from accelerate_recipes.data.mixed_rows import SourceOrder, SourceTable
+from accelerate_recipes.data.mixture import Mixture, Source
 from accelerate_recipes.data.rows import Rows, make_train_loader
-from accelerate_recipes.posttraining.mixtures import with_sources
-from accelerate_recipes.posttraining.supervised_loss import make_collator
-from accelerate_recipes.posttraining.trained_rows import numbered_batch, numbered_row
 
 
-def packed_rows(folder: Path, number: int, length: int) -> datasets.Dataset:
-    """Write packed rows of two documents each into a folder."""
-    ids = np.random.default_rng(number).integers(0, 32_000, (number, length)).astype(np.int32)
-    parts = {"input_ids": list(ids), "labels": list(ids.astype(np.int64))}
-    rows = datasets.Dataset.from_dict(parts | {"seq_lengths": [[length // 2, length - length // 2]] * number})
-    rows.save_to_disk(folder)
-    return datasets.Dataset.load_from_disk(folder)
+def packed_rows(folder: Path, number: int, length: int) -> Packed:
+    """Write documents into a folder, of which two are a row."""
+    ids = np.random.default_rng(number).integers(0, 32_000, (2 * number, length // 2)).astype(np.int32)
+    datasets.Dataset.from_dict({"input_ids": list(ids), "labels": list(ids.astype(np.int64))}).save_to_disk(folder)
+    pieces = [(document, 0, length // 2) for document in range(2 * number)]
+    return Packed(datasets.Dataset.load_from_disk(folder), np.array(pieces), np.arange(0, 2 * number + 1, 2), True)
 
 
 def main() -> None:
@@ -55,13 +55,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         whole = packed_rows(Path(folder, "whole"), flags.rows, flags.max_length)
         parts = [packed_rows(Path(folder, name), flags.rows // 4, flags.max_length) for name in names]
-        sources = [MixedSource(*source, float("inf"), {}) for source in zip(names, (4, 3, 2, 1), strict=True)]
-        table = MixedTable(args, Mixture("mixture.yaml", sources), [len(part) for part in parts], names)
-        mixed = {
-            "collate_fn": partial(with_sources, collate, table.source_of),
-            "order_class": lambda *place: MixtureOrder(table, None, *place),
-            "loader_class": MixtureLoader,
-        }
+        sources = [Source(*source, float("inf"), {}) for source in zip(names, (4, 3, 2, 1), strict=True)]
+        table = SourceTable(args, Mixture("mixture.yaml", sources), [len(part) for part in parts], names)
+        mixed = {"collate_fn": partial(with_sources, collate, table.ends), "order_class": partial(SourceOrder, table)}
         loaders = {
             "one": iter(make_train_loader(Rows(whole, numbered_row), args, 0, 1, collate_fn=collate)),
             "mixture": iter(make_train_loader(Rows(ConcatDataset(parts), numbered_row), args, 0, 1, **mixed)),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness import MIB, ROOT, machine, make_parser, peak_begins, status, write_json
 from real_steps import counted, on_cpu, on_ranks, request_of, resident, words_of
 
-from accelerate_recipes.plan.simulate import Job, Outcome, Simulator
+from recipe_tools.plan.simulate import Job, Outcome, Simulator
 
 
 def shapes(number: int, seed: int) -> list[dict[str, Any]]:

@@ -3,10 +3,9 @@
     make plans
 
 simulates each command that benchmarks/results/plans.json does not have yet, and writes that file, the memory comments of
-recipes/configs, and tables of docs/plan.md, docs/levers.md, docs/long-context.md and docs/sft.md. `make plans ARGS=--again`
-simulates all of them anew: a change of `plan/`, of the engine or of a recipe's trial asks for it. ARGS=--check does so, and
-compares them with what is written; ARGS=--pages simulates none. Models of the Hub are made from sizes that are published;
-nothing is downloaded.
+recipes/configs, and tables of pages. `make plans ARGS=--again` simulates all of them anew: a change of `plan/`, of the
+engine or of a trial asks for it. ARGS=--check does so, and compares them with what is written; ARGS=--pages simulates none.
+Models of the Hub are made from sizes that are published; nothing is downloaded.
 """
 
 import argparse
@@ -28,12 +27,12 @@ from published import RUNS, published_table
 
 from accelerate_recipes.arguments.gpus import GIB, GPUS, OUTSIDE
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch.planning import job_of
-from accelerate_recipes.launch.request import read_request
-from accelerate_recipes.plan.layers import predict_outcomes
-from accelerate_recipes.plan.predict import in_gib
-from accelerate_recipes.plan.search import prediction_of
-from accelerate_recipes.plan.simulate import Job, Outcome, Simulator, load_trial
+from recipe_tools.plan.layers import predict_outcomes
+from recipe_tools.plan.predict import in_gib
+from recipe_tools.plan.search import prediction_of
+from recipe_tools.plan.simulate import Job, Outcome, Simulator, load_trial
+from recipe_tools.planning import job_of
+from recipe_tools.request import read_request
 
 RESULT = ROOT / "benchmarks/results/plans.json"
 PRESETS = ROOT / "recipes/configs"
@@ -138,7 +137,7 @@ MODELS = {
     "FLAN-T5 3B": "t5/grammar_3b.yaml",
     "FLAN-T5 11B": "t5/grammar_11b.yaml",
 }
-NUMBERS = (1, 8, 32, 64)
+NUMBERS = (1, 8, 64)
 SIMULATED = 8  # what others need follows; see `need_of`
 # FSDP2 divides a weight by its first dimension. That of a layer's experts is their number, 8: the 9th GPU gets nothing.
 MOST = {"Mixtral 8x7B": 8}
@@ -440,7 +439,7 @@ def preset_table(plans: dict[str, Any]) -> list[str]:
 TABLES = {
     "presets": ("docs/sft.md", preset_table),
     "fits": ("docs/plan.md", fit_table),
-    "published": ("docs/plan.md", published_table),
+    "published": ("docs/development/published.md", published_table),
     "levers": ("docs/levers.md", lever_table),
     "long rows": ("docs/long-context.md", long_table),
 }

@@ -1,4 +1,4 @@
-"""Runs that others have published, for the table of docs/plan.md: what they measured, and the command of `plan`.
+"""Runs of others, for the table of docs/development/published.md: what they measured, and the command of `plan`.
 
 `make plans` simulates the commands. No constant of `plan` is fitted to these runs. What their code does otherwise was read
 in the version that they ran; where the bytes of a difference follow from sizes, they are here.
@@ -76,15 +76,17 @@ def prime(size: str, gpu: str, number: int, length: int, seconds: float, memory:
     return Run("prime-rl", what, asked, seconds, memory, True, otherwise, slower)
 
 
-def kempner(model: str, parameters: float, nodes: int, number: int, rows: tuple[int, int, int], *found: float) -> Run:
+def kempner(
+    model: str, parameters: float, nodes: int, number: int, rows: tuple[int, int, int], seconds: float, memory: float
+) -> Run:
     flags = f"{on('h200', number, nodes)} --mixed_precision no {RECOMPUTE}"
     asked = command("fsdp_full", flags, model, rows, f"{KAHAN} {WHOLE}")
     shard = 2 * parameters / (nodes * number) / GIB  # of weights, or their gradients, in bf16
     otherwise = {"b": -shard, "c": 4 * parameters / GIB - shard, "d": logits(rows[0] * rows[1], LLAMA, -1)}
     what = f"{parameters / 1e9:.1f}B, bf16, recomputed; {nodes} x {number} H200, {rows[1]} x {rows[0]:,}"
     if nodes * number == 1:
-        return Run("KempnerForge", what, asked, *found, False, otherwise | {"m": 0}, {"l": 0})
-    return Run("KempnerForge", what, asked, *found, False, otherwise, {"k": 0} if nodes > 1 else {})
+        return Run("KempnerForge", what, asked, seconds, memory, False, otherwise | {"m": 0}, {"l": 0})
+    return Run("KempnerForge", what, asked, seconds, memory, False, otherwise, {"k": 0} if nodes > 1 else {})
 
 
 LONG_ROW = "fsdp_long", f"{on('h100', 8)} --parallelism_config_cp_size 8"
@@ -138,7 +140,7 @@ RUNS = [
 
 
 def published_table(plans: Mapping[str, Any]) -> list[str]:
-    """Write the table of docs/plan.md: what a run measured beside what `plan` says."""
+    """Write the table of docs/development/published.md: what a run measured beside what `plan` says."""
     rows = []
     for run in RUNS:
         facts = plans[run.command]

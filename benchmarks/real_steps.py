@@ -20,14 +20,14 @@ from harness import MIB, ROOT, peak_begins, status
 from accelerate_recipes import distributed
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.errors import first_line
-from accelerate_recipes.launch.planning import job_of
-from accelerate_recipes.launch.request import Request, read_request
 from accelerate_recipes.models.shared_rows import part_of_rows, row_group
-from accelerate_recipes.plan.ledger import Ledger
-from accelerate_recipes.plan.search import Change
-from accelerate_recipes.plan.simulate import Job, load_trial, num_logits, take_steps
 from accelerate_recipes.ranks import data_world_size
 from accelerate_recipes.run import Run
+from recipe_tools.plan.ledger import Ledger
+from recipe_tools.plan.search import Change
+from recipe_tools.plan.simulate import Job, load_trial, num_logits, take_steps
+from recipe_tools.planning import job_of
+from recipe_tools.request import Request, read_request
 
 ALL = 2**10  # more micro-batches than a step has
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
@@ -57,7 +57,7 @@ def fill(
 ) -> torch.nn.Module:
     """Give a model on the meta device weights, all the same."""
     model.to_empty(device=storage or device)
-    model.tie_weights()
+    model.tie_weights()  # pyright: ignore[reportCallIssue]
     for tensor in (*model.parameters(), *model.buffers()):
         distributed.local_shard(tensor).fill_(0.01)
     return model

@@ -25,10 +25,10 @@ from transformers import LlamaConfig
 
 from accelerate_recipes import engine
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.bad_steps import MEMORY, Spikes
 from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import Step, to_device, train_step
-from accelerate_recipes.life.spikes import MEMORY, Spikes
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models.loading import new_model
 from accelerate_recipes.run import Run

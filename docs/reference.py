@@ -10,7 +10,7 @@ from accelerate_recipes.arguments.help import GROUPS, Argument, recipe_parser, s
 from accelerate_recipes.arguments.shipped import load
 
 ROOT = Path(__file__).parents[1]
-LIBRARY = ROOT / "src/accelerate_recipes"
+SRC = ROOT / "src"
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 
 
@@ -50,8 +50,10 @@ def functions() -> str:
     used = defaultdict(set)
     for recipe in RECIPES:
         for node in ast.walk(ast.parse(recipe.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("accelerate_recipes."):
-                folder = LIBRARY.joinpath(*node.module.split(".")[1:])
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                ("accelerate_recipes.", "chess_games.")
+            ):
+                folder = SRC.joinpath(*node.module.split("."))
                 names = {alias.name for alias in node.names if not (folder / f"{alias.name}.py").is_file()}
                 used[node.module] |= {name for name in names if not name.endswith("Args")}
     parts = []

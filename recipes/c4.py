@@ -23,10 +23,9 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.data.mixed_text import MixedTextArgs, join_sources, make_text_loader, measured, read_validation
+from accelerate_recipes.data.mixture import titled
 from accelerate_recipes.data.packing import collate
 from accelerate_recipes.data.rows import make_eval_loader
-from accelerate_recipes.data.token_shards import is_pretokenized
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.life.picture import Bars
 from accelerate_recipes.losses import LossOfSources, check_document_mask, count_next_tokens, next_token_loss_fn
@@ -34,13 +33,15 @@ from accelerate_recipes.metrics import Flops, flops_per_token
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import KERNELS
 from accelerate_recipes.models.configurations import Architecture, check_belong_together, new_config
-from accelerate_recipes.models.generation import generate_texts
+from accelerate_recipes.models.generation import KEPT, generate_texts, tell_left_out
 from accelerate_recipes.models.loading import load_model, new_model
+from accelerate_recipes.models.positions import check_length
 from accelerate_recipes.models.tokenizers import load_tokenizer, make_or_resume, new_bpe_tokenizer
-from accelerate_recipes.optim import multiply_in_phases
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
+from accelerate_recipes.text.mixed_text import MixedTextArgs, join_sources, make_text_loader, measured, read_validation
+from accelerate_recipes.text.token_shards import is_pretokenized
 from accelerate_recipes.trial import Trial, packed_trial
 
 TOKENIZER_TEXTS = 20_000  # number of documents that train a new tokenizer
@@ -76,7 +77,7 @@ def requirements(args: Args) -> Requirements:
         models=[args.base_model],
         tokenizers=[args.tokenizer_name],
         datasets=[
-            need for one in args.alone for need in one.text_datasets(training=not is_pretokenized(one.pretokenize))
+            need for one in args.sources for need in one.text_datasets(training=not is_pretokenized(one.pretokenize))
         ],
         new_model=(lambda: make_model(args)) if args.from_scratch else None,
     )
@@ -102,8 +103,10 @@ def main(args: Args) -> None:
     else:
         vocab_size = new_config(args, max_length=args.longest_row).vocab_size
         tokenizer = make_or_resume(
-            lambda: new_bpe_tokenizer(islice(args.train_texts(), TOKENIZER_TEXTS), vocab_size), run.resumed_from
+            lambda: new_bpe_tokenizer(islice(args.texts_in_turns(), TOKENIZER_TEXTS), vocab_size), run.resumed_from
         )
+    if args.base_model:
+        check_length(args.base_model, args.longest_row)
     train_loader = make_text_loader(args, tokenizer, run.rank, run.world_size, run.data_rank, run.data_world_size)
     parts = on_first_rank(lambda: read_validation(args, tokenizer))  # by source
     validation = join_sources(parts)
@@ -111,32 +114,32 @@ def main(args: Args) -> None:
         name: make_eval_loader(part.rows, args, run.data_rank, run.data_world_size, collate_fn=collate)
         for name, part in parts.items()
     }
-    evaluated = {f"Evaluation, {name}" if name else "Evaluation": some for name, some in validation_loaders.items()}
+    evaluated = {titled("Evaluation", name): some for name, some in validation_loaders.items()}
     run.show_rows(tokenizer, train_loader.first | evaluated)
 
     # Model
     model = make_model(args, tokenizer)
-    check_belong_together(model.config, tokenizer, args.longest_row)
+    tell_left_out(run.print, model, KEPT)
+    check_belong_together(model.config, tokenizer)
 
     def flops_fn(model: transformers.PreTrainedModel) -> Flops:
         flops = flops_per_token(model, validation.rows.attended_length, args.max_length)
         return flops._replace(last_step=args.steps_alike)
 
     run.prepare(model, tokenizer, total_steps=train_loader.num_steps(), flops_fn=flops_fn)
-    multiply_in_phases(run.scheduler, args.read.lr_factors(run.total_steps))
     if args.document_mask:
         check_document_mask(run.model, run.accelerator.device)
     run.print(
-        f"Data: {len(train_loader.source.shards):,} shards, in rows of {args.max_length} tokens; validation on "
+        f"Data: {len(train_loader.shards):,} shards, in rows of {args.max_length} tokens; validation on "
         f"{len(validation.rows):,} rows, {validation.bytes_per_token:.2f} bytes per token"
         f"{validation.note_of_controls(tokenizer)}"
-        f"{args.text_note(train_loader.source.shards)}{train_loader.workers_note}"
+        f"{args.sources[0].text_note(train_loader.shards)}{train_loader.workers_note}"
     )
     for line in train_loader.described(run.total_steps):
         run.print(line)
 
     # Training and evaluation
-    loss_fn, loss = next_token_loss_fn(args.whole_logits), LossOfSources(args.whole_logits, args.read.names)
+    loss_fn, loss = next_token_loss_fn(args.whole_logits), LossOfSources(args.whole_logits, args.mix.names)
 
     def evaluate_fn(step: int) -> dict[str, float]:
         losses = {
@@ -169,7 +172,7 @@ def main(args: Args) -> None:
         return Result("\n".join(lines), Bars(bars, "What a byte of text costs", "bits per byte"))
 
     begin = f"{args.model_name_or_path}, pretrained further" if args.model_name_or_path else "A new model, pretrained"
-    finish(run, records, f"{begin} on text from {args.text_source}.", result)
+    finish(run, records, f"{begin} on text from {args.text_sources}.", result)
 
 
 if __name__ == "__main__":

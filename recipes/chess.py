@@ -20,9 +20,6 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.chess import rules
-from accelerate_recipes.chess.games import GamesArgs, prepare_games
-from accelerate_recipes.chess.next_moves import NextMoves
 from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.data.prepared import prepared_rows
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps
@@ -33,12 +30,16 @@ from accelerate_recipes.metrics import flops_per_token
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.attention import KERNELS
 from accelerate_recipes.models.configurations import Architecture, check_belong_together, new_config
+from accelerate_recipes.models.generation import KEPT, tell_left_out
 from accelerate_recipes.models.loading import load_model, new_model
 from accelerate_recipes.models.positions import check_length
 from accelerate_recipes.models.tokenizers import load_tokenizer, new_word_tokenizer
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
 from accelerate_recipes.trial import Trial, packed_trial
+from chess_games import rules
+from chess_games.games import GamesArgs, prepare_games
+from chess_games.next_moves import NextMoves
 
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 
@@ -79,7 +80,7 @@ def make_model(args: Args, tokenizer: PreTrainedTokenizerBase) -> transformers.P
         return load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
     words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     config = new_config(args, tokenizer, args.max_length, **words)
-    check_belong_together(config, tokenizer, args.max_length)
+    check_belong_together(config, tokenizer)
     return new_model(config, args.attn_implementation, args.param_dtype)
 
 
@@ -112,6 +113,7 @@ def main(args: Args) -> None:
     total_steps = num_steps(args, len(train_rows))
     lengths = train_rows.attended_length, args.max_length
     model = make_model(args, tokenizer)
+    tell_left_out(run.print, model, KEPT)
     run.prepare(model, tokenizer, total_steps=total_steps, flops_fn=lambda model: flops_per_token(model, *lengths))
     if args.document_mask:
         check_document_mask(run.model, run.accelerator.device)

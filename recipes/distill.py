@@ -16,26 +16,27 @@ from dataclasses import dataclass
 
 import trl
 
-from accelerate_recipes.data.formats import FormatArgs
+from accelerate_recipes.conversations.distillation import (
+    DistillArgs,
+    DistillationLoss,
+    check_vocabularies,
+    distilled_trial,
+    frozen_args,
+    mean_divergences,
+    with_access,
+)
+from accelerate_recipes.conversations.formats import FormatArgs
+from accelerate_recipes.conversations.heads import check_hidden_suffices
+from accelerate_recipes.conversations.own_answers import OwnAnswers, prepare_to_answer
+from accelerate_recipes.conversations.settings import make_model, set_up_by_trl
+from accelerate_recipes.conversations.supervised_loss import nll_sum
+from accelerate_recipes.conversations.trained_rows import compare_finished
 from accelerate_recipes.data.rows import num_steps
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.life.picture import Curves
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.distillation import (
-    DistillArgs,
-    DistillationLoss,
-    check_vocabularies,
-    distilled_trial,
-    make_teacher,
-    mean_divergences,
-    with_access,
-)
-from accelerate_recipes.posttraining.own_answers import OwnAnswers, prepare_to_answer
-from accelerate_recipes.posttraining.settings import make_model, set_up_by_trl
-from accelerate_recipes.posttraining.supervised_loss import nll_sum
-from accelerate_recipes.posttraining.trained_rows import compare_finished
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start
 from accelerate_recipes.trial import Trial
@@ -62,14 +63,15 @@ def main(args: Args) -> None:
     names = args.model_name_or_path, args.teacher_model_name_or_path
     tokenizer = load_tokenizer(names[0])
     check_vocabularies(tokenizer, load_tokenizer(names[1]), names)
+    check_hidden_suffices(names)
     model = make_model(args)
     run.adapter = add_adapters(model, args)
-    base_stops = set_up_by_trl(args, model, tokenizer)
+    base_stops = set_up_by_trl(args, model, tokenizer, ("log_probs",))
 
     # Rows as the student reads them
     args.settle_date(tokenizer)
     rows, prompts = prepare_to_answer(run, model, tokenizer, base_stops)
-    own = OwnAnswers(run, tokenizer, rows, model.config, prompts) if args.lmbda else None
+    own = OwnAnswers(run, tokenizer, rows, model, prompts) if args.lmbda else None
     run.show_rows(tokenizer, rows.first, rows.num_targets, rows.counts)
     run.print(
         f"Data: {len(rows.train):,} rows to train on, {len(rows.heldout):,} held out; the student draws {args.lmbda:.0%} of "
@@ -78,7 +80,7 @@ def main(args: Args) -> None:
 
     # Training and evaluation
     run.prepare(with_access(model), tokenizer, num_steps(args, len(rows.train)))
-    teacher = make_teacher(args)
+    teacher = with_access(make_model(frozen_args(args)))
     loss = DistillationLoss(args, model.config, teacher.config)
     loss.use_teacher(run.shard_reference(teacher))
     loader, heldout_loader = rows.make_loader(lengths=None if own else rows.lengths), rows.make_heldout_loader()

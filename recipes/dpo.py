@@ -19,14 +19,10 @@ import trl
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.checkpoint.exported import as_exported
-from accelerate_recipes.data.chats import check_written, without_controls
-from accelerate_recipes.data.formats import DPO, PAIR, FormatArgs
-from accelerate_recipes.engine import train
-from accelerate_recipes.life.picture import Bars, Curves
-from accelerate_recipes.models.adapters import add_adapters
-from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.preferences import (
+from accelerate_recipes.conversations.chats import check_written, without_controls
+from accelerate_recipes.conversations.exported import as_exported
+from accelerate_recipes.conversations.formats import DPO, PAIR, FormatArgs
+from accelerate_recipes.conversations.preferences import (
     DPOArgs,
     PairLoss,
     evaluate_pairs,
@@ -34,11 +30,15 @@ from accelerate_recipes.posttraining.preferences import (
     preference_trial,
     to_pairs,
 )
-from accelerate_recipes.posttraining.settings import add_loss_by_trl, make_model, stops_of_run
-from accelerate_recipes.posttraining.trained_pairs import compare_pairs, count_pairs, prepare_preferences
-from accelerate_recipes.posttraining.trained_rows import compare_finished, tell_of_prompts
-from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
-from accelerate_recipes.ranks import on_first_of_machine_before_others
+from accelerate_recipes.conversations.settings import add_loss_by_trl, make_model, stops_of_run
+from accelerate_recipes.conversations.trained_pairs import compare_pairs, count_pairs, prepare_preferences
+from accelerate_recipes.conversations.trained_rows import compare_finished
+from accelerate_recipes.conversations.whole_steps import WholeSteps, num_whole_steps
+from accelerate_recipes.engine import train
+from accelerate_recipes.life.picture import Bars, Curves
+from accelerate_recipes.models.adapters import add_adapters
+from accelerate_recipes.models.tokenizers import load_tokenizer
+from accelerate_recipes.ranks import local_main_process_first
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start
 from accelerate_recipes.trial import Trial
@@ -70,7 +70,7 @@ def load_pairs(
     """
     rows, pairs = args.read_rows_for(tokenizer), {}
     for name, side in rows.items():
-        source, said = args.sources[name], ("prompt", "completion", *PAIR)
+        source, said = args.origins[name], ("prompt", "completion", *PAIR)
         rows[name] = without_controls(side, said, tokenizer, stops, source, args.control_tokens)
         pairs[name] = to_pairs(rows[name], source, args.min_score_margin)
         check_written(pairs[name], ("prompt", *PAIR), tokenizer, f"{source}, pair", args.template_date)
@@ -94,8 +94,7 @@ def main(args: Args) -> None:
     stops = stops_of_run(model, tokenizer)
     base_stops = add_loss_by_trl(args, model, tokenizer, outputs_of_loss(args))
     loss = PairLoss(args, model.config, run.accelerator)
-    pairs, num_rows, left_out = on_first_of_machine_before_others(lambda: load_pairs(args, tokenizer, stops))
-    tell_of_prompts(run, pairs, tokenizer)
+    pairs, num_rows, left_out = local_main_process_first(lambda: load_pairs(args, tokenizer, stops))
 
     # Pairs as the model reads them
     rows = prepare_preferences(run, loss, pairs, tokenizer)

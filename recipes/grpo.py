@@ -17,21 +17,21 @@ from dataclasses import dataclass
 import trl
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.chats import ChatArgs
+from accelerate_recipes.conversations.answers import GRPOArgs, give_model_to_trl, rows_of_prompts
+from accelerate_recipes.conversations.answers_trial import answers_trial
+from accelerate_recipes.conversations.chats import ChatArgs
+from accelerate_recipes.conversations.evaluation import HeldoutAnswers
+from accelerate_recipes.conversations.prompts import clean_prompts, end_of_prompt, load_prompts
+from accelerate_recipes.conversations.rewards import load_rewards, reward_problems, tell_of_rewards
+from accelerate_recipes.conversations.settings import make_model, trl_config
+from accelerate_recipes.conversations.trained_rows import compare_finished
+from accelerate_recipes.conversations.whole_steps import WholeSteps, num_whole_steps
 from accelerate_recipes.engine import train
 from accelerate_recipes.life.picture import Bars, Curves
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.generation import Sampling
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.answers import GRPOArgs, RewardTrainer, give_model_to_trl, rows_of_prompts
-from accelerate_recipes.posttraining.answers_trial import answers_trial
-from accelerate_recipes.posttraining.evaluation import HeldoutAnswers
-from accelerate_recipes.posttraining.prompts import clean_prompts, end_of_prompt, load_prompts
-from accelerate_recipes.posttraining.rewards import load_rewards, reward_problems
-from accelerate_recipes.posttraining.settings import make_model, trl_config
-from accelerate_recipes.posttraining.trained_rows import compare_finished
-from accelerate_recipes.posttraining.whole_steps import WholeSteps, num_whole_steps
-from accelerate_recipes.ranks import on_first_of_machine_before_others
+from accelerate_recipes.ranks import local_main_process_first
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.report.samples import Samples
 from accelerate_recipes.run import Result, before_and_after, finish, start
@@ -65,7 +65,7 @@ def requirements(args: Args) -> Requirements:
 
 
 def trial(args: Args) -> Trial:
-    return answers_trial(args, args.max_completion_length)
+    return answers_trial(args)
 
 
 def main(args: Args) -> None:
@@ -75,17 +75,18 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args.model_name_or_path)
     args.settle_date(tokenizer)
     model = make_model(args)
-    rows, counts = on_first_of_machine_before_others(lambda: load_prompts(args, tokenizer, model))
+    rows, counts = local_main_process_first(lambda: load_prompts(args, tokenizer, model))
     columns = [name for name in rows["train"].column_names if name in rows["test"].column_names]
     begin = end_of_prompt(tokenizer, rows["test"][0]["prompt"], args.template_settings)
-    rewards = load_rewards(args.rewards, columns, begin)
+    rewards = load_rewards(args.rewards, columns, begin, tokenizer)
     heldout = rows["test"].select(range(min(len(rows["test"]), args.num_eval_prompts or len(rows["test"]))))
+    tell_of_rewards(run, tokenizer, {"train": rows["train"], "evaluate": heldout}, rewards)
     prompts, shown = clean_prompts(run, {"train": rows["train"], "test": heldout}, tokenizer).values()
 
     # Trainer, which draws and scores answers
     run.adapter = add_adapters(model, args)
     config, given = trl_config(run, trl.GRPOConfig), {"reward_funcs": rewards, "train_dataset": prompts}
-    trainer = give_model_to_trl(RewardTrainer, run, config, model, tokenizer, **given)
+    trainer = give_model_to_trl(run, config, model, tokenizer, **given)
     read = rows_of_prompts(trainer, prompts, shown)
     trainer.compare(prompts)
     run.show_rows(tokenizer, read.first, len(prompts), counts)
@@ -104,11 +105,11 @@ def main(args: Args) -> None:
     loader = read.make_loader(order_class=WholeSteps)
 
     def evaluate_fn(step: int) -> dict[str, float]:
-        drawn = answers.evaluate(step, Sampling(args.temperature, args.seed))
+        drawn = answers.evaluate(step, Sampling(args.temperature, args.seed, settings=args.sampling))
         return answers.evaluate(step) | {f"sampled_{name}": value for name, value in drawn.items()}
 
     loss_fn, count_fn, draw_fn = trainer.sum_and_count, trainer.count_parts, trainer.draw
-    functions = {"draw_fn": draw_fn, "values_fn": trainer.values, "mark_fn": trainer.mark}
+    functions = {"draw_fn": draw_fn, "values_fn": trainer.values, "mark_fn": trainer.mark, "by_norm_alone": True}
     records = train(run, loader, loss_fn=loss_fn, count_fn=count_fn, evaluate_fn=evaluate_fn, **functions)
 
     # Result

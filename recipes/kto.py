@@ -18,19 +18,25 @@ from typing import Any
 import trl
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.formats import LABEL
-from accelerate_recipes.data.judged import JudgedArgs
+from accelerate_recipes.conversations.formats import LABEL
+from accelerate_recipes.conversations.objective import reference_of
+from accelerate_recipes.conversations.settings import AnswerArgs, TrainerArgs, make_model, set_up_by_trl
+from accelerate_recipes.conversations.supervised import prepare_supervised
+from accelerate_recipes.conversations.trained_rows import compare_finished
+from accelerate_recipes.conversations.unpaired import (
+    JudgedArgs,
+    UnpairedLoss,
+    advice_on_weights,
+    check_foreign_rows,
+    make_loaders,
+    unpaired_trial,
+)
+from accelerate_recipes.conversations.whole_steps import num_whole_steps
 from accelerate_recipes.engine import train
 from accelerate_recipes.errors import that_apply
 from accelerate_recipes.life.picture import Curves
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.objective import reference_of
-from accelerate_recipes.posttraining.settings import TrainerArgs, make_model, set_up_by_trl
-from accelerate_recipes.posttraining.supervised import prepare_supervised
-from accelerate_recipes.posttraining.trained_rows import AnswerArgs, compare_finished
-from accelerate_recipes.posttraining.unpaired import UnpairedLoss, advice_on_weights, make_loaders, unpaired_trial
-from accelerate_recipes.posttraining.whole_steps import num_whole_steps
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start
 from accelerate_recipes.trial import Trial
@@ -85,13 +91,15 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args.model_name_or_path)
     model = make_model(args)
     run.adapter = add_adapters(model, args)
-    base_stops = set_up_by_trl(args, model, tokenizer)
     loss = UnpairedLoss(args, model.config)
+    base_stops = set_up_by_trl(args, model, tokenizer, loss.outputs)
 
     # Rows as the model reads them
     args.settle_date(tokenizer)
     rows = prepare_supervised(run, model, tokenizer, base_stops)
-    labels = rows.train[LABEL]
+    if loss.has_kl:
+        check_foreign_rows(args, model.config, rows)
+    labels = rows.train.documents.select(rows.train.order)[LABEL]
     run.print(
         f"Data: {len(labels):,} answers to train on, {sum(labels):,} of them good; {len(rows.heldout):,} held out"
         f"{advice_on_weights(args, sum(labels), len(labels))}"

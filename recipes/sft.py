@@ -18,19 +18,16 @@ from pathlib import Path
 import trl
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.formats import FormatArgs
+from accelerate_recipes.conversations.formats import FormatArgs
+from accelerate_recipes.conversations.mixtures import prepare_sources
+from accelerate_recipes.conversations.settings import AnswerArgs, NewModelArgs, make_or_load_model, set_up_by_trl
+from accelerate_recipes.conversations.supervised_loss import SupervisedLoss, flops_of_rows, supervised_trial
+from accelerate_recipes.conversations.trained_rows import compare_finished
 from accelerate_recipes.data.mixture import MixtureArgs
-from accelerate_recipes.engine import evaluate_loss, train
+from accelerate_recipes.engine import train
 from accelerate_recipes.errors import that_apply
-from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.optim import multiply_in_phases
-from accelerate_recipes.posttraining.mixtures import evaluate_sources, prepare_sources
-from accelerate_recipes.posttraining.settings import NewModelArgs, make_or_load_model, set_up_by_trl
-from accelerate_recipes.posttraining.supervised import prepare_supervised
-from accelerate_recipes.posttraining.supervised_loss import SupervisedLoss, flops_of_rows, nll_sum, supervised_trial
-from accelerate_recipes.posttraining.trained_rows import TEMPLATES, AnswerArgs, compare_finished
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
 from accelerate_recipes.trial import Trial
@@ -60,14 +57,14 @@ class Args(MixtureArgs, FormatArgs, AnswerArgs, NewModelArgs, trl.SFTConfig):
         return self.padding_free or (self.packing and self.packing_strategy != "wrapped")
 
     def problems(self, world_size: int) -> list[str]:
-        adds_rows = self.use_peft and self.template_model
+        adds_rows = self.new_tokens and self.use_peft and self.template_model
+        is_cut = self.padding_free and not self.packing and self.max_length
         is_wrong = "" in self.new_tokens or len({*self.new_tokens}) < len(self.new_tokens)
         problems = {
             f"--chat_template_path {self.chat_template_path} is a model, whose tokens trl would add to the embedding after "
-            "--use_peft has chosen the rows of --new_tokens; give the template as a .jinja file": self.new_tokens
-            and adds_rows,
-            f"--padding_free without --packing would not cut rows at --max_length {self.max_length}; add --packing, or "
-            "remove --padding_free": self.padding_free and not self.packing and self.max_length,
+            "--use_peft has chosen the rows of --new_tokens; give the template as a .jinja file": adds_rows,
+            f"--padding_free without --packing would not cut rows at --max_length {self.max_length}; "
+            "give --max_length none, add --packing, or remove --padding_free": is_cut,
             f"--new_tokens has an empty token, or one twice: {', '.join(map(repr, self.new_tokens))}": is_wrong,
         }
         return super().problems(world_size) + that_apply(problems)
@@ -76,14 +73,14 @@ class Args(MixtureArgs, FormatArgs, AnswerArgs, NewModelArgs, trl.SFTConfig):
     def template_model(self) -> str:
         """Name or folder of the model whose chat template is used; empty if --chat_template_path is a file, or empty."""
         path = self.chat_template_path or ""
-        return "" if path.endswith(TEMPLATES) or Path(path).is_file() else path
+        return "" if path.endswith(self.templates) or Path(path).is_file() else path
 
 
 def requirements(args: Args) -> Requirements:
     return Requirements(
         models=[args.base_model],
         tokenizers=[args.tokenizer_name, args.template_model],
-        datasets=[need for source in args.alone for need in source.row_datasets],
+        datasets=[need for source in args.sources for need in source.row_datasets],
         new_model=args.new_model if args.from_scratch else None,
     )
 
@@ -100,33 +97,29 @@ def main(args: Args) -> None:
     tokenizer.add_tokens(args.new_tokens, special_tokens=True)
     model, new_tokens = make_or_load_model(args, tokenizer, args.new_tokens)
     run.adapter = add_adapters(model, args, new_tokens)
-    base_stops = set_up_by_trl(args, model, tokenizer)
-    loss = SupervisedLoss(args, model.config, args.read.names)
+    loss = SupervisedLoss(args, model.config, args.mix.names)
+    base_stops = set_up_by_trl(args, model, tokenizer, loss.outputs)
 
     # Rows as the model reads them
     args.settle_date(tokenizer)
-    prepare = prepare_sources if args.mixture else prepare_supervised
-    rows = prepare(run, model, tokenizer, base_stops)
+    rows = prepare_sources(run, model, tokenizer, base_stops)
     run.show_rows(tokenizer, rows.first, rows.num_targets, rows.counts)
     num_train, num_heldout = rows.num_read["train"], rows.num_read["test"]
     run.print(
         f"Data: {num_train:,} rows to train on, {num_heldout:,} held out; {len(rows.train):,} sequences of at most "
         f"{args.max_length} tokens"
     )
-    loader, heldout_loader = rows.make_loader(lengths=rows.lengths), rows.make_heldout_loader()
+    loader, heldout_loader = rows.make_loader(), rows.make_heldout_loader()
 
     # Training and evaluation
     num_targets = (rows.num_targets * rows.visits).sum()
-    run.prepare(model, tokenizer, rows.num_steps(), flops_of_rows(args, rows.train, num_targets, rows.visits))
-    multiply_in_phases(run.scheduler, args.read.lr_factors(run.total_steps))
+    run.prepare(model, tokenizer, rows.table.num_steps(), flops_of_rows(args, rows.tables, num_targets, rows.visits))
 
     def evaluate_fn(step: int) -> dict[str, float]:
-        if args.mixture:
-            return evaluate_sources(run, heldout_loader, args.read.names)
-        return {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, nll_sum, count_next_tokens)}
+        return loss.evaluate(run, heldout_loader)
 
     def values_fn(step: int) -> dict[str, float]:
-        return loss.values(step) | rows.seen(step)
+        return loss.values(step) | rows.table.seen(step)
 
     loss_fn, count_fn, mark_fn = loss.sum_parts, loss.count_parts, loss.gathered.mark
     records = train(
@@ -134,7 +127,7 @@ def main(args: Args) -> None:
     )
 
     # Result
-    sources = ", ".join(source.source for source in args.alone)
+    sources = ", ".join(source.source for source in args.sources)
     description = f"{args.base_model or 'A new model'}, fine-tuned on {num_train:,} rows of {sources}."
     finish(run, records, description)
     compare_finished(run)

@@ -14,19 +14,19 @@ from dataclasses import dataclass
 import trl
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.checkpoint.processor_files import processor_files
-from accelerate_recipes.data.image_rows import ImageRowArgs
+from accelerate_recipes.conversations.settings import AnswerArgs, TrainerArgs, set_up_by_trl
+from accelerate_recipes.conversations.supervised_loss import SupervisedLoss, nll_sum
+from accelerate_recipes.conversations.trained_rows import compare_finished
 from accelerate_recipes.data.rows import num_steps
 from accelerate_recipes.engine import evaluate_loss, train
+from accelerate_recipes.images.image_rows import ImageRowArgs
+from accelerate_recipes.images.pictures import processor_files, renderer_of
+from accelerate_recipes.images.supervised_images import flops_with_images, prepare_with_images
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.models.adapters import add_adapters
+from accelerate_recipes.models.image_probe import tiny_of_text
 from accelerate_recipes.models.images import ImageModelArgs, images_and_text, load_image_model
 from accelerate_recipes.models.processors import load_image_tokenizer, load_processor
-from accelerate_recipes.models.shared_rows import balance_weight
-from accelerate_recipes.posttraining.settings import TrainerArgs, set_up_by_trl
-from accelerate_recipes.posttraining.supervised_images import flops_with_images, prepare_with_images
-from accelerate_recipes.posttraining.supervised_loss import SupervisedLoss, nll_sum
-from accelerate_recipes.posttraining.trained_rows import AnswerArgs, compare_finished
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
 from accelerate_recipes.trial import NotSimulatedError, Trial
@@ -63,10 +63,7 @@ class Args(ImageRowArgs, AnswerArgs, ImageModelArgs, TrainerArgs, trl.SFTConfig)
         return True
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size) + self.image_model_problems()
-        if self.packing and not self.max_length:
-            found.append("--packing fills rows of --max_length tokens, which is none; give a number")
-        return found
+        return super().problems(world_size) + self.image_model_problems()
 
 
 def requirements(args: Args) -> Requirements:
@@ -88,11 +85,11 @@ def main(args: Args) -> None:
     tokenizer = load_image_tokenizer(args.model_name_or_path)
     model = load_image_model(args)
     run.adapter = add_adapters(model, args)
-    base_stops = set_up_by_trl(args, model, tokenizer)
-    processor = load_processor(args.model_name_or_path, tokenizer, args.image_max_pixels)
-    if balance_weight(model.config, None):
-        run.print("Experts are not balanced: the tokens of blank images would count")
     loss = SupervisedLoss(args, model.config)
+    base_stops = set_up_by_trl(args, model, tokenizer, loss.outputs, tiny_of_text)
+    processor = load_processor(args.model_name_or_path, tokenizer, args.image_max_pixels)
+    if getattr(model.config.get_text_config(), "router_aux_loss_coef", 0):
+        run.print("Experts are not balanced: the tokens of blank images would count")
 
     # Rows as the model reads them
     args.settle_date(tokenizer)
@@ -119,9 +116,8 @@ def main(args: Args) -> None:
     )
 
     # Result
-    description = f"{args.base_model}, fine-tuned on {num_train:,} rows with images of {args.source}."
-    finish(run, records, description)
-    compare_finished(run)
+    finish(run, records, f"{args.base_model}, fine-tuned on {num_train:,} rows with images of {args.source}.")
+    compare_finished(run, with_images=renderer_of)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,6 @@ from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data import PAD_MULTIPLE
 from accelerate_recipes.data.prepared import prepared_rows
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps, permutation
-from accelerate_recipes.data.text_metrics import GenerationArgs, TextMetrics
-from accelerate_recipes.data.text_pairs import PairArgs, Pairs, prepare_pairs, source_texts
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.errors import ConfigError
@@ -42,14 +40,16 @@ from accelerate_recipes.models.encoder_decoders import (
     load_encoder_decoder,
     new_encoder_decoder,
 )
-from accelerate_recipes.models.generation import generate_texts
+from accelerate_recipes.models.generation import generate_texts, settings_alone, tell_left_out
 from accelerate_recipes.models.loading import ENCODER_DECODERS
 from accelerate_recipes.models.positions import check_length
 from accelerate_recipes.models.tokenizers import load_tokenizer, make_or_resume, new_bpe_tokenizer
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
-from accelerate_recipes.trial import Trial, pairs_trial
+from accelerate_recipes.text.text_metrics import GenerationArgs, TextMetrics
+from accelerate_recipes.text.text_pairs import PairArgs, Pairs, pairs_trial, prepare_pairs, source_texts
+from accelerate_recipes.trial import Trial
 
 ATTENTION = ["sdpa", "eager"]
 METRICS = Path(__file__).parent / "metrics/texts.py"
@@ -156,8 +156,9 @@ def main(args: Args) -> None:
     # Model
     model = make_model(args, tokenizer)
     generation = args.generation(args.max_target_length)
-    # early_stopping is an option of beam search. A model that sets it would contradict greedy search.
-    model.generation_config.update(**generation, early_stopping=False)
+    tell_left_out(run.print, model, "the export has those of the evaluation")
+    model.generation_config = settings_alone(model.generation_config)
+    model.generation_config.update(**generation)
     lengths = train_pairs.num_tokens("source"), train_pairs.num_tokens("target")
     total_steps = num_steps(args, len(train_pairs))
     run.prepare(model, tokenizer, total_steps=total_steps, flops_fn=lambda model: flops_per_target(model, *lengths))

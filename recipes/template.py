@@ -1,4 +1,4 @@
-"""Train a BERT to label texts: the smallest complete recipe. docs/your-recipe.md builds it step by step.
+"""Train a BERT to label texts: the smallest complete recipe. docs/your-recipe.md explains it part by part.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --num_processes 8 recipes/template.py \\
         --train_files my_texts.jsonl
@@ -20,9 +20,9 @@ from accelerate_recipes.data.prepared import content_of
 from accelerate_recipes.data.rows import RowLoader, Rows, StepLoader, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.engine import Batch, evaluate_loss, train
 from accelerate_recipes.models.adapters import load_settings
-from accelerate_recipes.models.loading import load_classifier
+from accelerate_recipes.models.classifiers import classifier_tokenizer, load_classifier
 from accelerate_recipes.models.pretrained import Kind, read_tokenizer
-from accelerate_recipes.ranks import on_first_of_machine_before_others
+from accelerate_recipes.ranks import local_main_process_first
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Run, finish, start
 
@@ -49,10 +49,10 @@ def make_row(tokenizer: PreTrainedTokenizerBase, args: Args, labels: list[str], 
 
 def make_data(run: Run[Args]) -> tuple[PreTrainedTokenizerBase, StepLoader, RowLoader, list[str]]:
     args, place = run.args, (run.args, run.data_rank, run.data_world_size)
-    tokenizer = read_tokenizer(args.model_name_or_path)
-    tables = on_first_of_machine_before_others(args.read_rows)
+    tokenizer = classifier_tokenizer("AutoModelForSequenceClassification", args.model_name_or_path, args.max_length)
+    tables = local_main_process_first(args.read_rows)
     for part, table in tables.items():
-        check_texts_or_messages(table, ["text", "label"], args.sources[part])
+        check_texts_or_messages(table, ["text", "label"], args.origins[part])
     labels = class_names(label for table in tables.values() for label in table["label"])
     make = partial(make_row, tokenizer, args, labels)
     rows = {part: Rows(table, make) for part, table in args.sides(tables, "text").items()}
@@ -66,7 +66,7 @@ def make_model(args: Args, labels: list[str]) -> transformers.PreTrainedModel:
 
 
 def predict(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
+    return model(**{name: value for name, value in batch.items() if name not in ("labels", "row")}).logits.float()
 
 
 def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

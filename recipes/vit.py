@@ -22,20 +22,10 @@ from pathlib import Path
 import transformers
 
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.data.image_streams import ImageShards, ImageStreams
-from accelerate_recipes.data.images import ImageArgs, Images, collate_images, load_images
 from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.engine import train
-from accelerate_recipes.life.picture import Bars, Curves
-from accelerate_recipes.losses import count_labels
-from accelerate_recipes.models.adapters import load_settings
-from accelerate_recipes.models.configurations import Architecture
-from accelerate_recipes.ranks import on_first_rank
-from accelerate_recipes.recipe import Requirements, run_recipe
-from accelerate_recipes.run import Result, finish, start
-from accelerate_recipes.trial import Trial
-from accelerate_recipes.vision.classifiers import (
-    IMAGES,
+from accelerate_recipes.images.classifiers import (
+    IMAGE_CLASSIFIER,
     LAYERS,
     flops_per_image,
     image_loss,
@@ -47,7 +37,17 @@ from accelerate_recipes.vision.classifiers import (
     new_image_processor,
     new_vision_config,
 )
-from accelerate_recipes.vision.image_metrics import ImageEvaluation
+from accelerate_recipes.images.image_metrics import ImageEvaluation
+from accelerate_recipes.images.image_streams import ImageShards, ImageStreams
+from accelerate_recipes.images.labelled import ImageArgs, Images, collate_images, load_images
+from accelerate_recipes.life.picture import Bars, Curves
+from accelerate_recipes.losses import count_labels
+from accelerate_recipes.models.adapters import load_settings
+from accelerate_recipes.models.configurations import Architecture
+from accelerate_recipes.ranks import on_first_rank
+from accelerate_recipes.recipe import Requirements, run_recipe
+from accelerate_recipes.run import Result, finish, start
+from accelerate_recipes.trial import Trial
 
 METRIC = Path(__file__).parent / "metrics" / "image_classes.py"
 MOST_NAMED = 12  # largest number of classes that the printed result names
@@ -55,7 +55,7 @@ MOST_NAMED = 12  # largest number of classes that the printed result names
 
 @dataclass
 class Args(ImageArgs, TrainArgs, Architecture):
-    kind = IMAGES
+    kind = IMAGE_CLASSIFIER
 
     output_dir: str = "outputs/vit"
     model_name_or_path: str = arg(
@@ -73,7 +73,7 @@ class Args(ImageArgs, TrainArgs, Architecture):
 def requirements(args: Args) -> Requirements:
     return Requirements(
         models=[args.base_model],
-        kind=IMAGES,
+        kind=IMAGE_CLASSIFIER,
         datasets=args.row_datasets,
         new_model=(lambda: make_model(args, ["one", "other"])) if args.from_scratch else None,
     )
@@ -126,7 +126,7 @@ def main(args: Args) -> None:
     run.prepare(make_model(args, names), processor, total_steps=total_steps, flops_fn=flops_fn)
     run.print(
         f"Data: {said} of {len(names):,} classes to train on, {len(heldout_images):,} held out; "
-        f"{heldout_images.size} x {heldout_images.size} pixels{note}"
+        f"{' x '.join(map(str, heldout_images.size))} pixels{note}"
     )
 
     # Training and evaluation

@@ -27,7 +27,7 @@ export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
 main() {
     case ${1-} in -h | --help) usage; exit ;; esac
-    [[ -f slurm/submit.sh ]] || die "this is $PWD; run it from the folder that holds slurm/ and recipes/"
+    [[ -f slurm/submit.sh ]] || die "this is $PWD; run it from the folder that holds slurm/ and recipes/, without --chdir to another"
     SRUN_FLAGS=()
     if [[ -f slurm/site.sh ]]; then site=slurm/site.sh; else site=slurm/site.plain.sh; fi
     # shellcheck source=slurm/site.plain.sh
@@ -55,8 +55,8 @@ SWITCHES=" -h -H -k -O -Q -s -v -V -W --consolidate-segments --contiguous --excl
     --ignore-pbs --nice --no-kill --no-requeue --oom-kill-step --overcommit --oversubscribe --parsable --propagate --quiet
     --reboot --requeue --resv-ports --spread-job --stepmgr --test-only --usage --use-min-nodes --verbose --version --wait "
 # Flags that are read here, or refused.
-READ=(--array --cpus-per-task --gpus --gpus-per-node --gpus-per-socket --gpus-per-task --gres --nodes --signal --tres-per-task)
-declare -A LONG=([-a]=--array [-c]=--cpus-per-task [-G]=--gpus [-N]=--nodes)
+READ=(--array --chdir --cpus-per-task --gpus --gpus-per-node --gpus-per-socket --gpus-per-task --gres --nodes --signal --tres-per-task)
+declare -A LONG=([-a]=--array [-D]=--chdir [-c]=--cpus-per-task [-G]=--gpus [-N]=--nodes)
 
 # Puts the values of sbatch's flags into `asked`, under their long names: --nodes=4, --nodes 4, -N4, -N 4, -N=4.
 read_flags() { # FLAGS OF SBATCH
@@ -135,6 +135,7 @@ submit() {
     done
     read_flags "${flags[@]}"
     [[ -z ${asked[--array]} ]] || die "--array ${asked[--array]}: $NO_ARRAY"
+    [[ ${asked[--chdir]:-.} -ef . ]] || die "--chdir ${asked[--chdir]}: the job would not begin in $PWD, whose recipe and paths are checked; leave it out"
     [[ ${asked[--tres-per-task]:-} == *gpu* ]] || unset "asked[--tres-per-task]"
     for name in --gpus --gpus-per-socket --gpus-per-task --tres-per-task; do
         [[ -z ${asked[$name]:-} ]] || die "$name ${asked[$name]} leaves open how many each node has; give --gpus-per-node"
@@ -207,8 +208,9 @@ run() {
     say "job $SLURM_JOB_ID, restart $restart, on $SLURM_JOB_NODELIST${end:+ until $(date -d "@$end")}"
     say "on each node: accelerate launch $*"
     if ((stopping == 0)); then
-        srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none "${SRUN_FLAGS[@]}" \
-            bash -c "$per_node" "$OUTPUT_DIR" "$@" &
+        # Without --export, srun takes over that of sbatch, and the processes would lack what the site file has set.
+        srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none --export=ALL \
+            "${SRUN_FLAGS[@]}" bash -c "$per_node" "$OUTPUT_DIR" "$@" &
         pid=$!
         # A trap ends `wait` early, with another exit code: wait again until no trap ran meanwhile.
         while seen=$stopping; wait "$pid"; rc=$?; ((seen != stopping)); do :; done

@@ -23,11 +23,9 @@ CONFIGS = {
     "window 5": tiny_config("mistral", sliding_window=5, num_key_value_heads=4),
     "biases": tiny_config("qwen2"),
     "experts": tiny_config("mixtral"),
-    "both kinds of layer": tiny_config(
-        "gemma3_text", sliding_window=5, layer_types=["sliding_attention", "full_attention"]
-    ),
+    "both kinds of layer": tiny_config("gemma3_text", sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
     "learnt positions": tiny_config("gpt2", n_positions=300, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
-}
+}  # fmt: skip
 
 
 def positions(*rows: list[int]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from accelerate_recipes.args import Args, resolve
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.launch import requirements
 from accelerate_recipes.launch.checks import environment_problems, lever_problems
-from accelerate_recipes.launch.request import launch_environment
+from recipe_tools.request import launch_environment
 
 STRATEGIES = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
 RECIPES = sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.py"))
@@ -37,10 +37,7 @@ LEVERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "`--prefetch_layers 2`": ((), ("--prefetch_layers", "2")),
     "`--reduce_dtype bf16`": ((), ("--reduce_dtype", "bf16")),
     "`mixed_precision: no`, `--optim adamw_bf16_kahan`": (("--mixed_precision", "no"), ("--optim", "adamw_bf16_kahan")),
-    "`mixed_precision: bf16`, `--optim adamw_bf16_kahan`": (
-        ("--mixed_precision", "bf16"),
-        ("--optim", "adamw_bf16_kahan"),
-    ),
+    "`mixed_precision: bf16`, `--optim adamw_bf16_kahan`": (("--mixed_precision", "bf16"), ("--optim", "adamw_bf16_kahan")),
     "`--optim adafactor`": ((), ("--optim", "adafactor")),
     "`--optim adamw_8bit`": ((), ("--optim", "adamw_8bit")),
     "`--use_peft`": ((), ("--use_peft",)),
@@ -48,7 +45,7 @@ LEVERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "`--use_peft --load_in_4bit`": ((), ("--use_peft", "--load_in_4bit")),
     "`--use_peft --merge_adapter`": ((), ("--use_peft", "--merge_adapter")),
     "`--attn_implementation documents`": ((), ("--attn_implementation", "documents")),
-}
+}  # fmt: skip
 MACHINES = {"8 GPUs": 8, "2 CPU processes": 0}
 BASE = ("--model_name_or_path", "m", "--max_steps", "10", "--total_batch_size", "64")
 MORE = {
@@ -133,10 +130,8 @@ def by_pair() -> dict[tuple[str, str], list[str]]:
             continue
         said = []
         for strategy in ("fsdp_full", "single"):
-            alone = [
-                *strategy_problems(strategy, "8 GPUs", launch_1, flags_1),
-                *strategy_problems(strategy, "8 GPUs", launch_2, flags_2),
-            ]
+            alone = strategy_problems(strategy, "8 GPUs", launch_1, flags_1)
+            alone = [*alone, *strategy_problems(strategy, "8 GPUs", launch_2, flags_2)]
             together = strategy_problems(strategy, "8 GPUs", (*launch_1, *launch_2), (*flags_1, *flags_2))
             said.append([problem for problem in together if generic(problem) not in map(generic, alone)])
         separately = arguments("chess", flags_1, 8)[1] + arguments("chess", flags_2, 8)[1]
@@ -190,12 +185,10 @@ def generic(problem: str) -> str:
 
 
 INTRODUCTION = """\
-An empty cell can be combined, and so can a lever that has no row. = means that the lever changes nothing there: the
-strategy does the same already, or has nothing to change. A number is that of the refusal below, which comes before anything
-is loaded, and from `preflight` too. A recipe, a strategy and a lever together are refused if two of the three are. All
-recipes refuse `fsdp_long` except `chess.py`, `c4.py`, and `sft.py` with packed rows. These tables are not written by hand:
-`tests/combinations.py` asks the checks that refuse, and `make test` compares this page with their answers. The recipes are
-asked with a pretrained model."""
+An empty cell can be combined, and so can a lever that has no row. = means that the lever changes nothing there. A number is that
+of the refusal below, which comes before anything is loaded. A recipe, a strategy and a lever together are refused if two of the
+three are. All recipes refuse `fsdp_long` except `chess.py`, `c4.py`, and `sft.py` with packed rows. The checks themselves were
+asked, with a pretrained model."""
 
 
 NOTHING = "="
@@ -230,8 +223,10 @@ def escape(text: str) -> str:
 
 
 def table(corner: str, columns: list[str], rows: dict[str, list[str]]) -> list[str]:
+    """Write a table, with one row for all that have the same cells."""
     lines = [f"| {corner} | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
-    return lines + [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
+    alike = {"; ".join(name for name in rows if rows[name] == cells): cells for cells in rows.values()}
+    return lines + [f"| {names} | {' | '.join(cells)} |" for names, cells in alike.items()]
 
 
 def chapter() -> str:
@@ -257,7 +252,11 @@ def chapter() -> str:
     lines += ["### Lever and recipe", "", *table("", [f"`{name}.py`" for name in RECIPES], drop_empty(rows)), ""]
     pairs = {pair: notes.of(said) for pair, said in by_pair().items() if said}
     lines += ["### Two levers", "", "| one | other | refusal |", "|---|---|---|"]
-    lines += [f"| {one} | {other} | {numbers} |" for (one, other), numbers in pairs.items()]
+    alike = {
+        rest: "; ".join(a for (a, b), n in pairs.items() if (b, n) == rest)
+        for rest in zip((b for _, b in pairs), pairs.values(), strict=True)
+    }
+    lines += [f"| {ones} | {other} | {numbers} |" for (other, numbers), ones in alike.items()]
     mixed = {lever: notes.of(said) for lever, said in by_mixture().items() if said}
     lines += ["", "### Lever and mixture of experts", "", "| lever | refusal |", "|---|---|"]
     lines += [f"| {lever} | {numbers} |" for lever, numbers in mixed.items()]

@@ -5,8 +5,11 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
+from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +28,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Files that take long come first, so that the processes of `make test` and `make test-slow` end at about the same time.
 LONGEST = (
     "plan", "faults", "kubernetes_runs", "simulate", "epochs", "trainers", "equivalence", "conversations", "doctor", "mirror",
-    "adapters", "benchmarks", "levers", "chess", "site", "models_table", "readme", "t5", "sft_vlm", "grpo", "spikes", "c4", "dpo",
-    "distill", "attention", "streams", "kto", "kubernetes", "template", "mixtures", "image_models", "losses", "download",
+    "adapters", "decisions", "benchmarks", "levers", "chess", "site", "models_table", "readme", "t5", "sft_vlm", "grpo", "spikes", "c4", "dpo",
+    "distill", "decide", "attention", "streams", "kto", "kubernetes", "template", "mixtures", "image_models", "losses", "download",
     "distributed", "causal_models", "checkpoint", "push", "mixed_c4",
 )  # fmt: skip
 
@@ -91,6 +94,20 @@ def forks(request, fork_server):
 
 
 @pytest.fixture(scope="module")
+def run(request, forks, tmp_path_factory):
+    """Run the module's script with its `arguments` and more, once for all tests that ask for the same; return its output."""
+    arguments = request.getfixturevalue("arguments")
+
+    @cache
+    def output(*args: object, **options: object) -> Path:
+        out = tmp_path_factory.mktemp("run") / "out"
+        forks.succeed(out, *arguments, *args, **options)
+        return out
+
+    return output
+
+
+@pytest.fixture(scope="module")
 def killed_and_resumed(forks, tmp_path_factory):
     """Compare a run with one that has data workers, was killed in step 5, and was run again: their records are equal."""
     from helpers import IN_STEP_5, STEPS, TIMES, log_of, losses, read_metrics
@@ -112,44 +129,40 @@ def killed_and_resumed(forks, tmp_path_factory):
             different = {name for name in one if one[name] != other[name]}
             assert different <= TIMES, f"{different} at step {one['step']}"
         assert json.loads((out / "status.json").read_text())["state"] == "finished"
+        for file in (whole / "export").glob("**/*.safetensors"):
+            assert file.read_bytes() == (out / file.relative_to(whole)).read_bytes(), file.name
         return whole, out
 
     return run_both
 
 
 @pytest.fixture
-def excluded_and_skipped(forks, tmp_path):
-    """Compare a run that skips step 2 with one that excludes its rows; and, without `half` of them, one process with two."""
-    from helpers import CHILDREN, TIMES, losses, read_metrics
+def skips_a_step(forks, tmp_path):
+    """Compare a run that skips step 2 with one in which the optimizer does not make that step: its weights and its log."""
+    from helpers import CHILDREN, TIMES, read_metrics
     from safetensors.torch import load_file
 
-    def run_all(script: Path, *args: object, half: bool = True) -> None:
-        def run(name: str, *more: object, **options: object) -> tuple[dict, dict, Path]:
-            out, poison = tmp_path / name / "out", {"POISONED_RECIPE": str(script), "POISON": "2"}
+    def run_both(script: Path, *args: object) -> None:
+        def run(name: str, *more: object, **planted: str) -> tuple[Path, dict, dict]:
+            out = tmp_path / name / "out"
             out.parent.mkdir()
             given = (*args, "--max_steps", 3, "--save_steps", 0, *more)
-            forks.succeed(out, *given, script=CHILDREN / "poisoned.py", **poison | options)
-            return losses(out), load_file(out / "export/model.safetensors"), out
+            forks.succeed(out, *given, script=CHILDREN / "poisoned.py", POISONED_RECIPE=str(script), **planted)
+            records = {
+                record["step"]: {name: value for name, value in record.items() if name not in TIMES}
+                for record in read_metrics(out)
+                if "loss" in record
+            }
+            return out, records, load_file(out / "export/model.safetensors")
 
-        numbers, weights, out = run("skip", "--on_spike", "skip")
+        out, found, weights = run("skip", "--on_spike", "skip", POISON="2")
+        _, wanted, same = run("still", STILL="2")
         (record,) = map(json.loads, (out / "skipped.jsonl").read_text().splitlines())
-        assert record["step"] == 2 and [*numbers] == [1, 3] and read_metrics(out)[-2]["skipped_steps"] == 1
-        others, same, _ = run("whole", "--exclude_rows", out / "skipped.jsonl")
-        assert numbers == others and all(weights[name].equal(value) for name, value in same.items())
-        rows = [row for rank in record["micro_batches_of_ranks"] for batch in rank for row in batch["rows"]]
-        if not half:
-            return
-        (file := tmp_path / "half.json").write_text(json.dumps({"rows": rows[: len(rows) // 2 + 1]}))
-        found = [
-            run(config, "--exclude_rows", file, config=config, num_processes=number, POISON="0")
-            for config, number in (("single", 1), ("fsdp_full", 2))
-        ]
-        assert found[1][0][1] == numbers[1] and found[1][0][3] != numbers[3]
-        for one, two in zip(*(read_metrics(out) for *_, out in found), strict=True):
-            of_one, of_two = ({n: v for n, v in record.items() if n not in TIMES} for record in (one, two))
-            assert of_one == pytest.approx(of_two, rel=2e-5, abs=1e-5)
+        assert record["step"] == 2 and found[3].pop("skipped_steps") == 1
+        assert found == {step: wanted[step] for step in (1, 3)}
+        assert all(weights[name].equal(value) for name, value in same.items())
 
-    return run_all
+    return run_both
 
 
 @pytest.fixture(scope="session")
@@ -165,7 +178,7 @@ def games_file(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def template_arguments(tmp_path_factory) -> list:
     """Arguments of recipes/template.py: a classifier of texts with even and odd words."""
-    from helpers import ROOT
+    from helpers import ROOT, write_rows
     from tiny import tiny_model
     from transformers import AutoModelForMaskedLM
 
@@ -179,14 +192,9 @@ def template_arguments(tmp_path_factory) -> list:
     bert = tiny_model("bert", AutoModelForMaskedLM, max_position_embeddings=16, pad_token_id=0, **sizes)
     bert.save_pretrained(folder / "model")
     # The label says whether the words are even or odd; there are more even ones.
-    rows = [
-        {
-            "text": " ".join(words[(7 * i * j + i % 3 % 2) % 40] for j in range(0, 10 + i % 9, 2)),
-            "label": ["even", "odd"][i % 3 % 2],
-        }
-        for i in range(300)
-    ]
-    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = [[words[(7 * i * j + i % 3 % 2) % 40] for j in range(0, 10 + i % 9, 2)] for i in range(300)]
+    rows = [{"text": " ".join(text), "label": ["even", "odd"][i % 3 % 2]} for i, text in enumerate(texts)]
+    write_rows(folder / "texts.jsonl", rows)
     (folder / "preset.yaml").write_text(
         re.search(r"```yaml\n(.*?)```", (ROOT / "docs/your-recipe.md").read_text(), re.DOTALL)[1]
     )
@@ -198,7 +206,7 @@ def template_arguments(tmp_path_factory) -> list:
 
 @pytest.fixture(scope="module")
 def simulator():
-    from accelerate_recipes.plan.simulate import Simulator
+    from recipe_tools.plan.simulate import Simulator
 
     with Simulator() as simulator:
         yield simulator
@@ -231,7 +239,36 @@ def serve():
 
 
 @pytest.fixture
+def command(monkeypatch, capfd):
+    """Run `python -m accelerate_recipes ...` in this process."""
+    from recipe_tools.commands import main
+
+    def run(*words: object) -> subprocess.CompletedProcess:
+        monkeypatch.setattr(sys, "argv", ["accelerate_recipes", *map(str, words)])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+        return subprocess.CompletedProcess(words, code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
 def at_the_root(monkeypatch):
     from helpers import ROOT
 
     monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    """Output directory of a run, which makes it."""
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    """Where copies of checkpoints go."""
+    return tmp_path / "place"

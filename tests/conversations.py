@@ -3,14 +3,19 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import trl
 from helpers import CHILDREN, ROOT
+from helpers import write_rows as write
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accelerate_recipes import recipe
+from accelerate_recipes import engine, recipe
+from accelerate_recipes.conversations import supervised_loss
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
+from accelerate_recipes.run import DataReady, Run
 
 TOOL = {
     "type": "function",
@@ -67,14 +72,10 @@ def save_base(folder: Path, template: str | None, end: str = "</s>", spare_rows:
     return folder
 
 
-def write(file: Path, rows: list[dict]) -> Path:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
 LENGTHS = {
     "sft": ("--max_length", "2000"),
     "dpo": ("--max_length", "2000"),
+    "kto": ("--max_length", "2000"),
     "grpo": ("--rewards", f"{CHILDREN}/rewards.py:short", "--max_completion_length", "8"),
 }
 
@@ -85,6 +86,23 @@ def prepare(folder: Path, rows: list[dict], *flags: str, name: str = "sft") -> N
     where = ("--train_files", str(file), "--heldout_share", "0.3", "--output_dir", str(folder / "out"))
     script = str(ROOT / f"recipes/{name}.py")
     recipe.prepare_data([script, "--model_name_or_path", str(folder), *where, *LENGTHS[name], *flags])
+
+
+def delivered(folder: Path, rows: list[dict], *flags: str) -> tuple[dict[int, dict], list[dict]]:
+    """Return what recipes/sft.py makes of rows: the rows of an epoch by their numbers, and the batches to evaluate on."""
+    found = []
+
+    def stop(run: Any, loader: Any, *, evaluate_fn: Any, **given: Any) -> None:
+        found.extend([[*loader], evaluate_fn(0)["loss"]])
+        raise DataReady
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "show_rows", lambda *args: None)
+        patch.setattr(engine, "train", stop)
+        patch.setattr(supervised_loss, "evaluate_loss", lambda accelerator, model, batches, *rest: [*batches])
+        prepare(folder, rows, "--num_train_epochs", "1", "--total_batch_size", "1", *flags)
+    batches, heldout = found
+    return {int(batch["row"]): batch for batch in batches}, heldout
 
 
 def template_of(name: str) -> str:

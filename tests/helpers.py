@@ -8,14 +8,17 @@ import re
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
 
-from accelerate_recipes.launch.request import launch_environment
+from accelerate_recipes.errors import ConfigError
+from recipe_tools.request import launch_environment
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -33,17 +36,25 @@ _links = without_runs(REPOSITORY)  # until this process ends
 ROOT = Path(_links.name)
 CONFIGS = ROOT / "accelerate_configs"
 CHILDREN = ROOT / "tests" / "children"
-PACKAGE = ROOT / "src/accelerate_recipes"
-LIBRARY = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+SRC = ROOT / "src"
+PACKAGE = SRC / "accelerate_recipes"
+
+
+def modules_of(package: str) -> list[Path]:
+    return sorted(path for path in (SRC / package).rglob("*.py") if path.name != "__init__.py")
+
+
+LIBRARY = modules_of("accelerate_recipes")
+OURS = [*LIBRARY, *modules_of("recipe_tools"), *modules_of("chess_games")]
 
 OPTIONAL = {"chess", "datasets", "evaluate", "matplotlib", "pandas", "peft", "pyarrow", "trl"}
-# As on a machine where these are not installed; read by each Python process at its start.
-HIDE = f"""
+# Read by each Python process at its start.
+HIDE = """
 from importlib.machinery import PathFinder
 
 find = PathFinder.find_spec
 PathFinder.find_spec = classmethod(
-    lambda cls, name, *args: None if name.split(".")[0] in {OPTIONAL} else find(name, *args)
+    lambda cls, name, *args: None if name.split(".")[0] in {names} else find(name, *args)
 )
 """
 
@@ -55,10 +66,7 @@ SMALL_CHESS += ["--heldout_share", "0.005", "--num_positions", "20", "--eval_ste
 
 
 # Lists that a test gives again, after those of a fixture. A recipe adds them up; a test means the last one alone.
-LISTS = {
-    f"--{name}"
-    for name in ("train_files", "eval_files", "rewards", "reward_weights", "loss_type", "lora_target_modules")
-}
+LISTS = {"--train_files", "--eval_files", "--rewards", "--reward_weights", "--loss_type", "--lora_target_modules"}
 
 
 def with_last_lists(args: Iterable[object]) -> list[object]:
@@ -91,6 +99,13 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return inherited | offline | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
+def hidden(tmp_path: Path, names: set[str] = OPTIONAL) -> dict[str, str]:
+    """Make an environment as on a machine where these packages are not installed."""
+    (tmp_path / "sitecustomize.py").write_text(HIDE.format(names=names))
+    env = environment(tmp_path)
+    return env | {"PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), env.get("PYTHONPATH"))))}
+
+
 def launch(
     tmp_path: Path,
     config: str,
@@ -105,20 +120,23 @@ def launch(
     variables = environment(tmp_path) | env
     if gpu:
         del variables["CUDA_VISIBLE_DEVICES"]
-    return subprocess.run(
-        launch_command(config, script, *args, flags=flags),
-        cwd=ROOT,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    command, where = launch_command(config, script, *args, flags=flags), {"cwd": ROOT, "env": variables}
+    return subprocess.run(command, **where, capture_output=True, text=True, timeout=timeout)
 
 
 def launch_ok(tmp_path: Path, config: str, script: Path, *args: object, **options) -> subprocess.CompletedProcess:
     done = launch(tmp_path, config, script, *args, **options)
     assert done.returncode == 0, f"{done.args}\n{done.stdout[-3000:]}\n{done.stderr[:6000]}"
     return done
+
+
+@contextlib.contextmanager
+def refused(*facts: str, error: type[Exception] = ConfigError) -> Iterator[pytest.ExceptionInfo]:
+    """Expect one error, whose message names each of these facts."""
+    with pytest.raises(error) as caught:
+        yield caught
+    for fact in facts:
+        assert fact in str(caught.value), str(caught.value)
 
 
 def blocks(page: str) -> list[str]:
@@ -135,6 +153,23 @@ def png(seed: int, size: int = 24) -> bytes:
     return out.getvalue()
 
 
+def write_tar(
+    file: Path | io.BytesIO, members: Iterable[tuple[str, bytes]], mode: str = "w", **settings: object
+) -> None:
+    """Write files into a tar, or, with the mode "a", behind what it has."""
+    where = {"fileobj": file} if isinstance(file, io.BytesIO) else {"name": file}
+    with tarfile.open(**where, mode=mode, **settings) as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
+def write_rows(file: Path, rows: Iterable[dict]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
 def read_metrics(output_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -149,16 +184,31 @@ def trajectory(output_dir: Path) -> list[tuple[float, float]]:
     return [(record["loss"], record["grad_norm"]) for record in read_metrics(output_dir) if "loss" in record]
 
 
+def near(wanted: list, rel: float = 1e-5) -> list:
+    """Return what is compared with losses and norms of another run, by step, up to rounding."""
+    return [pytest.approx(step, rel=rel) for step in wanted]
+
+
 def evaluations(output_dir: Path, name: str = "eval_loss") -> list[float]:
     return [record[name] for record in read_metrics(output_dir) if name in record]
 
 
-# Runs on trl's trainers: 6 steps, saved after 3. SIGKILL all ranks when rank 0 would log step 5: it has opened the file for
+def killed_at_opening(count: int) -> dict[str, str]:
+    """Return variables of a run whose ranks all get SIGKILL when rank 0 opens its file of metrics for the `count`-th time."""
+    fault = {"event": "open", "path": "/out/metrics.jsonl", "count": count, "rank": 0, "everyone": True}
+    return {"TOY_FAULT": json.dumps(fault)}
+
+
+def killed_in_step(step: int) -> dict[str, str]:
+    """Return variables of a run of the toy whose ranks all get SIGKILL in a step."""
+    fault = {"event": "toy.loss", "path": f"step {step}.", "count": 1, "rank": 0, "everyone": True}
+    return {"TOY_FAULT": json.dumps(fault)}
+
+
+# Runs on trl's trainers: 6 steps, saved after 3. They are killed when rank 0 would log step 5: it has opened the file for
 # the evaluation, 4 steps and a copy.
 STEPS = 6
-IN_STEP_5 = {
-    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 9, "rank": 0, "everyone": True})
-}
+IN_STEP_5 = killed_at_opening(9)
 # The signal goes to each process of the run: both ranks, what starts their data workers, and these. The first process of
 # the session stands for the launcher; the shell that sends the signal is one of them.
 SIGTERM_TO_ALL = {
@@ -170,9 +220,12 @@ TIMES = {"time", "samples_per_second", "tokens_per_second", "peak_memory_gib", "
 
 
 def touch_rows_of_demos() -> None:
-    """Make the files of rows that presets name and that a command of their page writes, for tests that only parse."""
-    for rows in ("demo-vlm/rows/train", "demo-vlm/rows/test", "chess_texts/train", "chess_texts/heldout"):
-        file = ROOT / f"outputs/{rows}.jsonl"
+    """Make the files that presets name and that a command of their page writes, for tests that only parse."""
+    moves = (f"chess_moves/{side}{of}.jsonl" for side in ("train", "heldout") for of in ("", "_pairs"))
+    names = (f"chess_{what}/{side}.jsonl" for what in ("texts", "decisions") for side in ("train", "heldout"))
+    demos = ("chess_decisions/decision.json", "demo-vlm/rows/train.jsonl", "demo-vlm/rows/test.jsonl")
+    for name in (*names, *moves, *demos):
+        file = ROOT / "outputs" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
 
@@ -236,14 +289,8 @@ class ForkServer:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        self._send(
-            script,
-            ["--output_dir", out, *with_last_lists(args)],
-            launched | env,
-            out.with_suffix(".log"),
-            int(launched["WORLD_SIZE"]),
-            True,
-        )
+        argv, world_size = ["--output_dir", out, *with_last_lists(args)], int(launched["WORLD_SIZE"])
+        self._send(script, argv, launched | env, out.with_suffix(".log"), world_size, True)
 
     def run_python(self, folder: Path, script: Path | str, *args: object, **env: str) -> str:
         """Run a script, or code, as `python` would in a new process without this project; returns what it printed."""

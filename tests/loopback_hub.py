@@ -18,10 +18,10 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from helpers import CHILDREN, ROOT, environment
 from tiny import tiny_config
 
-from accelerate_recipes.chess.rules import all_uci_moves
 from accelerate_recipes.models.loading import new_model
 from accelerate_recipes.models.tokenizers import new_word_tokenizer
 from accelerate_recipes.models.weights import initialize
+from chess_games.rules import all_uci_moves
 
 LARGE = (".safetensors", ".parquet", ".gz", ".bin")  # what the Hub keeps in LFS
 CHUNK = 2**14
@@ -212,9 +212,8 @@ class Handler(BaseHTTPRequestHandler):
     def entry(path: str, data: bytes) -> dict:
         oid = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
         large = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
-        return {"type": "file", "path": path, "size": len(data), "oid": oid} | (
-            {"lfs": large} if path.endswith(LARGE) else {}
-        )
+        large = {"lfs": large} if path.endswith(LARGE) else {}
+        return {"type": "file", "path": path, "size": len(data), "oid": oid} | large
 
     def send_tree(self, files: dict[str, bytes], folder: str, recursive: bool):
         prefix = f"{folder}/" if folder else ""
@@ -278,9 +277,8 @@ C4 = ["recipes/c4.py", "--tokenizer_name", "tiny/llama", "--max_steps", "2"]
 def model_files(folder: Path) -> dict[str, bytes]:
     """Make a repository's files: weights in two files, the same weights in other formats, and a tokenizer."""
     tokenizer = new_word_tokenizer(all_uci_moves())
-    config = tiny_config(
-        vocab_size=len(tokenizer), intermediate_size=32, num_hidden_layers=1, bos_token_id=1, eos_token_id=2
-    )
+    ids = {"vocab_size": len(tokenizer), "bos_token_id": 1, "eos_token_id": 2}
+    config = tiny_config(intermediate_size=32, num_hidden_layers=1, **ids)
     model = new_model(config, "sdpa")
     initialize(model, 0, "cpu").save_pretrained(folder, max_shard_size="300KB")
     tokenizer.save_pretrained(folder)

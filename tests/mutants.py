@@ -38,7 +38,6 @@ PACKAGE = ROOT / "src/accelerate_recipes"
 # Tests of each module: not all that touch it, but those that check what it promises.
 TESTS = {
     "args": ["test_args.py", "test_configs.py", "test_optim.py"],
-    "flags": ["test_args.py", "test_configs.py"],
     "checkpoint/checkpointer": ["test_checkpoint.py", "test_lock.py"],
     "checkpoint/export": ["test_checkpoint.py"],
     "checkpoint/files": ["test_checkpoint.py"],
@@ -49,7 +48,7 @@ TESTS = {
     "data/stream_order": ["test_streams.py"],
     "data/streams": ["test_streams.py"],
     "engine": ["test_engine.py", "test_metrics.py", "test_faults.py::test_chain_of_resumes", "test_faults.py::test_sigterm_to_all_processes_saves"],
-    "generation": ["test_causal_models.py"],
+    "models/generation": ["test_causal_models.py"],
     "losses": ["test_losses.py", "test_engine.py"],
     "metrics": ["test_metrics.py", "test_engine.py", "test_t5.py::test_flops_are_what_a_counter_counts"],
     "optim": ["test_optim.py", "test_levers.py"],

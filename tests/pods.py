@@ -20,8 +20,7 @@ import yaml
 from helpers import CHILDREN, ROOT, environment
 from kubernetes_schemas import pod_specs
 
-from accelerate_recipes.launch.job_args import CACHE, CHECKPOINTS
-from accelerate_recipes.launch.kubernetes import FILES, render_manifest
+from recipe_tools.kubernetes import CACHE, CHECKPOINTS, FILES, render_manifest
 
 
 class Pods:

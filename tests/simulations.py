@@ -10,8 +10,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import BartConfig, ConvNextConfig, PreTrainedTokenizerFast, SwinConfig
 
-from accelerate_recipes.launch.request import launch_environment
-from accelerate_recipes.plan.simulate import Job
+from recipe_tools.plan.simulate import Job
+from recipe_tools.request import launch_environment
 
 # A Llama of two layers with grouped heads and sizes that do not divide.
 SMALL = [
@@ -49,22 +49,14 @@ SFT = [str(ROOT / "recipes/sft.py"), "--max_length", "20", "--train_files", TEXT
 DPO = [str(ROOT / "recipes/dpo.py"), *SFT[1:]]
 
 
-CHESS_DPO = [str(ROOT / "recipes/chess_dpo.py"), "--max_length", "20", *STEP, "--model_name_or_path"]
-
-
 GRPO = [
     str(ROOT / "recipes/grpo.py"), "--max_prompt_length", "11", "--max_completion_length", "9", "--num_generations", "4",
     "--rewards", "think_format_reward", "--train_files", TEXTS, *STEP, "--model_name_or_path",
 ]  # fmt: skip
 
 
-CHESS_GRPO = [
-    str(ROOT / "recipes/chess_grpo.py"), "--max_prompt_length", "11", "--num_generations", "4", *STEP, "--model_name_or_path",
-]  # fmt: skip
-
-
 DISTILL = [
-    str(ROOT / "recipes/distill.py"), *SFT[1:-1], "--teacher_model_name_or_path", "WIDE", "--max_completion_length", "9",
+    str(ROOT / "recipes/distill.py"), *SFT[1:-1], "--teacher_model_name_or_path", "QWEN3", "--max_completion_length", "9",
     "--per_device_eval_batch_size", "3", "--model_name_or_path",
 ]  # fmt: skip
 
@@ -86,15 +78,13 @@ def save_bases(folder: Path) -> Path:
     odd = {"vocab_size": 203, "hidden_size": 48, "intermediate_size": 100, "max_position_embeddings": 64}
     t5 = {"vocab_size": 203, "hidden_size": 48, "d_kv": 12, "d_ff": 100}
     gated = t5 | {"feed_forward_proj": "gated-gelu"}
-    sides = {
-        f"{side}_{name}": n
-        for side in ("encoder", "decoder")
-        for name, n in (("ffn_dim", 100), ("attention_heads", 4), ("layers", 2))
-    }
+    sizes = {"ffn_dim": 100, "attention_heads": 4, "layers": 2}
+    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in sizes.items()}
     swin = {"image_size": 28, "patch_size": 2, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 7}
     configs = {
         "LLAMA": tiny_config(**odd),
         "WIDE": tiny_config(**odd | {"hidden_size": 64, "max_position_embeddings": 72}),
+        "QWEN3": tiny_config("qwen3", **odd | {"hidden_size": 64}, head_dim=16),
         "TALL": tiny_config(**odd, num_hidden_layers=13),
         "MIXTRAL": tiny_config(
             "mixtral", **odd | {"intermediate_size": 96}

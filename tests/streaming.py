@@ -1,19 +1,23 @@
 """Ranks that read streams as threads of one process, and a file server with faults."""
 
+import gzip
 import http.server
 import itertools
+import json
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import REPOSITORY
 
 from accelerate_recipes.data import streams
 from accelerate_recipes.data.streams import StreamLoader
-from accelerate_recipes.data.token_shards import TokenShards, pretokenize
+from accelerate_recipes.text.token_shards import TokenShards, pretokenize
 
 OF_ROWS = ("input_ids", "position_ids", "labels", "row")  # of a batch, without the document boundaries
 
@@ -29,6 +33,19 @@ def tokens_of(folder, tokenizer, find, settings, *, rank=0, world_size=1, heldou
         dataset_name="", dataset_files=settings, dataset_revision="", train_files=[],
     )  # fmt: skip
     return pretokenize(args, tokenizer, rank, world_size)
+
+
+def write_web(folder: Path, number: int) -> list[list[str]]:
+    """Write the beginnings of shipped pages as a dataset like C4's, with two shards; return some texts of each shipped file."""
+    pages = []
+    for file in sorted((REPOSITORY / "data/c4_pydoc/en").glob("*.json.gz")):
+        with gzip.open(file, "rt") as lines:
+            pages.append([json.loads(line)["text"][:900] for line in itertools.islice(lines, number)])
+    (folder / "en").mkdir(parents=True)
+    for name, texts in (("train.0", pages[0]), ("train.1", pages[1]), ("validation.0", pages[-1])):
+        with gzip.open(folder / f"en/c4-{name}.json.gz", "wt") as out:
+            out.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    return pages
 
 
 class Numbered:
@@ -106,9 +123,7 @@ class Ranks:
             found = [future.result() for future in done]
         for steps in zip(*found, strict=True):
             assert len({len(step) for step in steps}) == 1
-        return [
-            sorted(itertools.chain(*parts), key=lambda row: row["row"].tolist()) for parts in zip(*found, strict=True)
-        ]
+        return [sorted(itertools.chain(*parts), key=lambda r: r["row"].tolist()) for parts in zip(*found, strict=True)]
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -141,7 +156,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = server.files.get(self.path.partition("?")[0])
         if body is None:
             return self.send_error(404)
-        start = 0 if server.ignores_range else int(range_.removeprefix("bytes=").removesuffix("-") or 0)
+        first, _, last = ("" if server.ignores_range else range_.removeprefix("bytes=")).partition("-")
+        start, body = int(first or 0), body[: int(last) + 1] if last else body
         if start >= len(body) > 0:
             return self.send_error(416)
         self.send_response(206 if start else 200)

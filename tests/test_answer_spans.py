@@ -15,8 +15,8 @@ from tokenizers.trainers import BpeTrainer
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from accelerate_recipes.checkpoint.exported import render
-from accelerate_recipes.data.rendering import HAS_MARKS, Part, Rendering, is_trained, parts_of
+from accelerate_recipes.conversations.exported import render
+from accelerate_recipes.conversations.rendering import HAS_MARKS, Part, Rendering, is_trained, parts_of
 from accelerate_recipes.errors import first_line
 
 OF_TRL = Path(trl.__file__).parent / "chat_templates"
@@ -202,6 +202,32 @@ def test_marks_beside_transformers(kind):
             assert (ids, targets) == (whole["input_ids"], [*map(bool, whole["assistant_masks"])]), messages
 
 
+BEHIND_MARK = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'user' %}{{ m.content }}{% else %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}END{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("written, found", [
+    ("</s>", ["One</s>", "Two</s>"]),
+    ("{{ '</s>' if loop.last }}", ["One", "Two</s>"]),
+    ("{{ '</s>' if not loop.last }}", ["One", "Two"]),  # it belongs to what follows, as the mark of the next user does
+    (" </s>", ["One", "Two"]),
+    ("", ["One", "Two"]),
+])  # fmt: skip
+def test_an_end_directly_behind_a_mark(written, found):
+    """It is a target, if the template writes it where the answer is the last message."""
+    template = BEHIND_MARK.replace("END", written)
+    tokenizer = tokenizer_of(template, ["</s>"])
+    asked = [user("Ask"), answer("One"), user("More"), answer("Two")]
+    assert targets_in({"messages": asked}, tokenizer, ["</s>"]) == [found]
+    assert targets_in({"messages": [*asked, user("Bye")]}, tokenizer, ["</s>"]) in ([found], [[found[0], found[1][:3]]])
+    weighed = [asked[0], asked[1] | {"weight": 0}, *asked[2:]]
+    assert targets_in({"messages": weighed}, tokenizer, ["</s>"]) == [found[1:]]
+    inside = template.replace("{{ m.content }}{% endg", "{{ m.content }}</s>\n{% endg")
+    assert targets_in({"messages": asked}, tokenizer_of(inside, ["</s>"]), ["</s>"]) == [["One</s>\n", "Two</s>\n"]]
+
+
 def parts_by(tokenizer: Any, messages: list[dict], numbers: list[int], stops: list[str]) -> list[Part]:
     """Divide a conversation by its answers `numbers`."""
 
@@ -244,9 +270,8 @@ def test_a_prompt_that_opens_a_thought():
         assert opened == "<assistant><think>\n"
     ((*_, opened),) = rows_of({"messages": [user("Ask"), answer("<think>\nHm.</think>Yes")]}, tokenizer, ["</s>"])
     assert not opened
-    tokenizer = tokenizer_of(
-        TEMPLATES["nemotron_3_nano"], ["<|im_end|>"]
-    )  # writes <think></think> before such an answer
+    # Writes <think></think> before such an answer
+    tokenizer = tokenizer_of(TEMPLATES["nemotron_3_nano"], ["<|im_end|>"])
     asked = {"messages": [user("Ask"), answer("Yes")]}
     assert targets_in(asked, tokenizer, ["<|im_end|>"]) == [["</think>Yes<|im_end|>"]]
 
@@ -317,7 +342,7 @@ def kind_of(name: str) -> str:
     tokenizer = tokenizer_of(template, stops)
     messages = CONVERSATIONS["turns"][:2]
 
-    ((text, ((begin, end),), _),) = parts_by(tokenizer, messages, [1], stops)
+    ((text, ((begin, end),), *_),) = parts_by(tokenizer, messages, [1], stops)
     _, (places,) = render_jinja_template(
         [messages], chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
     )

@@ -4,34 +4,20 @@ Also, cuDNN's attention is switched on only where it is correct and fast: in tra
 """
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from arithmetic import CONFIGS, POSITIONS, loss_and_gradients, make, packed, positions, rounding
 from helpers import CHILDREN, ROOT
 from tiny import tiny_config, tiny_model
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import activate_flash_attention_impl
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AttentionInterface,
-    BloomConfig,
-    DeepseekV3Config,
-    DogeConfig,
-    FalconConfig,
-    Gemma2Config,
-    Gemma4TextConfig,
-    GPT2Config,
-    GptOssConfig,
-    LlamaConfig,
-)
 
-from accelerate_recipes import run
 from accelerate_recipes.args import resolve
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.checkpoint import checkpointer
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import next_token_loss
 from accelerate_recipes.models import document_attention, torch_attention
@@ -41,7 +27,6 @@ from accelerate_recipes.models.torch_attention import keep_cudnn_from_masks
 
 IDS = torch.arange(8)[None] + 4
 PADDED = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
-MODELS = ("llama", "mixtral", "t5", "falcon")  # the last calls torch by itself
 
 
 @pytest.fixture
@@ -54,27 +39,24 @@ def calls(monkeypatch) -> list[tuple[bool, bool]]:
         found.append((attn_mask is not None, torch.backends.cuda.cudnn_sdp_enabled()))
         return compute(*args, attn_mask=attn_mask, **settings)
 
-    before = AttentionInterface()["sdpa"]
+    before = transformers.AttentionInterface()["sdpa"]
     keep_cudnn_from_masks()
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
     yield found
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)
-    AttentionInterface.register("sdpa", before)
+    transformers.AttentionInterface.register("sdpa", before)
 
 
-@pytest.mark.parametrize(
-    "model, inputs, masked",
-    [
-        ("llama", {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}, True),  # packed: documents
-        ("llama", {"position_ids": torch.arange(8)[None]}, False),
-        ("llama", {"attention_mask": PADDED}, True),  # conversations, preferences, rewards
-        ("llama", {"attention_mask": torch.ones_like(IDS)}, False),
-        ("mixtral", {"attention_mask": PADDED}, True),
-        ("t5", {"decoder_input_ids": IDS}, True),
-        ("falcon", {"attention_mask": PADDED}, True),
-    ],
-)
+@pytest.mark.parametrize("model, inputs, masked", [
+    ("llama", {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}, True),  # packed: documents
+    ("llama", {"position_ids": torch.arange(8)[None]}, False),
+    ("llama", {"attention_mask": PADDED}, True),  # conversations, preferences, rewards
+    ("llama", {"attention_mask": torch.ones_like(IDS)}, False),
+    ("mixtral", {"attention_mask": PADDED}, True),
+    ("t5", {"decoder_input_ids": IDS}, True),
+    ("falcon", {"attention_mask": PADDED}, True),
+])  # fmt: skip
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_with_a_mask_cudnn_is_off(calls, model, inputs, masked, recomputed):
     """cuDNN is off with a mask in the forward pass, and where the backward pass computes attention again."""
@@ -91,9 +73,8 @@ def test_with_a_mask_cudnn_is_off(calls, model, inputs, masked, recomputed):
 @pytest.mark.parametrize("model", ["llama", "t5"])
 def test_while_generating_cudnn_is_off(calls, model):
     """cuDNN is off during generation, even for prompts of one length, which need no mask."""
-    tiny_model(model).generate(
-        IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=3, do_sample=False, eos_token_id=None
-    )
+    mask = torch.ones_like(IDS)
+    tiny_model(model).generate(IDS, attention_mask=mask, max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert len(calls) >= 3 and not any(may_be_cudnn for _, may_be_cudnn in calls)
     assert model == "t5" or not any(masked for masked, _ in calls)
 
@@ -165,9 +146,8 @@ def test_memory_of_the_mask(name, has_mask):
     length = 2048
     tokens = torch.zeros(1, length, dtype=torch.int64)
     model = make(CONFIGS["heads in groups"], name)
-    for position_ids in (
-        (positions([500] * 4 + [48]), positions([length])) if not has_mask else (positions([1024] * 2),)
-    ):
+    given = [[1024] * 2] if has_mask else [[500] * 4 + [48], [length]]
+    for position_ids in map(positions, given):
         with Largest() as found:
             loss_and_gradients(model, packed(position_ids, tokens))
         assert (found.most >= length**2) == has_mask
@@ -194,11 +174,10 @@ def test_compiled_once_for_all_documents():
     "config, num_processes, flags",
     [("single_bf16", 1, ()), ("fsdp_full", 1, ()), ("fsdp_full", 2, ("--fsdp_activation_checkpointing", "true"))],
 )
-def test_compiled_by_layer(config, num_processes, flags, forks, tmp_path):
+def test_compiled_by_layer(config, num_processes, flags, forks, out):
     """Whatever the number of layers and the documents: a layer three times, for the first two lengths of the longest document
     in training, then for any; and for evaluation. Generation compiles nothing, and nothing is compiled again."""
     flags += ("--dynamo_backend", "eager", "--dynamo_use_regional_compilation")
-    out = tmp_path / "out"
     script = CHILDREN / "graphs.py"
     args = ("--optim", "adamw_bf16_kahan") if config == "single_bf16" else ()
     forks.succeed(out, *args, script=script, config=config, num_processes=num_processes, flags=flags)
@@ -231,33 +210,29 @@ def test_generation_goes_back_to_sdpa():
         model(**prompt)
 
 
-@pytest.mark.parametrize(
-    "config, asks",
-    [
-        (Gemma2Config(), "softcapped scores"),
-        (GptOssConfig(), "attention sinks"),
-        (GPT2Config(), "dropout of the attention"),
-        (BloomConfig(n_embd=64, n_head=4), "an attention of its own"),
-        (FalconConfig(), "an attention of its own"),
-        (DeepseekV3Config(head_dim=64), "values of another width than keys"),
-        (LlamaConfig(head_dim=512), "heads 512 wide"),
-        (Gemma4TextConfig(), "heads 512 wide"),
-        (DogeConfig(), "an attention of its own"),
-        (LlamaConfig(hidden_size=4 * 20, num_attention_heads=4), "heads 20 wide"),
-        (LlamaConfig(), ""),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.model_type,
-)
+@pytest.mark.parametrize("config, asks", [
+    (transformers.Gemma2Config(), "softcapped scores"),
+    (transformers.GptOssConfig(), "attention sinks"),
+    (transformers.GPT2Config(), "dropout of the attention"),
+    (transformers.BloomConfig(n_embd=64, n_head=4), "an attention of its own"),
+    (transformers.FalconConfig(), "an attention of its own"),
+    (transformers.DeepseekV3Config(head_dim=64), "values of another width than keys"),
+    (transformers.LlamaConfig(head_dim=512), "heads 512 wide"),
+    (transformers.Gemma4TextConfig(), "heads 512 wide"),
+    (transformers.DogeConfig(), "an attention of its own"),
+    (transformers.LlamaConfig(hidden_size=4 * 20, num_attention_heads=4), "heads 20 wide"),
+    (transformers.LlamaConfig(), ""),
+], ids=lambda value: value if isinstance(value, str) else value.model_type)  # fmt: skip
 def test_choice(config, asks, monkeypatch):
     assert ", ".join(beyond_documents(config)) == asks
-    assert choose("eager", config, torch.bfloat16) == ("eager", "")
+    assert choose("eager", config, torch.bfloat16, True) == ("eager", "")
     plain = "eager" if config.model_type in ("gemma2", "gpt_oss", "bloom") else "sdpa"  # what transformers supports
-    assert choose("auto", config, torch.bfloat16)[0] == plain
+    assert choose("auto", config, torch.bfloat16, True)[0] == plain
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert choose("auto", config, torch.bfloat16)[0] == (plain if asks else "documents")
-    assert choose("auto", config, torch.float32)[0] == plain
+    assert choose("auto", config, torch.bfloat16, True)[0] == (plain if asks else "documents")
+    assert choose("auto", config, torch.float32, True)[0] == plain
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert choose("auto", config, torch.float32)[0] == (plain if asks else "documents")
+    assert choose("auto", config, torch.float32, True)[0] == (plain if asks else "documents")
     batches_of_trl = choose("auto", config, torch.bfloat16, has_boundaries=False)
     assert batches_of_trl == (
         plain,
@@ -281,21 +256,21 @@ def test_a_new_model_of_trl(monkeypatch, flags, expected):
 
 def test_choices_that_cannot_be_are_errors(monkeypatch):
     with pytest.raises(ConfigError, match="documents: the model has softcapped scores; give eager, or auto"):
-        choose("documents", Gemma2Config(), torch.bfloat16)
+        choose("documents", transformers.Gemma2Config(), torch.bfloat16, True)
     for name, config, other in (
-        ("sdpa", Gemma2Config(), "eager"), ("sdpa", GptOssConfig(), "eager"), ("flex_attention", GPT2Config(), "sdpa"),
-        ("flash_attention_2", BloomConfig(), "eager"),
+        ("sdpa", transformers.Gemma2Config(), "eager"), ("sdpa", transformers.GptOssConfig(), "eager"), ("flex_attention", transformers.GPT2Config(), "sdpa"),
+        ("flash_attention_2", transformers.BloomConfig(), "eager"),
     ):  # fmt: skip
         said = f"{name}: transformers' {config.model_type} does not support it; give {other}, or auto"
         with pytest.raises(ConfigError, match=said):
-            choose(name, config, torch.bfloat16)
+            choose(name, config, torch.bfloat16, True)
     for version, said in ((2, "pip install flash-attn"), (3, "not installed; build it in the folder")):
         with pytest.raises(ConfigError, match=rf"flash_attention_{version}: its package .*{said}"):
-            choose(f"flash_attention_{version}", LlamaConfig(), torch.bfloat16)
-    assert choose("documents", LlamaConfig(), torch.float32) == ("documents", "")
+            choose(f"flash_attention_{version}", transformers.LlamaConfig(), torch.bfloat16, True)
+    assert choose("documents", transformers.LlamaConfig(), torch.float32, True) == ("documents", "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match=r"documents .* set `mixed_precision: bf16`"):
-        choose("documents", LlamaConfig(), torch.float32)
+        choose("documents", transformers.LlamaConfig(), torch.float32, True)
 
 
 def test_flash_attention_3_where_it_can_be(monkeypatch):
@@ -313,21 +288,6 @@ def test_flash_attention_3_where_it_can_be(monkeypatch):
         torch_attention.use_flash_3()
     monkeypatch.setattr(torch_attention, "find_spec", lambda name: None)
     assert not torch_attention.use_flash_3()
-
-
-def test_a_run_takes_flash_attention_3(monkeypatch):
-    """Where a run attends by documents, and only there."""
-    said, args = [], {"param_dtype": torch.bfloat16, "has_boundaries": True}
-    for module, name in ((run, "add_adapters"), (run, "make_scheduler"), (checkpointer, "Checkpointer")):
-        monkeypatch.setattr(module, name, lambda *_: None)
-    monkeypatch.setattr(run, "use_flash_3", lambda: True)
-    for name, expected in (("sdpa", 0), ("documents", 1)):
-        fake = SimpleNamespace(
-            args=SimpleNamespace(attn_implementation=name, max_length=0, document_mask=False, packing=False, **args), shard=lambda _: None, print=said.append, adapter=None, is_first=False,
-            accelerator=None, model=None, optimizer=None, resumed_from=None, rest_of_base=lambda _: None,
-        )  # fmt: skip
-        run.Run.prepare(fake, make(tiny_config(), name), None, 1)
-        assert said == ["Attention: by FlashAttention 3"] * expected
 
 
 def test_what_it_cannot_compute_is_an_error():

@@ -1,5 +1,6 @@
 """Tests of the chess recipes with all usual kinds of causal language models: tokenizers, begin and end tokens, positions."""
 
+import itertools
 import json
 import math
 import re
@@ -9,43 +10,37 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
 from datasets import Dataset
 from helpers import ROOT, read_metrics
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from tiny import tiny_config, tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch.nn import functional
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BloomConfig,
-    CodeGenConfig,
-    Gemma3nTextConfig,
-    Gemma4TextConfig,
-    LlamaConfig,
-    MiMoV2FlashConfig,
-    ModernBertDecoderConfig,
-    PreTrainedTokenizerFast,
-    RobertaConfig,
-)
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
+import accelerate_recipes.models.document_attention  # noqa: F401  # registers it
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.chess import rules
-from accelerate_recipes.chess.games import tokenize_games
-from accelerate_recipes.chess.next_moves import NextMoves, longest_move, prompt_of, with_begin
+from accelerate_recipes.conversations.settings import check_trl_packing
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.requirements import check_models
 from accelerate_recipes.losses import check_document_mask
 from accelerate_recipes.models import probes
 from accelerate_recipes.models import shared_rows_check as sharing
-from accelerate_recipes.models.attention import choose
-from accelerate_recipes.models.generation import generate_texts
+from accelerate_recipes.models.attention import SINKS, beyond_documents, choose
+from accelerate_recipes.models.documents import DOCUMENTS
+from accelerate_recipes.models.generation import Sampling, generate_texts, left_out
+from accelerate_recipes.models.loading import load_model
 from accelerate_recipes.models.mixers import unpack_documents
 from accelerate_recipes.models.positions import check_length, max_positions
 from accelerate_recipes.models.probes import Packing, mixers_in, packing_of
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.settings import check_trl_packing
+from accelerate_recipes.run import Run
+from chess_games import rules
+from chess_games.games import tokenize_games
+from chess_games.next_moves import NextMoves, longest_move, prompt_of
 
 SCRIPT = ROOT / "recipes" / "chess.py"
 METRIC = ROOT / "recipes" / "metrics" / "chess_moves.py"
@@ -53,6 +48,17 @@ GAME = ["e2e4", "e7e5", "g1f3", "b8c6", "f1b5", "a7a6", "b5a4", "g8f6", "e1g1", 
 DIGITS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+# Settings of published models that change what is generated, or that `generate` refuses in a batch.
+CONSTRAINTS = {
+    "do_sample": True, "temperature": 3.0, "top_k": 40, "top_p": 0.5, "min_p": 0.3, "typical_p": 0.4, "top_h": 0.5,
+    "epsilon_cutoff": 0.3, "eta_cutoff": 0.3, "repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "min_length": 90,
+    "min_new_tokens": 5, "suppress_tokens": [*range(3, 300)], "begin_suppress_tokens": [*range(3, 300)],
+    "bad_words_ids": [[5], [6]], "sequence_bias": [[[9], 99.0]], "forced_eos_token_id": 2, "max_time": 1e-9,
+    "exponential_decay_length_penalty": [1, 99.0], "encoder_repetition_penalty": 9.0, "guidance_scale": 9.0,
+    "stop_strings": ["e"], "num_return_sequences": 2, "token_healing": True, "prompt_lookup_num_tokens": 3,
+    "watermarking_config": {"bias": 99.0}, "num_beams": 3, "length_penalty": 3.0, "early_stopping": True,
+}  # fmt: skip
 
 
 def bpe(special: list[str], pre_tokenizer, **options) -> Tokenizer:
@@ -127,13 +133,13 @@ def folder(request, tmp_path_factory):
     """A pretrained model with random weights, and its tokenizer."""
     folder = tmp_path_factory.mktemp(request.param.replace(" ", "_"))
     make, special, config = SHAPES[request.param]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make(), **special)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=make(), **special)
     tokenizer.save_pretrained(folder)
     config.vocab_size = len(tokenizer)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.pad_token_id = None
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
@@ -150,7 +156,6 @@ def test_a_prompt_is_how_a_game_begins(folder, tmp_path):
     longest = longest_move(tokenizer)
     for ply, move in enumerate(GAME):
         prompt = prompt_of(tokenizer, GAME[:ply])
-        assert with_begin(tokenizer)(text=[" ".join(GAME[:ply])])["input_ids"] == [prompt]
         assert document[: len(prompt)] == prompt and len(prompt) > 0
         answer = document[len(prompt) : len(prompt) + longest]
         assert tokenizer.decode(answer, skip_special_tokens=True).split()[0] == move
@@ -161,8 +166,7 @@ def test_a_prompt_is_how_a_game_begins(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "folder", ["qwen", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama 2", "llama 3", "mistral"))],
-    indirect=True,
+    "folder", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama 2", "qwen"))], indirect=True,
 )  # fmt: skip
 def test_trained_evaluated_played_and_exported(folder, forks, tmp_path):
     """On two ranks; games are longer than the positions of the model, in training and in evaluation."""
@@ -175,15 +179,15 @@ def test_trained_evaluated_played_and_exported(folder, forks, tmp_path):
     log = forks.succeed(tmp_path / "out", *(part for name, value in arguments.items() for part in (f"--{name}", value)))
     assert all(math.isfinite(record["eval_loss"]) for record in read_metrics(tmp_path / "out") if "eval_loss" in record)
     assert "The model against itself" in log
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out/export")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out/export")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out/export")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out/export")
     prompt = torch.tensor([prompt_of(tokenizer, GAME[:2])])
     assert model.generate(prompt, max_new_tokens=3, do_sample=False).shape[1] > prompt.shape[1]
 
 
 def test_greedy_is_greedy_and_fits_the_positions(folder):
     """Generation ignores the settings of a chat model; only the end of a long prompt is read."""
-    tokenizer, model = load_tokenizer(str(folder)), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, model = load_tokenizer(str(folder)), transformers.AutoModelForCausalLM.from_pretrained(folder)
     accelerator = Accelerator(cpu=True)
     prompts = [prompt_of(tokenizer, GAME), prompt_of(tokenizer, GAME * 20)]
     assert len(prompts[1]) > max_positions(model.config) == 96
@@ -199,14 +203,31 @@ def test_greedy_is_greedy_and_fits_the_positions(folder):
             ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
     if tokenizer.eos_token_id not in ids[-5:]:
         assert found[1] == tokenizer.decode(ids[-5:], skip_special_tokens=True)
-    model.generation_config.update(do_sample=True, temperature=3.0, top_k=50, repetition_penalty=9.0)
-    assert generate() == found
+    model.generation_config.update(**CONSTRAINTS)
+    own = model.generation_config.to_dict()
+    assert generate() == found and model.generation_config.to_dict() == own
+    assert left_out(model.generation_config).keys() == CONSTRAINTS.keys()
     # More than all positions are asked for, as in a game against itself.
     assert generate_texts(accelerator, model, tokenizer, [prompts[0][:1]], 200, batch_size=1).texts
 
 
+@pytest.mark.parametrize("sampling", [None, Sampling(1.0, 0), Sampling(1.0, 0, settings={"top_k": 1})])
+def test_rows_that_are_no_tokens_are_never_generated(folder, sampling):
+    """An embedding may have rows for no token, between tokens or behind them, however probable the model finds them."""
+    tokenizer, model = load_tokenizer(str(folder)), transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(len(tokenizer) + 5, mean_resizing=False)
+    head = model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.zeros(len(tokenizer) + 5))
+    head.bias.data[[7, *range(len(tokenizer), len(tokenizer) + 5)]] = 1e4
+    known = {token: number for token, number in tokenizer.get_vocab().items() if number != 7}
+    tokenizer.get_vocab = lambda: known
+    prompts = [prompt_of(tokenizer, GAME), prompt_of(tokenizer, GAME[:2])]
+    _, ids = generate_texts(Accelerator(cpu=True), model, tokenizer, prompts, 5, batch_size=2, sampling=sampling)
+    assert {*itertools.chain(*ids)} <= {*known.values()} and "_get_logits_processor" not in vars(model)
+
+
 def test_attention_stays_inside_a_game_or_it_is_an_error(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     check_document_mask(model, torch.device("cpu"))
     assert model.training
 
@@ -215,7 +236,7 @@ def test_attention_stays_inside_a_game_or_it_is_an_error(folder):
 @pytest.mark.parametrize("attention", ["eager", "flex_attention"])
 def test_each_kernel_keeps_attention_inside_a_game(attention):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(SHAPES["llama 3"][2], attn_implementation=attention)
+    model = transformers.AutoModelForCausalLM.from_config(SHAPES["llama 3"][2], attn_implementation=attention)
     check_document_mask(model, torch.device("cpu"))
 
 
@@ -227,14 +248,14 @@ def test_convolutions_cross_documents(attention):
         config.layer_types, config._attn_implementation = [kind, "full_attention"], attention
         assert packing_of(config) is Packing.POSITIONS
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         model.config._attn_implementation = attention
         assert mixers_in(model) == found
 
 
 def test_models_whose_attention_crosses_games(tmp_path):
     """BLOOM takes no positions. Refused before weights are read."""
-    config = BloomConfig()
+    config = transformers.BloomConfig()
     config.save_pretrained(tmp_path)
     said = f"{config.model_type} models do not keep attention inside .* not even with a mask; give --no_document_mask"
     recipe = shipped.load(SCRIPT)
@@ -290,56 +311,74 @@ def test_a_model_that_no_tiny_one_stands_for_is_tried_itself(monkeypatch):
         check_document_mask(model, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"no tiny opt could be made .* nothing says"):
         check_trl_packing(SimpleNamespace(has_boundaries=True, router_aux_loss_coef=0.0), model)
-    assert any("no tiny llama could be made" in said for said in sharing.model_sharing_problems(LlamaConfig(), 2))
+    assert any(
+        "no tiny llama could be made" in said for said in sharing.model_sharing_problems(transformers.LlamaConfig(), 2)
+    )
 
 
-def gemma4(**fields: object) -> Gemma4TextConfig:
+def gemma4(**fields: object) -> transformers.Gemma4TextConfig:
     """Make the configuration of a published Gemma 4, with fewer layers."""
     kinds = ["sliding_attention"] * 2 + ["full_attention"]
-    return Gemma4TextConfig(num_hidden_layers=9, layer_types=kinds * 3, **fields)
+    return transformers.Gemma4TextConfig(num_hidden_layers=9, layer_types=kinds * 3, **fields)
 
 
 EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        Gemma3nTextConfig(),
-        gemma4(num_kv_shared_layers=6, use_double_wide_mlp=True),  # E2B
-        gemma4(num_global_key_value_heads=2, attention_k_eq_v=True, num_attention_heads=16, **EXPERTS),  # 26B-A4B
-        MiMoV2FlashConfig(),
-        ModernBertDecoderConfig(),
-        CodeGenConfig(),
-        RobertaConfig(is_decoder=True),
-    ],
-    ids=[
-        "Gemma 3n",
-        "Gemma 4 E2B",
-        "Gemma 4 26B-A4B",
-        "MiMo",
-        "ModernBERT",
-        "CodeGen",
-        "a padding that counts positions",
-    ],
-)
-def test_a_tiny_model_of_unusual_sizes(config):
-    """Sizes by kind of layer, keys and values of other layers, a padding that must be a token."""
-    config._attn_implementation = choose("auto", config, torch.float32)[0]
+UNUSUAL = {
+    "Gemma 3n": transformers.Gemma3nTextConfig(),
+    "Gemma 4 E2B": gemma4(num_kv_shared_layers=6, use_double_wide_mlp=True),
+    "Gemma 4 26B-A4B": gemma4(num_global_key_value_heads=2, attention_k_eq_v=True, num_attention_heads=16, **EXPERTS),
+    "MiMo": transformers.MiMoV2FlashConfig(),
+    "ModernBERT": transformers.ModernBertDecoderConfig(),
+    "CodeGen": transformers.CodeGenConfig(),
+    "a padding that counts positions": transformers.RobertaConfig(is_decoder=True),
+    "DBRX": transformers.DbrxConfig(
+        d_model=6144,
+        n_heads=48,
+        attn_config={"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 5e5},
+        ffn_config={"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+    ),
+    "DeepSeek V4": transformers.DeepseekV4Config(),
+    "HRM-Text": transformers.HrmTextConfig(),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_a_tiny_model_of_unusual_sizes(name):
+    """Sizes by kind of layer, keys and values of other layers, a padding that must be a token, layers that are repeated."""
+    config = UNUSUAL[name]
+    config._attn_implementation = choose("auto", config, torch.float32, True)[0]
     model = probes.tiny_model(config, config._attn_implementation)
-    assert model is not None and sum(parameter.numel() for parameter in model.parameters()) < 5e7
-    if isinstance(config, Gemma4TextConfig):
+    assert model is not None and sum(parameter.numel() for parameter in model.parameters()) < 2e7
+    if isinstance(config, transformers.Gemma4TextConfig):
         kinds = ["sliding_attention", "full_attention"]
         assert model.config.layer_types == kinds * (2 if config.num_kv_shared_layers else 1)
         assert model.config.num_kv_shared_layers == (2 if config.num_kv_shared_layers else 0)
         widths = [layer.self_attn.head_dim for layer in model.model.layers]
         assert widths == [256, 512] * (len(widths) // 2)
-    assert packing_of(config) is not Packing.UNKNOWN
+    assert packing_of(config) not in (Packing.UNKNOWN, Packing.NONE)
+
+
+def test_a_model_that_is_not_tiny_is_not_built(monkeypatch):
+    """It is counted on the meta device, and no memory is taken for it."""
+
+    class Large:
+        @staticmethod
+        def from_config(config, **settings):
+            devices.append(torch.get_default_device().type)
+            return torch.nn.Linear(1000, 1000)
+
+    devices = []
+    monkeypatch.setattr(probes, "MAX_SIZE", 10**6)
+    with pytest.raises(ConfigError, match="a small llama would have 1,001,000 parameters, more than 1,000,000"):
+        probes.randomly_made(Large, transformers.LlamaConfig(), "sdpa")
+    assert devices == ["meta"]
 
 
 def test_a_tokenizer_without_an_end_token(tmp_path):
     make, _, _ = SHAPES["qwen"]
-    PreTrainedTokenizerFast(tokenizer_object=make()).save_pretrained(tmp_path)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=make()).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"the tokenizer of {tmp_path} has no end token, .*; set its eos_token"):
         load_tokenizer(str(tmp_path))
 
@@ -351,9 +390,24 @@ def test_rows_longer_than_the_model_is_made_for(folder, tmp_path):
 
 
 def test_a_model_whose_positions_have_no_end(tmp_path):
-    BloomConfig().save_pretrained(tmp_path)
-    assert max_positions(BloomConfig()) == sys.maxsize
+    transformers.BloomConfig().save_pretrained(tmp_path)
+    assert max_positions(transformers.BloomConfig()) == max_positions(transformers.XLNetConfig()) == sys.maxsize
     check_length(str(tmp_path), 10**6)
+
+
+def test_positions_that_begin_behind_that_of_padding():
+    """The table of a RoBERTa has two rows more than the longest text, which a forward pass shows."""
+    for name, number in (("roberta", 10), ("bert", 12)):
+        config = tiny_config(name, max_position_embeddings=12)
+        model, longest = transformers.AutoModel.from_config(config).eval(), max_positions(config)
+        assert longest == number
+        model(torch.full((1, longest), 5))
+        with pytest.raises((IndexError, RuntimeError)):
+            model(torch.full((1, longest + 1), 5))
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    assert max_positions(transformers.Qwen2Config(max_position_embeddings=32, rope_parameters=yarn)) == 128, (
+        "as Qwen writes it"
+    )
 
 
 def test_positions_that_were_seen_in_training():
@@ -370,7 +424,7 @@ def test_the_share_over_positions_never_seen_is_told_apart(tmp_path):
     played = [([], "e2e4", True), (["e2e4"], "e7e5", False), (["e2e4", "e7e5"], "g1f3", False)]
     positions = [{"prefix": p, "move": m, "phase": "opening", "is_seen": seen} for p, m, seen in played]
     make, special, _ = SHAPES["gpt2"]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make(), **special)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=make(), **special)
     facts = {"positions": positions, "baseline": {"": "e2e4", "e2e4": "c7c5"}}
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     next_moves = NextMoves(tmp_path, tokenizer, METRIC)
@@ -386,6 +440,39 @@ def test_the_share_over_positions_never_seen_is_told_apart(tmp_path):
     for position in next_moves.positions:
         position["is_seen"] = True
     found = {f"eval_{name}": value for name, value in next_moves.baseline().items()}
-    assert (
-        not any("unseen" in name for name in found) and len(next_moves.summary({"baseline": found}).splitlines()) == 2
-    )
+    assert not any("unseen" in name for name in found)
+    assert len(next_moves.summary({"baseline": found}).splitlines()) == 2
+
+
+@pytest.mark.parametrize("name", ["AfmoeConfig", "Ernie4_5_MoeConfig", "LagunaConfig"])
+def test_what_a_class_freezes_stays_frozen(name, tmp_path):
+    """Under DDP, a router's bias that no gradient reaches would end the run in its second step."""
+    model = probes.tiny_model(getattr(transformers, name)(), "sdpa")
+    model.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), "sdpa")
+    run = Run(TrainArgs(output_dir=str(tmp_path / "out")), Accelerator(cpu=True))
+    run.shard(loaded)
+    named = [{n for n, p in one.named_parameters() if not p.requires_grad} for one in (model, run.model)]
+    assert named[0] == named[1] != set() and all("bias" in name for name in named[0])
+    trained = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
+    assert len(trained) == sum(p.requires_grad for p in run.model.parameters())
+
+
+def test_ranks_share_no_rows_of_a_class_that_gets_eager():
+    """Of each class of decoders, the kernel that results is one that rows of several ranks have, or the run is refused."""
+    with_sinks, refused = set(), set()
+    for config_class in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        try:
+            config = config_class()
+            features = beyond_documents(config)
+        except (ValueError, StrictDataclassClassValidationError):  # no defaults that fit together, or several texts
+            continue
+        if SINKS in features:
+            with_sinks.add(config.model_type)
+        try:
+            assert choose("auto", config, torch.float32, True, True)[0] in (DOCUMENTS, "sdpa"), config.model_type
+        except ConfigError as error:
+            refused.add(config.model_type)
+            assert "eager" in str(error) and "parallelism_config_cp_size" in str(error)
+    assert with_sinks >= {"gpt_oss", "flint", "mimo_v2_flash", "deepseek_v4", "hy_v4"} and "llama" not in with_sinks
+    assert refused >= {*with_sinks, "gemma2"} and "got_ocr2" not in refused

@@ -4,28 +4,34 @@ import json
 import os
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import datasets
+import numpy as np
 import pytest
+import trl
 from datasets import load_from_disk
-from helpers import ROOT
+from helpers import ROOT, write_rows
 from huggingface_hub import constants
 from streaming import tokens_of
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.chess.games import GamesArgs, prepare_games
+from accelerate_recipes.conversations import supervised
 from accelerate_recipes.data import prepared
+from accelerate_recipes.data.passes import chosen_rows
 from accelerate_recipes.data.prepared import checksum_of_rows
 from accelerate_recipes.data.rows import make_train_loader
 from accelerate_recipes.data.shards import shards_version
 from accelerate_recipes.data.streams import StreamLoader
-from accelerate_recipes.data.text import TextShards
-from accelerate_recipes.data.text_pairs import PairArgs, prepare_pairs
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.watch import SECONDS_TO_MISS, Watch
+from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer, new_word_tokenizer
+from accelerate_recipes.text.pretraining import TextShards
+from accelerate_recipes.text.text_pairs import PairArgs, prepare_pairs
+from chess_games.games import GamesArgs, prepare_games
 
 
 def change(file: Path, content: str) -> None:
@@ -62,44 +68,61 @@ def test_files_of_a_folder_that_is_named_as_dataset(tmp_path):
     assert before != whole.version()
 
 
-def test_pairs_to_prefer_from_belong_to_the_model_that_made_them(tmp_path):
-    """Another model under the same path makes its own pairs."""
-    dpo = shipped.load(ROOT / "recipes/chess_dpo.py")
-    weights = tmp_path / "model.safetensors"
-    weights.write_text("1234")
-    args = dpo.Args(model_name_or_path=str(tmp_path), output_dir=str(tmp_path / "out"))
-    before = dpo.pair_file(args, tmp_path / "positions")
-    assert before == dpo.pair_file(args, tmp_path / "positions")
-    change(weights, "1235")
-    assert before != dpo.pair_file(args, tmp_path / "positions")
-
-
 def test_a_tokenizer_with_other_special_tokens_makes_its_own_rows(tmp_path):
     """A base and its model of answers share a tokenizer.json. They make rows of their own, of games and of pairs."""
     moves = [("e2e4", second) for second in ("e7e5", "c7c5", "e7e6", "c7c6", "d7d5", "g8f6", "g7g6", "b8c6")]
     games, pairs = tmp_path / "games.jsonl", tmp_path / "pairs.jsonl"
-    games.write_text("".join(json.dumps({"Moves": game}) + "\n" for game in moves))
-    pairs.write_text("".join(json.dumps({"source": second, "target": first}) + "\n" for first, second in moves))
+    write_rows(games, ({"Moves": game} for game in moves))
+    write_rows(pairs, ({"source": second, "target": first} for first, second in moves))
     others = GamesArgs(train_files=[str(games)], heldout_share=0.5, num_positions=3, data_cache_dir=str(tmp_path))
     of_pairs = PairArgs(
         train_files=[str(pairs)], heldout_share=0.5, source_column="source", target_column="target", dataset_config="",
         data_cache_dir=str(tmp_path),
     )  # fmt: skip
-    base, answers, other_begin = (
-        new_word_tokenizer(sorted({move for game in moves for move in game})) for _ in range(3)
-    )
+    words = sorted({move for game in moves for move in game})
+    base, answers, other_begin = (new_word_tokenizer(words) for _ in range(3))
     answers.eos_token, other_begin.bos_token = answers.pad_token, answers.pad_token
     for tokenizer in (base, answers, other_begin):
         assert tokenizer.backend_tokenizer.to_str() == base.backend_tokenizer.to_str()
         rows = load_from_disk(prepare_games(tokenizer, others, max_length=8, seed=0) / "train")["input_ids"]
-        assert {row[0] for row in rows} == {tokenizer.bos_token_id} and {row[-1] for row in rows} == {
-            tokenizer.eos_token_id
-        }
+        ends = {(row[0], row[-1]) for row in rows}
+        assert ends == {(tokenizer.bos_token_id, tokenizer.eos_token_id)}
     ending, other_end = (new_bpe_tokenizer(["e2e4"], 300, "$A </s>") for _ in range(2))
     assert prepare_pairs(ending, of_pairs).is_dir()
     other_end.eos_token = other_end.pad_token
     with pytest.raises(ConfigError, match="does not put its end token behind a text"):
         prepare_pairs(other_end, of_pairs)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("how", ["bfd", "bfd_split", "wrapped", "keep_start", "keep_end", ""])
+def test_rows_of_pieces_are_those_of_a_table(how, shuffled):
+    """They are trl's, packed in parts of 1,000 documents, and their checksum is that of tables in earlier checkpoints."""
+    draw, longest = np.random.default_rng(1), 20
+    ids = [draw.integers(2, 99, size=size).astype(np.int32) for size in draw.integers(1, 50, 2500)]
+    labels = [np.where(draw.random(len(row)) < 0.1, row, np.int64(IGNORE_INDEX)) for row in ids]
+    labels[7] = np.array(
+        [*ids[7][:1], *[IGNORE_INDEX] * len(ids[7][1:])]
+    )  # the first token is a target, though of no loss
+    columns = {"input_ids": ids, "labels": labels, "text": [str(number) for number in range(2500)]}
+    documents = datasets.Dataset.from_dict(columns)
+    args = SimpleNamespace(seed=3, shuffle_dataset=shuffled, packing=how not in ("", "keep_start", "keep_end"))
+    args.max_length, args.truncation_mode, args.packing_strategy = how and longest, how, how
+    rows = supervised.cut_or_packed(args, "train", documents)
+    if args.packing:
+        table = documents.remove_columns("text")
+        table = trl.pack_dataset(table.shuffle(seed=3) if shuffled else table, longest, how)
+    else:
+        part = {"keep_start": slice(longest), "keep_end": slice(-longest, None), "": slice(None)}[how]
+        columns |= {name: [row[part] for row in columns[name]] for name in ("input_ids", "labels")}
+        table = datasets.Dataset.from_dict(columns)
+        if how:
+            table = chosen_rows(table, np.array([(row != IGNORE_INDEX).any() for row in columns["labels"]]))
+    table = table.shuffle(seed=3) if shuffled else table
+    names = [name for name in table.column_names if name != "text"]
+    assert rows.column_names == names and [*rows] == table.select_columns(names).to_list()
+    assert rows.lengths.tolist() == [*map(len, table["input_ids"])]
+    assert checksum_of_rows(rows) == checksum_of_rows(table, table.column_names)
 
 
 def test_checksum_of_rows():
@@ -121,21 +144,14 @@ def test_checksum_of_rows():
 
 def test_checksum_of_conversations():
     """The checksum depends on each value, at any depth, and on the order of rows that only point to a table."""
-    row = {
-        "messages": [{"role": "user", "content": "a b"}, {"role": "tool", "content": None}],
-        "n": 1,
-        "x": 0.5,
-        "ok": True,
-        "at": datetime(2026, 1, 2),
-    }
+    messages = [{"role": "user", "content": "a b"}, {"role": "tool", "content": None}]
+    row = {"messages": messages, "n": 1, "x": 0.5, "ok": True, "at": datetime(2026, 1, 2)}
     others = [
         row | {"at": datetime(2026, 1, 3)}, row | {"n": 2}, row | {"x": 0.25}, row | {"ok": False},
         row | {"messages": row["messages"][:1]},
     ]  # fmt: skip
-    others += [
-        row | {"messages": [row["messages"][0] | change, row["messages"][1]]}
-        for change in ({"role": "bot"}, {"content": "ab "})
-    ]
+    first, second = row["messages"]
+    others += [row | {"messages": [first | change, second]} for change in ({"role": "bot"}, {"content": "ab "})]
 
     def checksum(rows: datasets.Dataset) -> str:
         return checksum_of_rows(rows, rows.column_names)
@@ -143,9 +159,8 @@ def test_checksum_of_conversations():
     single = [checksum(datasets.Dataset.from_list([each])) for each in [row, *others]]
     assert len(set(single)) == 8
     table = datasets.Dataset.from_list([row, *others])
-    assert checksum(table) == checksum(
-        datasets.concatenate_datasets([table.select(range(3)), table.select(range(3, 8))])
-    )
+    halves = [table.select(range(3)), table.select(range(3, 8))]
+    assert checksum(table) == checksum(datasets.concatenate_datasets(halves))
     assert len({checksum(table), checksum(table.select([1, 0, *range(2, 8)])), checksum(table.shuffle(seed=0))}) == 3
 
 
@@ -167,10 +182,10 @@ def test_shards_of_a_checkpoint(tmp_path, monkeypatch):
     file.write_text('{"text": "a b"}\n')
 
     def state_of(source) -> dict:
-        return json.loads(json.dumps(StreamLoader(source, args, 0, 1, max_length=4).state()))
+        return json.loads(json.dumps(StreamLoader([source], args, 0, 1, max_length=4).state()))
 
     def resume(source, state: dict) -> None:
-        StreamLoader(source, args, 0, 1, max_length=4).start_at(0, [state])
+        StreamLoader([source], args, 0, 1, max_length=4).start_at(0, [state])
 
     text = state_of(TextShards([str(file)], tokenizer))
     tokens = state_of(tokens_of(tmp_path / "tokens", tokenizer, lambda: [str(file)], {}))

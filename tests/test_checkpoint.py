@@ -10,8 +10,6 @@ import pickle
 import re
 import resource
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -20,7 +18,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import yaml
 from accelerate import Accelerator
 from safetensors.torch import load_file
@@ -33,15 +30,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from accelerate_recipes import __main__ as cli
 from accelerate_recipes import disk, recipe
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.bad_steps import stop_run
 from accelerate_recipes.checkpoint import checkpointer, files, resume
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import SaveError, complete_checkpoints, defect
-from accelerate_recipes.checkpoint.non_finite import dump_non_finite
-from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
+from accelerate_recipes.checkpoint.resume import agree_on_resume, settle_resume
 from accelerate_recipes.distributed import prepare
 from accelerate_recipes.errors import ConfigError, NonFiniteError
 from accelerate_recipes.life import lock, stop
@@ -76,6 +72,16 @@ def make_run(tmp_path, monkeypatch):
     lock.release()
 
 
+@pytest.fixture
+def run(make_run) -> Checkpointer:
+    return make_run()
+
+
+@pytest.fixture
+def output_dir(run) -> Path:
+    return Path(run.args.output_dir)
+
+
 def save(run: Checkpointer, step: int) -> Path:
     """Save, and wait for the end of it."""
     path = run.save(step, {})
@@ -83,16 +89,14 @@ def save(run: Checkpointer, step: int) -> Path:
     return path
 
 
-def test_what_could_not_be_saved_is_refused_before_training(make_run):
+def test_what_could_not_be_saved_is_refused_before_training(run):
     """`save_pretrained` would raise for a temperature without sampling, which some published models have."""
-    run = make_run()
     settings = GenerationConfig(do_sample=False, temperature=0.5)
     with pytest.raises(ConfigError, match=r"(?s)correct its generation_config\.json: .*temperature"):
         dataclasses.replace(run, artifacts=[settings])
 
 
-def test_a_checkpoint_is_complete_and_the_oldest_goes(make_run):
-    run = make_run()
+def test_a_checkpoint_is_complete_and_the_oldest_goes(run):
     saved = [save(run, step) for step in (10, 20, 100)]
     assert [defect(path) for path in saved[1:]] == [None, None]
     assert complete_checkpoints(saved[0].parent) == saved[1:]  # by number, not by name
@@ -102,9 +106,8 @@ def test_a_checkpoint_is_complete_and_the_oldest_goes(make_run):
     assert {"state/.metadata", "rng-0.pt", "args.yaml", "metrics.jsonl", "config.json"} <= set(marker["files"])
 
 
-def test_what_is_written_in_the_background_is_what_was_there(make_run, tmp_path):
+def test_what_is_written_in_the_background_is_what_was_there(run, tmp_path):
     """The files equal those of a synchronous save, although the weights change as soon as `save` returns."""
-    run = make_run()
     run.args.async_save = False
     wanted = (run.save(10, {}) / "state/__0_0.distcp").read_bytes()
     run.args.async_save = True
@@ -134,7 +137,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_a_background_save_leaves_nothing_to_copy_beside_the_next_step(make_run, monkeypatch):
+def test_a_background_save_leaves_nothing_to_copy_beside_the_next_step(run, monkeypatch):
     """When `save` returns, each tensor has been copied, by a copy that was waited for: the thread gets memory of its own.
 
     A copy that is still under way on a GPU would slow down the next steps, which also change what it reads.
@@ -146,7 +149,6 @@ def test_a_background_save_leaves_nothing_to_copy_beside_the_next_step(make_run,
         return execute(self, state, **settings)
 
     monkeypatch.setattr(_ThreadBasedAsyncCheckpointExecutor, "execute_save", watched)
-    run = make_run()
     for step in (10, 20):  # the second time into memory that exists already
         with Copies() as copies:
             run.save(step, {})
@@ -164,34 +166,24 @@ def tensors_of(state) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
 
 
-@pytest.mark.parametrize(
-    "damage, reason",
-    [
-        (lambda c: (c / "complete.json").unlink(), "has no complete.json: the save was interrupted"),
-        (lambda c: (c / "complete.json").write_text("{"), r"complete\.json is damaged: Expecting property name"),
-        (lambda c: (c / "complete.json").write_text("[]"), "it does not list the files of a checkpoint"),
-        (
-            lambda c: (c / "complete.json").write_text((c / "complete.json").read_text().replace("20", "21", 1)),
-            "its checksum is",
-        ),
-        (
-            lambda c: (c / "args.yaml").write_text((c / "args.yaml").read_text().replace("seed: 42", "seed: 43")),
-            r"checksum of args\.yaml",
-        ),
-        (lambda c: (c / "state/__0_0.distcp").unlink(), "state/__0_0.distcp is missing"),
-        (lambda c: (c / "rng-0.pt").write_bytes(b"x"), "rng-0.pt has 1 bytes instead of"),
-    ],
-)
-def test_a_damaged_one_is_skipped_with_its_reason(make_run, damage, reason):
-    run = make_run()
+@pytest.mark.parametrize("damage, reason", [
+    (lambda c: (c / "complete.json").unlink(), "has no complete.json: the save was interrupted"),
+    (lambda c: (c / "complete.json").write_text("{"), r"complete\.json is damaged: Expecting property name"),
+    (lambda c: (c / "complete.json").write_text("[]"), "it does not list the files of a checkpoint"),
+    (lambda c: (c / "complete.json").write_text((c / "complete.json").read_text().replace("20", "21", 1)), "its checksum is"),
+    (lambda c: (c / "args.yaml").write_text((c / "args.yaml").read_text().replace("seed: 42", "seed: 43")), r"checksum of args\.yaml"),
+    (lambda c: (c / "state/__0_0.distcp").unlink(), "state/__0_0.distcp is missing"),
+    (lambda c: (c / "rng-0.pt").write_bytes(b"x"), "rng-0.pt has 1 bytes instead of"),
+])  # fmt: skip
+def test_a_damaged_one_is_skipped_with_its_reason(run, damage, reason):
     older, newer = save(run, 10), save(run, 20)
     damage(newer)
     with pytest.warns(UserWarning, match=reason):
-        assert find_resume(run.args) == older
+        assert settle_resume(run.args) == older
     run.args.resume_from_checkpoint = str(newer)
     with pytest.raises(ConfigError, match=reason), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        find_resume(run.args)
+        settle_resume(run.args)
 
 
 def contents(output_dir: Path) -> set[str]:
@@ -199,8 +191,7 @@ def contents(output_dir: Path) -> set[str]:
     return {path.name for path in output_dir.iterdir()} - {"metrics.jsonl", "status.json", "lock.json"}
 
 
-def test_no_bit_of_the_marker_can_change(make_run):
-    run = make_run()
+def test_no_bit_of_the_marker_can_change(run):
     older, newer = save(run, 10), save(run, 20)
     content, whole = (newer / "complete.json").read_bytes(), files.read_marker(newer)
     unseen = []
@@ -210,7 +201,7 @@ def test_no_bit_of_the_marker_can_change(make_run):
             unseen.append(i)
     assert not unseen
     with warnings.catch_warnings(record=True):
-        assert find_resume(run.args) == older
+        assert settle_resume(run.args) == older
 
 
 @pytest.mark.parametrize("name", ["../mine.txt", "/etc/hostname"])
@@ -227,8 +218,7 @@ def test_a_strangers_marker_names_no_file_elsewhere(make_run, tmp_path, name):
     assert defect(saved) == f"its complete.json is damaged: it names {name}, which is not in the checkpoint"
 
 
-def test_a_file_that_the_disk_cannot_read_is_damage(make_run, monkeypatch):
-    run = make_run()
+def test_a_file_that_the_disk_cannot_read_is_damage(run, monkeypatch):
     older, newer = save(run, 10), save(run, 20)
     read = disk.checksum
 
@@ -242,9 +232,8 @@ def test_a_file_that_the_disk_cannot_read_is_damage(make_run, monkeypatch):
         assert agree_on_resume(run.accelerator, run.args) == older
 
 
-def test_what_stands_in_the_way_is_set_aside(make_run):
+def test_what_stands_in_the_way_is_set_aside(run):
     """Checkpoints damaged twice at one step, and another program's directory with the same name, are set aside."""
-    run = make_run()
     older = save(run, 10)
     for _ in range(2):
         flip_a_byte(save(run, 20) / "state/__0_0.distcp")
@@ -267,8 +256,7 @@ def flip_a_byte(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_a_flipped_byte_is_found_and_the_next_older_taken(make_run):
-    run = make_run()
+def test_a_flipped_byte_is_found_and_the_next_older_taken(run):
     older, newer = save(run, 10), save(run, 20)
     assert agree_on_resume(run.accelerator, run.args) == newer
     flip_a_byte(newer / "state/__0_0.distcp")
@@ -284,47 +272,30 @@ def test_a_flipped_byte_is_found_and_the_next_older_taken(make_run):
         agree_on_resume(run.accelerator, run.args)
 
 
-@pytest.fixture
-def run_cli(monkeypatch, capsys):
-    """Run `python -m accelerate_recipes ...` in this process."""
-
-    def run(*args: object) -> subprocess.CompletedProcess:
-        monkeypatch.setattr(sys, "argv", ["accelerate_recipes", *map(str, args)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as error:
-            code = error.code
-        return subprocess.CompletedProcess(args, code, *capsys.readouterr())
-
-    return run
-
-
-def test_commands(make_run, run_cli, tmp_path):
+def test_commands(run, command, tmp_path):
     """The commands verify, list and export work as typed."""
-    run = make_run()
     older, newer = save(run, 10), save(run, 20)
-    verified = run_cli("checkpoint", "verify", newer)
+    verified = command("checkpoint", "verify", newer)
     assert verified.returncode == 0, verified.stderr
     assert "step 20, saved by 1 x single process" in verified.stdout and "complete and unchanged" in verified.stdout
     flip_a_byte(older / "state/__0_0.distcp")
-    assert run_cli("checkpoint", "verify", older).returncode == 1
-    refused = run_cli("export", older, tmp_path / "out")
+    assert command("checkpoint", "verify", older).returncode == 1
+    refused = command("export", older, tmp_path / "out")
     assert refused.returncode == 1 and "the checksum of state/__0_0.distcp is" in refused.stderr
-    refused = run_cli("export", newer, newer.parent)
+    refused = command("export", newer, newer.parent)
     assert refused.returncode == 1 and "run is, holds or lies in the checkpoint" in refused.stderr
     with files_limited_to(5000):
-        full = run_cli("export", newer, tmp_path / "out")
+        full = command("export", newer, tmp_path / "out")
     assert full.returncode == 1 and re.search("error: .*out could not be written: .*File too large", full.stderr)
     assert not list(tmp_path.glob("out*"))
     (newer / "rng-0.pt").unlink()
-    broken = run_cli("checkpoint", "verify", newer)
+    broken = command("checkpoint", "verify", newer)
     assert broken.returncode == 1 and "rng-0.pt is missing" in broken.stderr
-    listed = run_cli("checkpoint", "list", newer.parent).stdout.splitlines()
+    listed = command("checkpoint", "list", newer.parent).stdout.splitlines()
     assert [line.split()[0] for line in listed] == ["checkpoint-10", "checkpoint-20"]
     assert "complete" in listed[0] and "rng-0.pt is missing" in listed[1]
-    assert run_cli("export", newer, tmp_path / "out").returncode == 1
-    exported = run_cli("export", save(run, 30), tmp_path / "out", "--dtype", "bf16", "--max_shard_size", "4KB")
+    assert command("export", newer, tmp_path / "out").returncode == 1
+    exported = command("export", save(run, 30), tmp_path / "out", "--dtype", "bf16", "--max_shard_size", "4KB")
     assert exported.returncode == 0, exported.stderr
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype == torch.bfloat16
@@ -344,15 +315,11 @@ def files_limited_to(num_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1000, 20_000])
-def test_a_save_that_cannot_write_loses_nothing(make_run, num_bytes):
+def test_a_save_that_cannot_write_loses_nothing(run, num_bytes):
     """The older checkpoint is unchanged, the half-written one is gone, and the next save succeeds."""
-    run = make_run()
     good = save(run, 10)
     assert sum(entry["size"] for entry in files.read_marker(good)["files"].values()) > 30_000
-    with (
-        files_limited_to(num_bytes),
-        pytest.raises(SaveError, match=r"checkpoint-20 could not be written.*File too large"),
-    ):
+    with files_limited_to(num_bytes), pytest.raises(SaveError, match=r"-20 could not be written.*File too large"):
         save(run, 20)
     assert contents(good.parent) == {"checkpoint-10"}
     assert agree_on_resume(run.accelerator, run.args) == good == run.newest
@@ -380,10 +347,8 @@ def test_a_full_disk_is_known_by_whatever_a_library_raises(make_run, monkeypatch
     else:
         limit = contextlib.nullcontext()
         monkeypatch.setattr(torch, "save", partial(limited, torch.save, 1000))
-    with (
-        limit,
-        pytest.raises(SaveError, match=r"could not be written: rank 0: .*[Ff]ile too large.* good checkpoint: .*-10"),
-    ):
+    said = r"could not be written: rank 0: .*[Ff]ile too large.* good checkpoint: .*-10"
+    with limit, pytest.raises(SaveError, match=said):
         save(run, 20)
     assert contents(good.parent) == {"checkpoint-10"}
 
@@ -393,9 +358,7 @@ def limited(call, num_bytes: int, *args, **kwargs):
         return call(*args, **kwargs)
 
 
-def test_a_full_disk_is_one_message_from_beginning_to_end(make_run, capsys):
-    run = make_run()
-    output_dir = Path(run.args.output_dir)
+def test_a_full_disk_is_one_message_from_beginning_to_end(run, output_dir, capsys):
     (output_dir / "checkpoint-20.partial").mkdir()
     with files_limited_to(0), pytest.raises(ConfigError, match=r"cannot be written to: .*-20\.partial may be removed"):
         agree_on_resume(run.accelerator, run.args)
@@ -406,18 +369,15 @@ def test_a_full_disk_is_one_message_from_beginning_to_end(make_run, capsys):
     assert "warning: status.json could not be written: [Errno 27]" in capsys.readouterr().err
 
 
-def test_a_mistake_of_the_program_leaves_nothing_and_stays_one(make_run):
-    run = make_run()
+def test_a_mistake_of_the_program_leaves_nothing_and_stays_one(run, output_dir):
     run.artifacts = [SimpleNamespace(save_pretrained=lambda folder: {}["key"])]
     with pytest.raises(KeyError):
         save(run, 10)
-    assert contents(Path(run.args.output_dir)) == set()
+    assert contents(output_dir) == set()
 
 
-def test_leftovers_go_before_anything_is_written(make_run, monkeypatch):
+def test_leftovers_go_before_anything_is_written(run, output_dir, monkeypatch):
     """Leftovers of a run that was killed while it saved or exported are removed; other files stay."""
-    run = make_run()
-    output_dir = Path(run.args.output_dir)
     save(run, 10)
     export(output_dir / "checkpoint-10", output_dir / "export")
     (output_dir / "export").rename(output_dir / "export.partial")
@@ -428,8 +388,7 @@ def test_leftovers_go_before_anything_is_written(make_run, monkeypatch):
     assert contents(output_dir) == {"checkpoint-10", "checkpoint-best.partial"}
 
 
-def test_weights_that_are_not_finite_are_never_the_last_good_checkpoint(make_run, monkeypatch):
-    run = make_run()
+def test_weights_that_are_not_finite_are_never_the_last_good_checkpoint(make_run, run, monkeypatch):
     good = save(run, 10)
     weight = run.model.model.norm.weight
     for value in (float("nan"), float("-inf")):
@@ -446,14 +405,15 @@ def test_weights_that_are_not_finite_are_never_the_last_good_checkpoint(make_run
         make_run(resumed_from=broken).resume()
 
 
-def test_a_checkpoint_whose_weights_give_no_finite_loss_is_not_good(make_run):
-    run = make_run()
+def test_a_checkpoint_whose_weights_give_no_finite_loss_is_not_good(run):
     older, newest = save(run, 10), save(run, 20)
 
-    def last_good(step: int, *micro_losses: float) -> Path | None:
-        batches = [{"row": torch.tensor([3])}] * len(micro_losses)
-        error = NonFiniteError("", list(micro_losses))
-        return dump_non_finite(newest.parent, step, batches, error, newest)[1]
+    def last_good(step: int, *micro_losses: float) -> Path:
+        error = NonFiniteError("loss nan", list(micro_losses))
+        said = str(stop_run(error, run, step, [{"row": torch.tensor([3])}] * len(micro_losses)))
+        good = json.loads((newest.parent / "non_finite.json").read_text())["checkpoint"]
+        assert said.startswith(f"step {step + 1}: loss nan. ") and said.endswith(f"Last good checkpoint: {good}")
+        return Path(good)
 
     nan = float("nan")
     assert last_good(20, nan, nan) == older
@@ -461,19 +421,16 @@ def test_a_checkpoint_whose_weights_give_no_finite_loss_is_not_good(make_run):
     assert last_good(21, nan, nan) == newest, "with other weights"
 
 
-def test_too_little_room_is_known_before(make_run, monkeypatch):
-    run = make_run()
+def test_too_little_room_is_known_before(run, output_dir, monkeypatch):
     save(run, 10)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 10, 10))
     with pytest.raises(SaveError, match=r"0\.000 MiB are free, the last checkpoint has .*; make room"):
         save(run, 20)
-    assert contents(Path(run.args.output_dir)) == {"checkpoint-10"}
+    assert contents(output_dir) == {"checkpoint-10"}
 
 
-def test_a_run_that_was_taken_over_touches_nothing(make_run):
+def test_a_run_that_was_taken_over_touches_nothing(run, output_dir):
     """Such a run touches neither the other run's save of the same step nor its status."""
-    run = make_run()
-    output_dir = Path(run.args.output_dir)
     lock.take(output_dir)
     save(run, 10)
     (output_dir / "lock.json").write_text(
@@ -487,35 +444,23 @@ def test_a_run_that_was_taken_over_touches_nothing(make_run):
     assert "state" not in read_status(output_dir)
 
 
-def test_one_beyond_the_last_step_is_refused_before_anything_starts(make_run):
-    run = make_run()
-    chosen = save(run, 10)
-    run.args.max_steps = 10
-    assert find_resume(run.args) == chosen
-    run.args.max_steps = 9
-    with pytest.raises(ConfigError, match="checkpoint-10 is further on than the 9 steps"):
-        find_resume(run.args)
-
-
-def test_one_with_positions_that_an_earlier_version_stretched_is_refused(make_run):
-    """The model that the run begins with has other positions. Where the flags were unset, the run goes on."""
-    run = make_run()
+def test_arguments_that_are_gone(run):
+    """An earlier version stretched positions, or left rows out: refused. Where the flags were unset, the run goes on."""
     file = save(run, 10) / "args.yaml"
-    unset = {"rope_theta": 0.0, "rope_scaling_factor": 1.0, "rope_low_freq_factor": 1.0, "max_position_embeddings": 0}
+    unset = {"rope_theta": 0.0, "rope_scaling_factor": 1.0, "rope_low_freq_factor": 1.0, "exclude_rows": ""}
     saved = yaml.safe_load(file.read_text()) | unset
     file.write_text(yaml.safe_dump(saved))
-    resume.check_arguments(file.parent, run.args)
-    for flag, value in (("rope_theta", 5e5), ("rope_scaling_factor", 8.0)):
+    resume.settle_arguments(file.parent, run.args)
+    for flag, value in (("rope_theta", 5e5), ("rope_scaling_factor", 8.0), ("exclude_rows", "skipped.jsonl")):
         file.write_text(yaml.safe_dump(saved | {flag: value}))
-        with pytest.raises(ConfigError, match=rf"--{flag} was {value}, .* export of this checkpoint"):
-            resume.check_arguments(file.parent, run.args)
+        with pytest.raises(ConfigError, match=rf"--{flag} was {value!r}, .* export of this checkpoint"):
+            resume.settle_arguments(file.parent, run.args)
 
 
-def test_an_interrupted_removal_is_finished_by_the_next_save(make_run):
+def test_an_interrupted_removal_is_finished_by_the_next_save(run, output_dir):
     """After a kill between renaming and removal, an old checkpoint is whole, but no longer a checkpoint."""
-    run = make_run()
-    save(run, 10).rename(Path(run.args.output_dir) / "checkpoint-10.partial")
-    assert find_resume(run.args) is None
+    save(run, 10).rename(output_dir / "checkpoint-10.partial")
+    assert settle_resume(run.args) is None
     newer = save(run, 20)
     assert contents(newer.parent) == {"checkpoint-20"}
 
@@ -561,16 +506,11 @@ class Payload:
         return Path.touch, (self.file,)
 
 
-@pytest.mark.parametrize("place", ["metadata", "value"])
-def test_a_strangers_checkpoint_runs_no_code(make_run, tmp_path, monkeypatch, place):
-    run = make_run()
+@pytest.mark.parametrize("place", ["metadata", "value", "random state", "arguments"])
+def test_a_strangers_checkpoint_runs_no_code(make_run, run, tmp_path, monkeypatch, place):
+    """Each of its files that could name code is refused, with the name, and without torch's advice to run it."""
     proof = tmp_path / "it ran"
-    if place == "metadata":
-        strange = save(run, 10)
-        metadata = pickle.loads((strange / "state/.metadata").read_bytes())
-        metadata.storage_meta.modules = [Payload(proof)]
-        (strange / "state/.metadata").write_bytes(pickle.dumps(metadata))
-    else:
+    if place == "value":
         real = checkpointer.get_state_dict
 
         def with_payload(model, optimizer):
@@ -582,14 +522,29 @@ def test_a_strangers_checkpoint_runs_no_code(make_run, tmp_path, monkeypatch, pl
         monkeypatch.setattr(checkpointer, "get_state_dict", with_payload)
         strange = save(run, 10)
         monkeypatch.setattr(checkpointer, "get_state_dict", real)
-    assert not proof.exists()
-    for load in (make_run(resumed_from=strange).resume, lambda: export(strange, tmp_path / "export")):
-        with contextlib.suppress(ConfigError, dcp.CheckpointException):
-            load()
-        assert not proof.exists()
+    else:
+        strange = save(run, 10)
     if place == "metadata":
-        with pytest.raises(ConfigError, match=r"state/\.metadata names \S+, which would run"):
-            export(strange, tmp_path / "export")
+        metadata = pickle.loads((strange / "state/.metadata").read_bytes())
+        metadata.storage_meta.modules = [Payload(proof)]
+        (strange / "state/.metadata").write_bytes(pickle.dumps(metadata))
+    elif place == "random state":
+        torch.save({"numpy": Payload(proof)}, strange / "rng-0.pt")
+    elif place == "arguments":
+        (strange / "args.yaml").write_text(f"seed: !!python/object/apply:pathlib.Path.touch [{proof}]")
+    assert not proof.exists()
+    resume = make_run(resumed_from=strange).resume
+    told = {
+        "metadata": (r"state/\.metadata names \S+, which would run", resume, lambda: export(strange, tmp_path / "export")),
+        "value": (r"betas in .*state/: it names \S+, which would run", resume),
+        "random state": (r"rng-0\.pt .*: it names \S+, which would run", resume),
+        "arguments": (r"args\.yaml holds no arguments .*python/object/apply", lambda: export(strange, tmp_path / "export")),
+    }  # fmt: skip
+    message, *loads = told[place]
+    for load in loads:
+        with pytest.raises(ConfigError, match=message) as refused:
+            load()
+        assert not proof.exists() and "weights_only" not in str(refused.value)
 
 
 @pytest.mark.parametrize("attribute, is_known", [("TORCH_CONTIGUOUS_FORMAT", True), ("__init_subclass__", False)])
@@ -633,9 +588,8 @@ def test_a_checkpoint_of_another_model_is_refused(make_run):
         other.resume()
 
 
-def test_a_checkpoint_of_other_classes_is_refused(make_run):
+def test_a_checkpoint_of_other_classes_is_refused(make_run, run):
     """A class is a number in the labels and a row in the weights: other names would train other rows."""
-    run = make_run()
     with_classes(run.artifacts[0], ["0", "1", "10", "2"])
     saved = save(run, 10)
     for names, number, before, now in ((["0", "1", "2", "10"], 2, "10", "2"), (["0", "1", "10"], 3, "2", "none")):
@@ -651,32 +605,34 @@ def test_a_checkpoint_of_other_classes_is_refused(make_run):
 def test_what_is_kept(make_run):
     """A run keeps the two newest, every 30th, and the best by the evaluation; the newest in any case."""
     run = make_run(keep_every_n_steps=30, metric_for_best_model="accuracy")
-    accuracies = {10: 0.1, 20: 0.9, 30: 0.3, 40: 0.2, 50: 0.5, 60: 0.4, 70: 0.6}
-    for step, accuracy in accuracies.items():
-        with (Path(run.args.output_dir) / "metrics.jsonl").open("a") as file:
-            print(json.dumps({"step": step, "eval_accuracy": accuracy}), file=file)
+    out = Path(run.args.output_dir)
+
+    def evaluated(step: int, **measured: float) -> None:
+        with (out / "metrics.jsonl").open("a") as file:
+            print(json.dumps({"step": step} | measured), file=file)
+
+    for step, accuracy in {10: 0.1, 20: 0.9, 30: 0.3, 40: 0.2, 50: 0.5, 60: 0.4, 70: 0.6}.items():
+        evaluated(step, eval_accuracy=accuracy)
         save(run, step)
-    assert contents(Path(run.args.output_dir)) == {f"checkpoint-{step}" for step in (20, 30, 60, 70)}
+    assert contents(out) == {f"checkpoint-{step}" for step in (20, 30, 60, 70)}
     run.args.greater_is_better = False
     save(run, 80)  # without an evaluation of its own
-    assert contents(Path(run.args.output_dir)) == {f"checkpoint-{step}" for step in (30, 60, 70, 80)}
+    assert contents(out) == {f"checkpoint-{step}" for step in (30, 60, 70, 80)}
     run.args.metric_for_best_model = "loss"
     run.args.keep_every_n_steps = 0
     run.args.save_total_limit = 1
     save(run, 90)
-    assert contents(Path(run.args.output_dir)) == {"checkpoint-90"}
+    assert contents(out) == {"checkpoint-90"}
     for step, loss in {100: float("nan"), 110: 0.5, 120: 0.6, 130: 0.7}.items():
-        with (Path(run.args.output_dir) / "metrics.jsonl").open("a") as file:
-            print(json.dumps({"step": step, "eval_loss": loss}), file=file)
+        evaluated(step, eval_loss=loss)
         if step == 130:
-            assert contents(Path(run.args.output_dir)) == {"checkpoint-110", "checkpoint-120"}, "NaN is not the best"
-            flip_a_byte(Path(run.args.output_dir) / "checkpoint-110/metrics.jsonl")
+            assert contents(out) == {"checkpoint-110", "checkpoint-120"}, "NaN is not the best"
+            flip_a_byte(out / "checkpoint-110/metrics.jsonl")
         save(run, step)
-    assert contents(Path(run.args.output_dir)) == {"checkpoint-120", "checkpoint-130"}, "110 is damaged"
+    assert contents(out) == {"checkpoint-120", "checkpoint-130"}, "110 is damaged"
 
 
-def test_a_failing_removal_is_no_failing_save(make_run, monkeypatch):
-    run = make_run()
+def test_a_failing_removal_is_no_failing_save(run, monkeypatch):
     save(run, 10), save(run, 20)
 
     def refuse(path, ignore_errors=False):
@@ -689,41 +645,43 @@ def test_a_failing_removal_is_no_failing_save(make_run, monkeypatch):
     assert run.newest == newest and defect(newest) is None
 
 
-def test_what_a_run_may_continue(make_run, tmp_path, capsys):
-    run = make_run()
+def test_what_a_run_may_continue(run, tmp_path, capsys):
     args = run.args
-    assert find_resume(args) is None
+    assert settle_resume(args) is None
     old, new = save(run, 10), save(run, 20)
-    assert find_resume(args) == new
+    assert settle_resume(args) == new
     args.resume_from_checkpoint = "none"
     with pytest.raises(ConfigError, match=r"would overwrite .*checkpoint-20"):
-        find_resume(args)
+        settle_resume(args)
     args.resume_from_checkpoint = str(old)
     with pytest.raises(ConfigError, match=r"would overwrite .*checkpoint-20"):
-        find_resume(args)
+        settle_resume(args)
     args.output_dir = str(tmp_path / "other")
-    assert find_resume(args) == old
+    assert settle_resume(args) == old
+    args.max_steps = 9
+    with pytest.raises(ConfigError, match="checkpoint-10 is further on than the 9 steps"):
+        settle_resume(args)
+    args.max_steps = 10
     args.learning_rate = 0.5
     assert agree_on_resume(run.accelerator, args) == old
     assert "--learning_rate is now 0.5; until step 10 it was 1e-05" in capsys.readouterr().out
     args.total_batch_size = 99
     with pytest.raises(ConfigError, match="--total_batch_size was 16 and is now 99"):
-        find_resume(args)
+        settle_resume(args)
     args.resume_from_checkpoint = str(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="nothing: there is no such folder; give latest, none, or"):
-        find_resume(args)
+        settle_resume(args)
     args.resume_from_checkpoint = str(old.parent)
     with pytest.raises(ConfigError, match=f"a run, whose newest checkpoint is {new}; give latest, none, or"):
-        find_resume(args)
+        settle_resume(args)
     args.resume_from_checkpoint = str(shutil.copytree(old, tmp_path / "best"))
     with pytest.raises(ConfigError, match="best: its name must be checkpoint-STEP"):
-        find_resume(args)
+        settle_resume(args)
 
 
 @pytest.mark.parametrize("begins_with", ["a path elsewhere", "a path here", "none"])
-def test_the_same_command_goes_on(make_run, tmp_path, begins_with):
+def test_the_same_command_goes_on(run, tmp_path, begins_with):
     """A requeued job or restarted pod continues from its own checkpoint, even if its first checkpoint is gone."""
-    run = make_run()
     args = run.args
     old = save(run, 10)
     if begins_with != "a path here":
@@ -734,22 +692,21 @@ def test_the_same_command_goes_on(make_run, tmp_path, begins_with):
     (Path(args.output_dir) / "metrics.jsonl").touch()
     newer, newest = save(run, 20), save(run, 30)
     shutil.rmtree(old, ignore_errors=True)  # as retention does where it is here
-    assert agree_on_resume(run.accelerator, args) == find_resume(args) == newest
+    assert agree_on_resume(run.accelerator, args) == settle_resume(args) == newest
     flip_a_byte(newest / "rng-0.pt")
     with pytest.warns(UserWarning, match="the file is damaged"):
         assert agree_on_resume(run.accelerator, args) == newer
     args.learning_rate = 0.5  # another command
     with pytest.raises(ConfigError, match=r"would overwrite .*checkpoint-20|no such folder"):
-        find_resume(args)
+        settle_resume(args)
 
 
 def tree(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_an_export_takes_no_place_but_an_exports(make_run, tmp_path, monkeypatch):
+def test_an_export_takes_no_place_but_an_exports(run, tmp_path, monkeypatch):
     """Other files stay, to the byte, and the error says what is wrong."""
-    run = make_run()
     saved = save(run, 10)
     mine = tmp_path / "mine"
     (mine / "deep/empty").mkdir(parents=True)
@@ -802,22 +759,20 @@ def test_an_export_takes_no_place_but_an_exports(make_run, tmp_path, monkeypatch
     assert tree(first) == before
 
 
-def test_an_export_that_could_not_be_written_is_known_before_training(make_run):
-    run = make_run()
-    folder = Path(run.args.output_dir) / "export"
+def test_an_export_that_could_not_be_written_is_known_before_training(run, output_dir):
+    folder = output_dir / "export"
     folder.mkdir()
     (folder / "notes.txt").touch()
     with pytest.raises(ConfigError, match=r"export holds notes\.txt, which no export wrote"):
         agree_on_resume(run.accelerator, run.args)
 
 
-def test_a_refused_run_leaves_the_directory_as_it_was(make_run, monkeypatch):
+def test_a_refused_run_leaves_the_directory_as_it_was(run, output_dir, monkeypatch):
     """The checkpoint is looked for once, by the owner of the directory; who may not continue it owns and removes nothing."""
-    run = make_run()
-    saved, output_dir = save(run, 10), Path(run.args.output_dir)
+    saved = save(run, 10)
     lock.release()
     looked = []
-    monkeypatch.setattr(resume, "find_resume", lambda args: looked.append(lock.is_taken()) or find_resume(args))
+    monkeypatch.setattr(resume, "settle_resume", lambda args: looked.append(lock.is_taken()) or settle_resume(args))
     (output_dir / "checkpoint-20.partial").mkdir()
     with pytest.raises(ConfigError, match="--seed was 42 and is now 43"):
         agree_on_resume(run.accelerator, dataclasses.replace(run.args, seed=43))
@@ -827,16 +782,13 @@ def test_a_refused_run_leaves_the_directory_as_it_was(make_run, monkeypatch):
     assert looked == [True, True]
 
 
-def test_the_model_that_a_run_began_with_stays(make_run, tmp_path, monkeypatch):
+def test_the_model_that_a_run_began_with_stays(run, output_dir, tmp_path, monkeypatch):
     """The model that a run began with stays, even if it is an earlier export: adapters need it, and so do its owners."""
     monkeypatch.setattr(TrainArgs, "base_model", property(lambda args: getattr(args, "model_name_or_path", "")))
-    run = make_run()
-    export(save(run, 10), Path(run.args.output_dir) / "export")
-    monkeypatch.setattr(
-        TrainArgs, "model_name_or_path", os.path.relpath(Path(run.args.output_dir) / "export"), raising=False
-    )
+    export(save(run, 10), output_dir / "export")
+    monkeypatch.setattr(TrainArgs, "model_name_or_path", os.path.relpath(output_dir / "export"), raising=False)
     with pytest.raises(ConfigError, match="export is the model that the run begins with"):
-        find_resume(run.args)
+        settle_resume(run.args)
     saved = save(run, 20)
     arguments = yaml.safe_load((saved / "args.yaml").read_text()) | {"model_name_or_path": str(tmp_path / "run/export")}
     (saved / "args.yaml").write_text(yaml.safe_dump(arguments))
@@ -845,10 +797,9 @@ def test_the_model_that_a_run_began_with_stays(make_run, tmp_path, monkeypatch):
     assert (tmp_path / "run/export/config.json").is_file()
 
 
-def test_the_model_that_a_run_began_with_stays_wherever_it_lies(make_run, tmp_path, monkeypatch):
+def test_the_model_that_a_run_began_with_stays_wherever_it_lies(make_run, run, tmp_path, monkeypatch):
     """It is known by its content: its path may be relative to another folder, and it may have been moved."""
     monkeypatch.setattr(TrainArgs, "base_model", property(lambda args: getattr(args, "model_name_or_path", "")))
-    run = make_run()
     export(save(run, 10), tmp_path / "base")
     monkeypatch.setattr(TrainArgs, "model_name_or_path", os.path.relpath(tmp_path / "base"), raising=False)
     saved = save(make_run(), 20)
@@ -861,9 +812,8 @@ def test_the_model_that_a_run_began_with_stays_wherever_it_lies(make_run, tmp_pa
 
 
 @pytest.mark.parametrize("max_shard_size", [10**9, 4000])
-def test_export(make_run, tmp_path, max_shard_size):
+def test_export(run, tmp_path, max_shard_size):
     """In one shard or many, the weights are the model's, and the tied output layer is stored once; all may read them."""
-    run = make_run()
     umask = os.umask(0o002)
     try:
         saved = save(run, 10)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from helpers import CHILDREN, CONFIGS, ROOT, environment, launch, launch_ok, losses, read_metrics
-
-from accelerate_recipes.checkpoint.files import complete_checkpoints
+from helpers import CHILDREN, CONFIGS, ROOT, launch, launch_ok, losses, read_metrics, write_rows
 
 CHESS = SCRIPT = ROOT / "recipes" / "chess.py"
 STEPS = 30
@@ -46,24 +43,6 @@ def undisturbed(tiny, tmp_path_factory) -> tuple[Path, subprocess.CompletedProce
     flags = ("--output_dir", tmp_path / "out", "--dataloader_num_workers", 1)
     done = launch_ok(tmp_path, "fsdp_full", CHESS, *tiny, *flags)
     return tmp_path / "out", done
-
-
-# SIGKILL all ranks when rank 0 would log step 19: it has opened the file for the evaluation, 18 steps and a copy. The
-# checkpoint of step 10 is written beside these steps, and must be whole by then.
-AFTER_STEP_18 = {
-    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 23, "rank": 0, "everyone": True})
-}
-
-
-@pytest.fixture(scope="module")
-def killed(forks, tiny, tmp_path_factory) -> Path:
-    """Output of a run whose ranks were all killed by SIGKILL after step 18."""
-    out = tmp_path_factory.mktemp("killed") / "out"
-    assert forks.run(out, *tiny, **AFTER_STEP_18) == -9, out.with_suffix(".log").read_text()[-3000:]
-    assert max(losses(out)) == 18
-    assert [path.name for path in complete_checkpoints(out)] == ["checkpoint-10"]
-    assert "<h2>Evaluations</h2>" in (out / "report.html").read_text(), "since the first evaluation"
-    return out
 
 
 def test_it_says_what_it_does(undisturbed):
@@ -113,39 +92,12 @@ def test_export_gives_the_loss_of_the_last_evaluation(undisturbed, fork_server, 
     assert float(printed.splitlines()[-1]) == pytest.approx(read_metrics(out)[-1]["eval_loss"], rel=1e-4)
 
 
-def test_killed_and_resumed_is_as_if_it_had_not_been(run_forked, killed, undisturbed, tiny, tmp_path):
-    """On 2 ranks again, losses are equal bit for bit; metrics.jsonl has every step once, without later steps of the killed run."""
-    shutil.copytree(killed, tmp_path / "out")
-    done = run_forked(*tiny)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"Resumed .*checkpoint-\d+ \(step \d+, saved by 2 x FSDP2 full shard\)", done.stderr)
-    assert losses(tmp_path / "out") == losses(undisturbed[0])
-    assert [r["step"] for r in read_metrics(tmp_path / "out")] == [r["step"] for r in read_metrics(undisturbed[0])]
-    assert read_metrics(tmp_path / "out")[-1]["eval_loss"] == read_metrics(undisturbed[0])[-1]["eval_loss"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_resumed_on_other_numbers_of_ranks(run_forked, killed, undisturbed, tiny, tmp_path, world_size):
-    """From 2 to 1 and from 2 to 4 ranks, the remaining 20 losses agree to 1e-5."""
-    shutil.copytree(killed, tmp_path / "out")
-    for later in (tmp_path / "out").glob("checkpoint-*"):
-        if later.name != "checkpoint-10":
-            shutil.rmtree(later)
-    done = run_forked(*tiny, num_processes=world_size)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found, wanted = losses(tmp_path / "out"), losses(undisturbed[0])
-    assert len(found) == STEPS
-    assert found == pytest.approx(wanted, rel=1e-5)
-
-
 def read_status(out: Path) -> dict:
     return json.loads((out / "status.json").read_text())
 
 
-def test_a_signal_to_one_rank_stops_all_with_everything_saved(fork_server, run_forked, undisturbed, tiny, tmp_path):
+def test_a_signal_to_one_rank_stops_all_and_all_is_saved(fork_server, run_forked, undisturbed, tiny, tmp_path, out):
     """After SIGUSR1, twice, the exit code is 0, status.json says so, and the next run continues bit for bit."""
-    out = tmp_path / "out"
     fork_server.start(out, *tiny, script=CHESS)
     deadline = time.monotonic() + 100
     try:
@@ -172,9 +124,8 @@ def test_a_signal_to_one_rank_stops_all_with_everything_saved(fork_server, run_f
     }  # fmt: skip
 
 
-def test_a_stop_file_is_noticed_in_the_first_evaluation(run_forked, tiny, tmp_path):
+def test_a_stop_file_is_noticed_in_the_first_evaluation(run_forked, tiny, out):
     """The file may exist before the run listens to signals, while Python imports."""
-    out = tmp_path / "out"
     out.mkdir()
     (out / "stop").touch()
     done = run_forked(*tiny)
@@ -201,7 +152,7 @@ def test_from_pretrained_under_bf16(run_forked, undisturbed, tiny, tmp_path):
 def test_other_files_and_the_full_state_dict(run_forked, games_file, tiny, tmp_path):
     """A run works with PGN and jsonl, a skipped bad game, no document mask, a tracker, and a checkpoint that can be loaded."""
     games = pq.read_table(games_file).column("Moves").to_pylist()
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"Moves": moves}) + "\n" for moves in [*games, ["e2e5"]]))
+    write_rows(tmp_path / "a.jsonl", ({"Moves": moves} for moves in [*games, ["e2e5"]]))
     (tmp_path / "b.pgn").write_text('[Event "?"]\n[Result "1-0"]\n\n1. e4 e5 2. Qh5 Nc6 3. Bc4 Nf6 4. Qxf7# 1-0\n\n')
     arguments = ["--train_files", tmp_path / "a.jsonl", tmp_path / "b.pgn", "--skip_bad_games", "--no_document_mask"]
     done = run_forked(*tiny, *arguments, "--max_steps", 2, "--report_to", "tensorboard", config="fsdp_full_state_dict")
@@ -211,6 +162,9 @@ def test_other_files_and_the_full_state_dict(run_forked, games_file, tiny, tmp_p
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out/checkpoint-2")
     assert model.config.hidden_size == 32
+    again = run_forked(*tiny, *arguments, "--max_steps", 2, "--report_to", "tensorboard", config="fsdp_full_state_dict")
+    assert "Nothing was trained: all 2 steps" in again.stderr.splitlines()[-1], again.stderr[-1000:]
+    assert "restarts: " not in (tmp_path / "out/report.html").read_text()
 
 
 def assert_one_clear_error(done: subprocess.CompletedProcess, *expected: str) -> None:
@@ -224,18 +178,17 @@ def assert_one_clear_error(done: subprocess.CompletedProcess, *expected: str) ->
 
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "launched"])
 def test_wrong_arguments_are_one_message_of_the_first_rank(run_forked, tiny, tmp_path, launched):
-    """Also under `accelerate launch`, which has something to say about a process that fails."""
+    """Together with what its environment says; also under `accelerate launch`, which has its say about a failed process."""
     arguments = ["--lerning_rate", 1, "--total_batch_size", 7, "--gradient_checkpointing", "--train_files", "no.pgn"]
-    of_yaml = []
+    of_yaml = ["gradient_accumulation_steps in the accelerate YAML", "parallelism_config is in use"]
     if launched:
         config = (CONFIGS / "fsdp_full.yaml").read_text()
         (tmp_path / "typo.yaml").write_text(config.replace("reshard_after_forward", "reshard_after_foward"))
         done = launch(tmp_path, str(tmp_path / "typo"), CHESS, *tiny, *arguments, "--output_dir", tmp_path / "out")
-        of_yaml = [
-            f"{tmp_path}/typo.yaml: fsdp_config has an unknown key 'fsdp_reshard_after_foward', which Accelerate"
-        ]
+        of_yaml = [f"{tmp_path}/typo.yaml: fsdp_config has an unknown key 'fsdp_reshard_after_foward', which"]
     else:
-        done = run_forked(*tiny, *arguments)
+        owners = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_USE_PARALLELISM_CONFIG")
+        done = run_forked(*tiny, *arguments, **dict(zip(owners, ("2", "true"), strict=True)))
     assert_one_clear_error(
         done,
         *of_yaml,
@@ -249,26 +202,18 @@ def test_wrong_arguments_are_one_message_of_the_first_rank(run_forked, tiny, tmp
 
 def assert_failed_without_a_trace(out: Path) -> None:
     """Assert that only files were written which tell the job script not to try again."""
-    assert {path.name for path in out.iterdir()} == {"status.json", "attempts.jsonl"} and read_status(out)[
-        "state"
-    ] == "failed"
+    assert {path.name for path in out.iterdir()} == {"status.json", "attempts.jsonl"}
+    assert read_status(out)["state"] == "failed"
 
 
 def test_an_illegal_move_is_named_by_file_and_row(run_forked, games_file, tiny, tmp_path):
     games = pq.read_table(games_file).column("Moves").to_pylist()[:20]
     games[7] = [*games[7][:10], "a1a1"]
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("".join(json.dumps({"Moves": moves}) + "\n" for moves in games))
+    bad = write_rows(tmp_path / "bad.jsonl", ({"Moves": moves} for moves in games))
     done = run_forked(*tiny, "--train_files", bad, "--data_cache_dir", tmp_path / "cache")
     assert_one_clear_error(done, f"{bad}, row 8: move 11, 'a1a1', is illegal after", "--skip_bad_games leaves them out")
     assert_failed_without_a_trace(tmp_path / "out")
     assert not (tmp_path / "cache").exists()
-
-
-def run_alone(tmp_path: Path, *args: object) -> subprocess.CompletedProcess:
-    """Run `python recipes/chess.py` without a launcher."""
-    command = [sys.executable, str(CHESS), *map(str, args), "--output_dir", str(tmp_path / "out")]
-    return subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture
@@ -282,39 +227,17 @@ def run_forked(forks, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "by hand"])
-def test_a_file_without_moves(run_forked, games_file, tiny, tmp_path, alone):
+def test_a_file_without_moves(run_forked, games_file, tiny, tmp_path):
     table = pq.read_table(games_file).rename_columns(["moves", "Result"])
     pq.write_table(table, tmp_path / "other.parquet")
-    arguments = [*tiny, "--train_files", tmp_path / "other.parquet"]
-    done = run_alone(tmp_path, *arguments) if alone else run_forked(*arguments, config="single")
+    done = run_forked(*tiny, "--train_files", tmp_path / "other.parquet", config="single")
     assert_one_clear_error(done, "has the columns ['moves', 'Result']; chess needs `Moves`")
     assert_failed_without_a_trace(tmp_path / "out")
 
 
-def test_a_model_that_is_not_here(run_forked, tiny, tmp_path):
-    done = run_forked(*tiny, "--from_scratch", "false")
-    assert_one_clear_error(done, "model 'codellama/CodeLlama-7b-hf' is not in ", "accelerate_recipes download ")
-    assert not (tmp_path / "out").exists()
-
-
-def test_two_owners_and_an_unprefixed_key(run_forked, tiny):
-    """Both are found in the environment, and reported together with a wrong argument."""
-    done = run_forked(
-        *tiny, "--sed", 1,
-        ACCELERATE_GRADIENT_ACCUMULATION_STEPS="2", ACCELERATE_USE_PARALLELISM_CONFIG="true",
-    )  # fmt: skip
-    assert_one_clear_error(
-        done,
-        "gradient_accumulation_steps in the accelerate YAML",
-        "parallelism_config is in use",
-        "unknown argument 'sed'",
-    )
-
-
 def test_python_chess_is_found_beside_a_recipe_of_its_name():
     """python-chess is found even when recipes/chess.py is the script, whose folder comes first on the path."""
-    code = "from accelerate_recipes.chess import rules; print(rules.chess.Board().fen())"
+    code = "from chess_games import rules; print(rules.chess.Board().fen())"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'recipes')!r}); {code}"],
         capture_output=True, text=True, timeout=60,

@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT
 
-from accelerate_recipes.chess import rules
-from accelerate_recipes.chess.games import tokenize_games
 from accelerate_recipes.models.tokenizers import new_word_tokenizer
+from chess_games import rules
+from chess_games.games import tokenize_games
 
 FOOLS_MATE = ["f2f3", "e7e5", "g2g4", "d8h4"]
 
@@ -43,20 +43,17 @@ def test_illegal_games_are_described(games):
     assert rules.defect_of_game([]) == "it has no moves"
 
 
-@pytest.mark.parametrize(
-    "prefix, move, legal",
-    [
-        ([], "e2e4", True),
-        ([], "e2e5", False),
-        (["e2e4"], "e4e5", False),  # not White's turn
-        (FOOLS_MATE, "e1f2", False),  # mate
-        (["e2e4", "a7a6", "e4e5", "d7d5"], "e5d6", True),  # en passant
-        (["e2e4", "a7a6", "e4e5", "d7d5", "h2h3", "h7h6"], "e5d6", False),  # too late
-        (["g1f3", "g8f6", "g2g3", "g7g6", "f1g2", "f8g7"], "e1g1", True),  # castling
-        ([], "", False),
-        ([], "0000", False),
-    ],
-)
+@pytest.mark.parametrize("prefix, move, legal", [
+    ([], "e2e4", True),
+    ([], "e2e5", False),
+    (["e2e4"], "e4e5", False),  # not White's turn
+    (FOOLS_MATE, "e1f2", False),  # mate
+    (["e2e4", "a7a6", "e4e5", "d7d5"], "e5d6", True),  # en passant
+    (["e2e4", "a7a6", "e4e5", "d7d5", "h2h3", "h7h6"], "e5d6", False),  # too late
+    (["g1f3", "g8f6", "g2g3", "g7g6", "f1g2", "f8g7"], "e1g1", True),  # castling
+    ([], "", False),
+    ([], "0000", False),
+])  # fmt: skip
 def test_legality(prefix, move, legal):
     assert rules.is_legal(prefix, move) == legal
 
@@ -103,13 +100,8 @@ def test_split_is_by_game_whatever_the_order(games, tmp_path):
     tokenizer = new_word_tokenizer(rules.all_uci_moves())
 
     def heldout(games: list[list[str]], name: str) -> set[str]:
-        rows = tokenize_games(
-            Dataset.from_dict({"Moves": games, "defect": [""] * len(games)}),
-            tokenizer,
-            0.1,
-            "games",
-            tmp_path / f"{name}.arrow",
-        )
+        table = Dataset.from_dict({"Moves": games, "defect": [""] * len(games)})
+        rows = tokenize_games(table, tokenizer, 0.1, "games", tmp_path / f"{name}.arrow")
         return {" ".join(row["Moves"]) for row in rows if row["heldout"]}
 
     shuffled = random.Random(0).sample(games, len(games))

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model
 
-from accelerate_recipes import __main__
 from accelerate_recipes.arguments.gpus import GPUS
-from accelerate_recipes.checkpoint.check_export import check_export
 from accelerate_recipes.models.tokenizers import new_word_tokenizer
+from recipe_tools import commands
+from recipe_tools.check_export import check_export
 
 
 @pytest.fixture(scope="module")
@@ -34,22 +34,22 @@ def copied(exported, tmp_path) -> Path:
     return Path(shutil.copytree(exported, tmp_path / "run/export"))
 
 
-def call(monkeypatch, capfd, *argv: object) -> tuple[int, str]:
+@pytest.fixture
+def call(command):
     """Run a command in this process; returns exit code and stderr."""
-    monkeypatch.setattr(sys, "argv", ["accelerate_recipes", *map(str, argv)])
-    code = 0
-    try:
-        __main__.main()
-    except SystemExit as end:
-        code = end.code or 0
-    return code, capfd.readouterr().err
+
+    def run(*argv: object) -> tuple[int, str]:
+        done = command(*argv)
+        return done.returncode, done.stderr
+
+    return run
 
 
 @pytest.mark.parametrize("program", ["/somewhere/accelerate_recipes/__main__.py", "/bin/accelerate-recipes"])
 def test_without_a_command(program, monkeypatch, capsys):
     """It lists the commands, with examples, all of which name it as it was called."""
     monkeypatch.setattr(sys, "argv", [program])
-    __main__.main()
+    commands.main()
     said = capsys.readouterr().out
     name = "accelerate-recipes" if program.startswith("/bin") else "python -m accelerate_recipes"
     assert said.startswith(f"usage: {name} [-h] COMMAND ...\n")
@@ -58,7 +58,7 @@ def test_without_a_command(program, monkeypatch, capsys):
     examples = said.partition("examples")[2].replace("\\\n", " ").splitlines()[1:-2]
     for example in examples:
         words = example.removeprefix(f"  {name} ").split()
-        __main__.command_parser().parse_known_args(words)
+        commands.command_parser().parse_known_args(words)
         for word in words:
             assert not word.startswith(("recipes/", "accelerate_configs/")) or (ROOT / word).is_file(), word
     assert len(examples) > 5
@@ -67,11 +67,10 @@ def test_without_a_command(program, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "command", [["plan"], ["preflight"], ["prepare", "recipes/template.py"], ["checkpoint", "list"], ["launch"]]
 )
-def test_usage_names_the_command(command, monkeypatch, capsys):
+def test_usage_names_the_command(command, monkeypatch, at_the_root, capsys):
     monkeypatch.setattr(sys, "argv", ["/somewhere/accelerate_recipes/__main__.py", *command, "--help"])
-    monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit, match="0"):
-        __main__.main()
+        commands.main()
     name = "python -m accelerate_recipes " + " ".join(command).removesuffix(" recipes/template.py")
     said = capsys.readouterr().out
     assert said.startswith(f"usage: {'accelerate launch' if command == ['launch'] else name} "), said[:200]
@@ -108,69 +107,63 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_export(damage, copied, monkeypatch, capfd):
+def test_a_damaged_export(damage, copied, call):
     damaged, expected = DAMAGES[damage]
     damaged(copied)
-    code, said = call(monkeypatch, capfd, "check-export", copied, "--prompt", "a")
+    code, said = call("check-export", copied, "--prompt", "a")
     assert code == 1 and said.count("error: ") == 1 and expected in said and "Traceback" not in said, said
 
 
-@pytest.mark.parametrize(
-    "flags, expected",
-    [
-        (["--max_new_tokens", "0"], "--max_new_tokens is 0; it must be at least 1"),
-        (["--max_new_tokens", "-1"], "--max_new_tokens is -1; it must be at least 1"),
-        (["--max_new_tokens", "100000"], "give at most 30"),
-        (["--prompt", ""], "--prompt has no tokens; give a text"),
-    ],
-)
-def test_what_an_export_cannot_answer(flags, expected, exported, monkeypatch, capfd):
-    code, said = call(monkeypatch, capfd, "check-export", exported, "--prompt", "a b", *flags)
+@pytest.mark.parametrize("flags, expected", [
+    (["--max_new_tokens", "0"], "--max_new_tokens is 0; it must be at least 1"),
+    (["--max_new_tokens", "-1"], "--max_new_tokens is -1; it must be at least 1"),
+    (["--max_new_tokens", "100000"], "give at most 30"),
+    (["--prompt", ""], "--prompt has no tokens; give a text"),
+])  # fmt: skip
+def test_what_an_export_cannot_answer(flags, expected, exported, call):
+    code, said = call("check-export", exported, "--prompt", "a b", *flags)
     assert code == 1 and expected in said and said.count("error: ") == 1
 
 
-def test_answers(exported, monkeypatch, capfd):
+def test_answers(exported, call):
     """Each prompt has its answer, that of the prompt alone, in the order in which they are given."""
 
     def answers(*words: str) -> list[str]:
-        prompts = __main__.command_parser().parse_args(["check-export", str(exported), *words]).prompt
+        prompts = commands.command_parser().parse_args(["check-export", str(exported), *words]).prompt
         lines = check_export(exported, prompts, 28).splitlines()
         return [line for line in lines if line.startswith(("Prompt: ", "Answer: "))]
 
     alone = [answers("--prompt", prompt) for prompt in ("a b", "b", "a a b")]
     assert [len(lines) for lines in alone] == [2, 2, 2] and len({lines[0] for lines in alone}) == 3
     assert answers("--prompt", "a b", "b", "--prompt", "a a b") == [line for lines in alone for line in lines]
-    code, said = call(monkeypatch, capfd, "check-export", exported, "--prompt", "b", "a a b", "--max_new_tokens", "30")
+    code, said = call("check-export", exported, "--prompt", "b", "a a b", "--max_new_tokens", "30")
     assert code == 1 and "behind a prompt of 3 tokens" in said and "give at most 29" in said
 
 
 @pytest.mark.parametrize("size", ["abc", "0", "-1", "1e3", "", "0GB", "-5MB", "nanGB", "infGB", "5 G B"])
-def test_sizes_of_files(size, tmp_path, monkeypatch, capfd):
-    code, said = call(monkeypatch, capfd, "export", tmp_path, tmp_path / "out", f"--max_shard_size={size}")
+def test_sizes_of_files(size, tmp_path, call):
+    code, said = call("export", tmp_path, tmp_path / "out", f"--max_shard_size={size}")
     assert code == 1 and f"--max_shard_size {size!r} is not a size" in said
 
 
-def test_an_interrupted_command_leaves_no_stack(monkeypatch, capfd):
+def test_an_interrupted_command_leaves_no_stack(monkeypatch, call):
     """Ctrl-C comes most often while the libraries are loaded, in the function of the command."""
 
     def interrupt(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(__main__, "show_downloads", interrupt)
-    assert call(monkeypatch, capfd, "list") == (130, "")
+    monkeypatch.setattr(commands, "show_downloads", interrupt)
+    assert call("list") == (130, "")
 
 
-@pytest.mark.parametrize(
-    "typed, meant",
-    [
-        (["prefligth"], "preflight"), (["checkpoint", "lisst", "x"], "list"), (["k8s", "pytorchjb"], "pytorchjob"),
-        (["check-export", "--promt", "x", "y"], "--prompt"),
-    ],
-)  # fmt: skip
-def test_a_misspelt_command(typed, meant, monkeypatch, capfd):
-    code, said = call(monkeypatch, capfd, *typed)
+@pytest.mark.parametrize("typed, meant", [
+    (["prefligth"], "preflight"), (["checkpoint", "lisst", "x"], "list"), (["k8s", "pytorchjb"], "pytorchjob"),
+    (["check-export", "--promt", "x", "y"], "--prompt"),
+])  # fmt: skip
+def test_a_misspelt_command(typed, meant, call):
+    code, said = call(*typed)
     assert code == 2 and said.endswith(f"; did you mean {meant!r}?\n"), said
-    assert "did you mean" not in call(monkeypatch, capfd, "nonsense")[1]
+    assert "did you mean" not in call("nonsense")[1]
 
 
 @pytest.fixture
@@ -184,41 +177,36 @@ def mistaken(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "command, given, said",
-    [
-        ("checkpoint verify", "nothing", "nothing: there is no such folder"),
-        ("checkpoint verify", "file", "file: it is a file"),
-        ("checkpoint verify", "run", "whose newest checkpoint is run/checkpoint-20"),
-        ("checkpoint verify", "new", "a run, which has no checkpoint yet"),
-        ("checkpoint verify", "empty", "empty: it holds no complete.json"),
-        ("checkpoint verify", "run/export", "it is an export, not a checkpoint"),
-        ("checkpoint verify", "run/checkpoint-5", "it has no complete.json: the save was interrupted"),
-        ("checkpoint verify", "run/checkpoint-9.partial", "it has no complete.json: the save was interrupted"),
-        ("checkpoint list", "nothing", "nothing: there is no such folder"),
-        ("checkpoint list", "file", "file: there is no such folder"),
-        ("checkpoint list", "run/checkpoint-20", "run/checkpoint-20: it is a checkpoint"),
-        ("export", "run", "whose newest checkpoint is run/checkpoint-20"),
-        ("export", "nothing", "nothing: there is no such folder"),
-        ("check-export", "nothing", "nothing is no export: there is no such folder"),
-        ("check-export", "run", "whose export is run/export"),
-        ("check-export", "new", "a run, which has no export yet"),
-        ("check-export", "run/checkpoint-5", "it is a checkpoint; `python -m accelerate_recipes export`"),
-        ("check-export", "empty", "it holds no config.json or adapter_config.json"),
-        ("push", "run", "whose export is run/export"),
-    ],
-)
-def test_a_folder_that_is_something_else(command, given, said, mistaken, monkeypatch, capfd):
+@pytest.mark.parametrize("words, given, said", [
+    ("checkpoint verify", "nothing", "nothing: there is no such folder"),
+    ("checkpoint verify", "file", "file: it is a file"),
+    ("checkpoint verify", "run", "whose newest checkpoint is run/checkpoint-20"),
+    ("checkpoint verify", "new", "a run, which has no checkpoint yet"),
+    ("checkpoint verify", "empty", "empty: it holds no complete.json"),
+    ("checkpoint verify", "run/export", "it is an export, not a checkpoint"),
+    ("checkpoint verify", "run/checkpoint-5", "it has no complete.json: the save was interrupted"),
+    ("checkpoint verify", "run/checkpoint-9.partial", "it has no complete.json: the save was interrupted"),
+    ("checkpoint list", "nothing", "nothing: there is no such folder"),
+    ("checkpoint list", "file", "file: there is no such folder"),
+    ("checkpoint list", "run/checkpoint-20", "run/checkpoint-20: it is a checkpoint"),
+    ("export", "run", "whose newest checkpoint is run/checkpoint-20"),
+    ("export", "nothing", "nothing: there is no such folder"),
+    ("check-export", "nothing", "nothing is no export: there is no such folder"),
+    ("check-export", "run", "whose export is run/export"),
+    ("check-export", "new", "a run, which has no export yet"),
+    ("check-export", "run/checkpoint-5", "it is a checkpoint; `python -m accelerate_recipes export`"),
+    ("check-export", "empty", "it holds no config.json or adapter_config.json"),
+    ("push", "run", "whose export is run/export"),
+])  # fmt: skip
+def test_a_folder_that_is_something_else(words, given, said, mistaken, call):
     """The message says what it is, and which was meant."""
-    more = {"push": ["me/tiny"], "export": ["out"]}.get(command, [])
-    code, message = call(monkeypatch, capfd, *command.split(), given, *more)
+    more = {"push": ["me/tiny"], "export": ["out"]}.get(words, [])
+    code, message = call(*words.split(), given, *more)
     assert code == 1 and said in message and message.count("error: ") == 1, message
 
 
-def test_a_run_without_checkpoints_has_a_line(mistaken, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["accelerate_recipes", "checkpoint", "list", "new"])
-    __main__.main()
-    assert capsys.readouterr().out == "new holds no checkpoint\n"
+def test_a_run_without_checkpoints_has_a_line(mistaken, command):
+    assert command("checkpoint", "list", "new").stdout == "new holds no checkpoint\n"
 
 
 LONG = "x" * 5000
@@ -262,7 +250,7 @@ NONSENSE = st.tuples(st.sampled_from(COMMANDS), st.lists(st.sampled_from([*FLAGS
     max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(NONSENSE)
-def test_nonsense_is_one_message(places, tmp_path, monkeypatch, capfd, drawn):
+def test_nonsense_is_one_message(places, tmp_path, monkeypatch, call, drawn):
     """Every command refuses, or does what it was asked for; it never ends in a traceback."""
     command, words = drawn
     if command == ["plan"] and "recipes/chess.py" in words:
@@ -271,6 +259,6 @@ def test_nonsense_is_one_message(places, tmp_path, monkeypatch, capfd, drawn):
     for name in ("recipes", "accelerate_configs"):
         Path(name).exists() or Path(name).symlink_to(ROOT / name)
     argv = [word.format(**places) for word in words]
-    code, said = call(monkeypatch, capfd, *command, *argv)
+    code, said = call(*command, *argv)
     assert "Traceback" not in said and said.count("error: ") <= 1
     assert code in (0, 1, 2, 75) and (code in (0, 75) or said or command == ["requeue"]), (command, argv, said)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers import CHILDREN, ROOT, log_of, losses
+from helpers import CHILDREN, ROOT, killed_in_step, log_of, losses, write_rows
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from tiny import COMPOSITE, LINEAR, tiny_composite, tiny_model
@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from accelerate_recipes import recipe
-from accelerate_recipes.checkpoint.check_export import check_export, load_export
+from accelerate_recipes.checkpoint.base_form import composite_files, whole_content, with_older_fields
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import check_base, read_marker
-from accelerate_recipes.checkpoint.published import composite_files, whole_content, with_older_fields
 from accelerate_recipes.checkpoint.weight_files import saved_tensors
 from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.models.base import open_base
 from accelerate_recipes.models.composites import (
     COMPOSITES,
     check_tokens,
@@ -35,8 +35,8 @@ from accelerate_recipes.models.composites import (
 from accelerate_recipes.models.loading import CAUSAL, load_model
 from accelerate_recipes.models.pretrained import check_model, mapped_weights
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
-from accelerate_recipes.models.untrained import open_base
 from accelerate_recipes.models.weights import linear_layers_and_experts
+from recipe_tools.check_export import check_export, load_export
 
 SCRIPT = CHILDREN / "toy.py"
 VOCABULARY = 110  # the last ten tokens are for images
@@ -69,9 +69,8 @@ def save_base(
             setattr(settings, name, token)
     model.save_pretrained(folder)
     if model_type.startswith("qwen3_5"):
-        save_file(
-            load_file(folder / "model.safetensors") | MTP, folder / "model.safetensors", metadata={"format": "pt"}
-        )
+        file = folder / "model.safetensors"
+        save_file(load_file(file) | MTP, file, metadata={"format": "pt"})
     (folder / "preprocessor_config.json").write_text('{"size": {"height": 8},  "image_mean": [0.5, 0.5, 0.5]}')
     return folder
 
@@ -94,15 +93,14 @@ def test_the_text_part_computes_what_the_whole_does(model_type, tied, tmp_path):
     checked = check_model(str(base), CAUSAL)
     model = load_model(str(base), "auto")
     assert checked.state_dict().keys() == model.state_dict().keys()
-    assert (
-        model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    ) == tied or model_type == "llama4"
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    assert (head.weight is embedding.weight) == tied or model_type == "llama4"
     opened = open_base(checked, str(base), None)
     of_text = {opened.files[name] for name in opened.weights}
     assert of_text | opened.rest.keys() == mapped_weights(base).keys() and not of_text & opened.rest.keys()
     assert not any(".mlp." in name and "vis" not in name for name in opened.rest if name not in MTP)
-    settings = with_older_fields(whole_content(model.config))
-    assert type(model.config)(**settings).rope_parameters == model.config.rope_parameters
+    now = whole_content(model.config)
+    assert type(model.config)(**with_older_fields(now, now)).rope_parameters == model.config.rope_parameters
     assert torch.equal(logits_of(model), logits_of(AutoModelForImageTextToText.from_pretrained(base)))
 
 
@@ -123,11 +121,8 @@ def test_adapters_find_their_layers_in_the_whole(model_type):
     places = places_of_parts(text, whole.state_dict())
     names = [*linear_layers_and_experts(text)[0], "lm_head"]
     pattern = layers_in_whole({name.rpartition(".")[2] for name in names}, places)
-    found = {
-        name
-        for name, module in whole.named_modules()
-        if isinstance(module, torch.nn.Linear) and re.fullmatch(pattern, name)
-    }
+    linear = {name for name, module in whole.named_modules() if isinstance(module, torch.nn.Linear)}
+    found = {name for name in linear if re.fullmatch(pattern, name)}
     assert found == {name_in_whole(name, places) for name in names}
 
 
@@ -161,7 +156,6 @@ def check_whole(export: Path, base: Path, text_dtype: torch.dtype = torch.float3
         assert torch.allclose(features, wanted, rtol=1e-5, atol=1e-7)  # numbers in files may be aligned in other ways
 
 
-IN_STEP_5 = {"TOY_FAULT": json.dumps({"event": "toy.loss", "path": "step 5.", "count": 1, "rank": 0, "everyone": True})}
 RUN = ("--num_train_epochs", 1.2)
 
 
@@ -189,7 +183,7 @@ def test_trained_as_by_one_process(trained, forks, tmp_path):
 def test_killed_and_resumed(trained, forks, tmp_path):
     base, two, _ = trained
     args = ("--model_name_or_path", base, *RUN)
-    assert forks.run(tmp_path / "out", *args, **IN_STEP_5) == -9
+    assert forks.run(tmp_path / "out", *args, **killed_in_step(5)) == -9
     forks.succeed(tmp_path / "out", *args)
     assert losses(tmp_path / "out") == losses(two)
     files, resumed = (mapped_weights(out / "export") for out in (two, tmp_path / "out"))
@@ -233,13 +227,10 @@ def test_another_base_is_refused(trained, forks, tmp_path):
         save_file(weights, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "qwen3_5_moe")),
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("llama4", "qwen3_vl")),
-    ],
-)
+@pytest.mark.parametrize("model_type", [
+    pytest.param("gemma3", marks=pytest.mark.slow),
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("llama4", "qwen3_5_moe", "qwen3_vl")),
+])  # fmt: skip
 def test_adapters(model_type, forks, tmp_path):
     """Adapters are of the text part alone, though other parts have layers of the same names; merged, the whole is exported."""
     base, out = save_base(tmp_path / "base", model_type), tmp_path / "out"
@@ -275,9 +266,9 @@ def texts(tmp_path_factory) -> Path:
     save_base(folder / "base", "gemma3", len(tokenizer), (0, 1, 2))
     tokenizer.save_pretrained(folder / "base")
     (folder / "base/chat_template.json").write_text('{"chat_template": "of the processor"}')
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in found))
+    write_rows(folder / "texts.jsonl", ({"text": text} for text in found))
     found[7] += " <image0>"
-    (folder / "images.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in found))
+    write_rows(folder / "images.jsonl", ({"text": text} for text in found))
     return folder
 
 
@@ -339,12 +330,8 @@ OTHERS = (
 
 @pytest.mark.parametrize(
     "inside, head",
-    [
-        ("language_model.model.", "language_model.lm_head."),
-        ("model.language_model.", "lm_head."),
-        ("model.", "lm_head."),
-    ],
-)
+    [("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head."), ("model.", "lm_head.")],
+)  # fmt: skip
 def test_the_text_part_is_found(inside, head):
     """Under `language_model.`, beside other parts, and outside; towers and heads may have parts of the same names."""
     model = tiny_model("qwen3", tie_word_embeddings=False)

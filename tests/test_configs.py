@@ -12,18 +12,19 @@ import pytest
 import xxhash
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
-from helpers import CHILDREN, CONFIGS, ROOT, without_runs
+from helpers import CHILDREN, CONFIGS, ROOT, refused, without_runs
 from huggingface_hub import constants
 
 from accelerate_recipes import recipe
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.files import write_marker
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch import machine, requirements
+from accelerate_recipes.launch import requirements
 from accelerate_recipes.launch import settings as launcher_module
-from accelerate_recipes.launch.preflight import preflight
-from accelerate_recipes.launch.request import launch_environment, read_request
 from accelerate_recipes.launch.settings import launcher_problems, yaml_problems
+from recipe_tools import machine
+from recipe_tools.preflight import preflight
+from recipe_tools.request import launch_environment, read_request
 
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
 LAPTOP = [str(ROOT / "recipes/chess.py"), "--config", str(ROOT / "recipes/configs/chess/laptop.yaml")]
@@ -62,14 +63,14 @@ def test_every_key_reaches_the_environment(path):
         assert env[f"ACCELERATE_{key.upper()}"].lower() == str(value).lower()
 
 
-def test_ready():
-    found, _ = preflight([str(CONFIGS / "fsdp_full.yaml"), *LAPTOP])
-    assert "2 processes; 16 sequences a step = 2 processes x 8 x 1" in found
-
-
-def test_launch_flags_count():
-    argv = [str(CONFIGS / "fsdp_full.yaml"), "--num_processes", "4", *LAPTOP, "--per_device_train_batch_size", "4"]
-    assert "4 processes x 4 x 1" in preflight(argv)[0]
+@pytest.mark.parametrize("flags, args, said", [
+    ([], [], "2 processes; 16 sequences a step = 2 processes x 8 x 1"),
+    (["--num_processes", "4"], ["--per_device_train_batch_size", "4"], "4 processes x 4 x 1"),
+    ([], ["--max_steps", "6", "--warmup_steps", "100"], "warning: --warmup_steps 100 of 6 steps: "),
+])  # fmt: skip
+def test_what_preflight_says(flags, args, said):
+    found, _ = preflight([str(CONFIGS / "fsdp_full.yaml"), *flags, *LAPTOP, *args])
+    assert said in found and ("warmup" in found) == ("--warmup_steps" in args)
 
 
 BROKEN = """
@@ -89,10 +90,7 @@ fsdp_config:
 def test_all_problems_of_yaml_and_arguments_at_once(tmp_path):
     config = tmp_path / "broken.yaml"
     config.write_text(BROKEN)
-    with pytest.raises(ConfigError) as caught:
-        preflight([str(config), *LAPTOP, "--lerning_rate", "1", "--train_files", "nowhere.pgn"])
-    text = str(caught.value)
-    for expected in (
+    with refused(
         "unknown key 'num_procesess'; did you mean 'num_processes'?",
         "mixed_precision is 'bf61'; it must be one of bf16, fp16, fp8, no",
         "parallelism_config has an unknown key 'dp_replicate_size', which Accelerate ignores; "
@@ -104,7 +102,7 @@ def test_all_problems_of_yaml_and_arguments_at_once(tmp_path):
         "unknown argument 'lerning_rate' on the command line; did you mean 'learning_rate'?",
         "--train_files nowhere.pgn: no such file",
     ):
-        assert expected in text
+        preflight([str(config), *LAPTOP, "--lerning_rate", "1", "--train_files", "nowhere.pgn"])
 
 
 @pytest.mark.parametrize(
@@ -160,83 +158,45 @@ def test_what_accelerate_reads_is_read(tmp_path):
         preflight([str(config), *LAPTOP])
 
 
-# As `accelerate config` 1.15 writes it.
-BY_QUESTIONS = """
-compute_environment: LOCAL_MACHINE
-debug: false
-distributed_type: FSDP
-downcast_bf16: 'no'
-enable_cpu_affinity: false
-fsdp_config:
-  fsdp_activation_checkpointing: false
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_cpu_ram_efficient_loading: true
-  fsdp_offload_params: false
-  fsdp_reshard_after_forward: true
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_version: 2
-machine_rank: 0
-main_process_ip: 10.0.0.1
-main_process_port: 29500
-main_training_function: main
-mixed_precision: bf16
-num_machines: 1
-num_processes: 2
-rdzv_backend: static
-same_network: true
-tpu_env: []
-tpu_use_cluster: false
-tpu_use_sudo: false
-use_cpu: false
-"""
-
-
-def test_a_file_of_accelerate_config(tmp_path):
-    (tmp_path / "default_config.yaml").write_text(BY_QUESTIONS)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_file_of_accelerate_config(path, tmp_path):
+    """`accelerate config` writes all keys that the installed version knows."""
+    ClusterConfig.from_yaml_file(path).to_yaml_file(tmp_path / "default_config.yaml")
+    written = yaml.safe_load((tmp_path / "default_config.yaml").read_text())
+    assert {"downcast_bf16", "tpu_use_cluster"} <= written.keys()
     assert yaml_problems(tmp_path / "default_config.yaml") == []
-    ClusterConfig.from_yaml_file(tmp_path / "default_config.yaml").to_yaml_file(tmp_path / "again.yaml")
-    assert yaml_problems(tmp_path / "again.yaml") == []
 
 
-@pytest.mark.parametrize(
-    "flags, expected",
-    [
-        (["--nodes", "0"], "--nodes is 0; it must be at least 1"),
-        (["--nodes", "-1"], "--nodes is -1; it must be at least 1"),
-        (["--nodes", "two"], "argument --nodes: invalid int value: 'two'"),
-        (["--cpus-per-node", "0"], "--cpus-per-node is 0; it must be at least 1"),
-        (["--num_processes", "0"], "0 processes (--num_processes) on 1 machines"),
-        (
-            ["--num_processes", "two"],
-            "accelerate launch refuses: argument --num_processes/--num-processes: invalid int",
-        ),
-        (["--num_machines", "3"], "2 processes (--num_processes) on 3 machines"),
-        (["--config_file", "other.yaml"], "--config_file other.yaml: the accelerate YAML is given once"),
-        (["--num_proceses", "2"], "refuses: unrecognized arguments: --num_proceses; did you mean '--num_processes'?"),
-        (["--node", "2"], "refuses: unrecognized arguments: --node; did you mean '--nodes'?"),
-        (["--nodes", "2", "--gpus-per-nod", "8"], "--gpus-per-nod; did you mean '--gpus-per-node'?"),
-        (["--nodes", "2", "--lora_r", "8"], "--lora_r; arguments of the recipe come after the recipe"),
-    ],
-)
-def test_wrong_flags_of_the_launcher(flags, expected):
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize("flags, said", [
+    (["--nodes", "0"], "--nodes is 0; it must be at least 1"),
+    (["--nodes", "-1"], "--nodes is -1; it must be at least 1"),
+    (["--nodes", "two"], "argument --nodes: invalid int value: 'two'"),
+    (["--cpus-per-node", "0"], "--cpus-per-node is 0; it must be at least 1"),
+    (["--num_processes", "0"], "0 processes (--num_processes) on 1 machines"),
+    (["--num_processes", "two"], "accelerate launch refuses: argument --num_processes/--num-processes: invalid int"),
+    (["--num_machines", "3"], "2 processes (--num_processes) on 3 machines"),
+    (["--config_file", "other.yaml"], "--config_file other.yaml: the accelerate YAML is given once"),
+    (["--num_proceses", "2"], "refuses: unrecognized arguments: --num_proceses; did you mean '--num_processes'?"),
+    (["--node", "2"], "refuses: unrecognized arguments: --node; did you mean '--nodes'?"),
+    (["--nodes", "2", "--gpus-per-nod", "8"], "--gpus-per-nod; did you mean '--gpus-per-node'?"),
+    (["--nodes", "2", "--lora_r", "8"], "--lora_r; arguments of the recipe come after the recipe"),
+])  # fmt: skip
+def test_wrong_flags_of_the_launcher(flags, said):
+    with refused(said):
         preflight([str(CONFIGS / "fsdp_full.yaml"), *flags, *LAPTOP])
-    assert expected in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "content, expected",
-    [
-        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere' (line 1)"),
-        ("def f(:", "SyntaxError: invalid syntax (broken.py, line 1)"),
-        ("\nint('q')", "ValueError: invalid literal for int() with base 10: 'q' (line 2)"),
-    ],
-)
+@pytest.mark.parametrize("content, expected", [
+    ("import nowhere", " cannot be imported: ModuleNotFoundError: No module named 'nowhere' (line 1)"),
+    ("import torch.nowhere", " cannot be imported: ModuleNotFoundError: No module named 'torch.nowhere' (line 1)"),
+    ("def f(:", " cannot be imported: SyntaxError: invalid syntax (broken.py, line 1)"),
+    ("\nint('q')", " cannot be imported: ValueError: invalid literal for int() with base 10: 'q' (line 2)"),
+])  # fmt: skip
 def test_a_recipe_that_cannot_be_imported(content, expected, tmp_path):
     (tmp_path / "broken.py").write_text(content)
     with pytest.raises(ConfigError) as caught:
         preflight([str(CONFIGS / "fsdp_full.yaml"), str(tmp_path / "broken.py")])
-    assert str(caught.value) == f"{tmp_path}/broken.py cannot be imported: {expected}"
+    assert str(caught.value) == f"{tmp_path}/broken.py{expected}"
 
 
 @pytest.mark.parametrize("pattern", ["/abs/*.json", "**x/*.json", "."])
@@ -252,31 +212,22 @@ def test_patterns_that_are_none(pattern, tmp_path):
 
 @pytest.mark.parametrize(
     "name, flags, remedy",
-    [
-        ("fsdp_full", ("--cpu",), "leave out --cpu"),
-        ("ddp", ("--cpu",), "leave out --cpu"),
-        ("single", (), "take fsdp_full.yaml"),
-    ],
-)
+    [("fsdp_full", ("--cpu",), "leave out --cpu"), ("ddp", ("--cpu",), "leave out --cpu"), ("single", (), "take fsdp_full.yaml")],
+)  # fmt: skip
 def test_fewer_processes_than_asked_for(name, flags, remedy):
     """The launcher would start one, in silence."""
-    argv = [str(CONFIGS / f"{name}.yaml"), *flags, "--num_processes", "3", str(ROOT / "recipes/chess.py")]
     with pytest.raises(ConfigError, match=rf"3 processes .*{name}.yaml, but accelerate launch starts 1; {remedy}"):
-        preflight([*argv, "--config", str(ROOT / "recipes/configs/chess/laptop.yaml")])
+        preflight([str(CONFIGS / f"{name}.yaml"), *flags, "--num_processes", "3", *LAPTOP])
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        ["python", "/venv/bin/accelerate", "launch"],
-        ["python", "-m", "accelerate.commands.launch"],
-        ["python", "-m", "accelerate_recipes", "launch"],
-        ["python", "/env/bin/accelerate-recipes", "launch"],
-        ["/venv/bin/python3", "-u", "-m", "accelerate.commands.accelerate_cli", "launch"],
-        ["python", "/venv/bin/accelerate-launch"],
-    ],
-    ids=lambda words: " ".join(words[1:]),
-)
+@pytest.mark.parametrize("launcher", [
+    ["python", "/venv/bin/accelerate", "launch"],
+    ["python", "-m", "accelerate.commands.launch"],
+    ["python", "-m", "accelerate_recipes", "launch"],
+    ["python", "/env/bin/accelerate-recipes", "launch"],
+    ["/venv/bin/python3", "-u", "-m", "accelerate.commands.accelerate_cli", "launch"],
+    ["python", "/venv/bin/accelerate-launch"],
+], ids=lambda words: " ".join(words[1:]))  # fmt: skip
 @pytest.mark.parametrize("named", [True, False], ids=["--config_file", "the user's default"])
 def test_a_launch_says_what_preflight_says(launcher, named, tmp_path, monkeypatch):
     """The launched process finds the YAML of its launcher, behind a wrapper too, and refuses the same with the same words."""
@@ -314,31 +265,6 @@ def test_a_launch_says_what_preflight_says(launcher, named, tmp_path, monkeypatc
     assert launcher_problems() == []
 
 
-def test_a_warm_up_that_is_longer_than_the_run(tmp_path):
-    argv = [
-        str(CONFIGS / "fsdp_full.yaml"), *LAPTOP, "--output_dir", str(tmp_path), "--max_steps", "6", "--warmup_steps",
-    ]  # fmt: skip
-    warned = "warning: --warmup_steps 100 of 6 steps: "
-    assert warned in preflight([*argv, "100"])[0]
-    assert "warmup" not in preflight([*argv, "5"])[0]
-
-
-def test_refused_strategies_and_batches(tmp_path):
-    config = tmp_path / "config.yaml"
-    content = yaml.safe_load((CONFIGS / "fsdp_full.yaml").read_text())
-    content["fsdp_config"]["fsdp_auto_wrap_policy"] = "SIZE_BASED_WRAP"
-    content["mixed_precision"] = "fp16"
-    config.write_text(yaml.safe_dump(content))
-    with pytest.raises(ConfigError) as caught:
-        preflight([str(config), "--num_processes", "3", *LAPTOP])
-    for expected in (
-        "mixed_precision: fp16 is not supported",
-        "fsdp1_size_wrap.yaml",
-        "8 x 3 processes = 24; totals that work: 24",
-    ):
-        assert expected in str(caught.value)
-
-
 def test_wrap_class_and_missing_model(tmp_path, monkeypatch):
     from transformers import LlamaConfig
 
@@ -372,28 +298,16 @@ def test_what_the_job_will_have(monkeypatch):
         preflight([*hybrid, "--parallelism_config_dp_shard_size", "4", *LAPTOP, *batch])
     with pytest.raises(ConfigError, match="FSDP1 hybrid sharding on a CPU"):
         hybrid1 = ["--fsdp_sharding_strategy", "HYBRID_SHARD"]
-        preflight(
-            [
-                str(CONFIGS / "fsdp1_full.yaml"),
-                "--cpus-per-node",
-                "2",
-                *hybrid1,
-                *LAPTOP,
-                "--optim",
-                "adamw_torch_fused",
-            ]
-        )
+        hybrid1 += ["--cpus-per-node", "2", *LAPTOP, "--optim", "adamw_torch_fused"]
+        preflight([str(CONFIGS / "fsdp1_full.yaml"), *hybrid1])
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        (["--num_processes", "8"], "--num_processes 8 contradicts --nodes 2"),
-        (["--num_processes=2"], "--num_processes 2 contradicts --nodes 2"),
-        (["--num_machines", "4"], "--num_machines 4 contradicts --nodes 2"),
-        (["--num_machines", "2", "--num_processes", "4"], ""),
-    ],
-)
+@pytest.mark.parametrize("flags, said", [
+    (["--num_processes", "8"], "--num_processes 8 contradicts --nodes 2"),
+    (["--num_processes=2"], "--num_processes 2 contradicts --nodes 2"),
+    (["--num_machines", "4"], "--num_machines 4 contradicts --nodes 2"),
+    (["--num_machines", "2", "--num_processes", "4"], ""),
+])  # fmt: skip
 def test_the_size_of_the_job_has_one_owner(flags, said):
     """A number of the launcher that differs would leave GPUs idle, or be one that no machine has."""
     found = read_request([str(CONFIGS / "ddp.yaml"), "--nodes", "2", "--gpus-per-node", "2", *flags, *LAPTOP])
@@ -406,25 +320,19 @@ def test_everything_wrong_at_once(monkeypatch, tmp_path):
     """Preflight reports at once what a launch would find one after the other, partly only after the queue."""
     shipped.load(ROOT / "recipes/chess.py")  # what it imports asks for versions too
     monkeypatch.setattr(metadata, "version", lambda name: {"accelerate": "0.34.0"}.get(name) or missing(name))
-    with pytest.raises(ConfigError) as caught:
-        preflight(
-            [
-                str(CONFIGS / "fsdp_full.yaml"), "--num_processes", "3", str(ROOT / "recipes/chess.py"),
-                "--total_batch_size", "16", "--model_name_or_path", "nobody/nothing", "--lerning_rate", "1",
-                "--output_dir", "/proc/nowhere", "--data_cache_dir", "/proc/cache", "--resume_from_checkpoint", str(tmp_path / "checkpoint-1"),
-            ]
-        )  # fmt: skip
-    for expected in (
-        "torch==2.14.1 is not installed; run: pip install -r ",
-        "is not a multiple of --per_device_train_batch_size 1 x 3 ",
+    argv = [
+        str(CONFIGS / "fsdp_full.yaml"), "--num_processes", "3", str(ROOT / "recipes/chess.py"), "--total_batch_size", "16",
+        "--model_name_or_path", "nobody/nothing", "--lerning_rate", "1", "--output_dir", "/proc/nowhere",
+        "--data_cache_dir", "/proc/cache", "--resume_from_checkpoint", str(tmp_path / "checkpoint-1"),
+    ]  # fmt: skip
+    with refused(
+        "torch==2.14.1 is not installed; run: pip install -r ", "is not a multiple of --per_device_train_batch_size 1 x 3 ",
         "unknown argument 'lerning_rate' on the command line; did you mean 'learning_rate'?",
-        "--output_dir /proc/nowhere cannot be written to: ",
-        "--data_cache_dir /proc/cache cannot be written to: ",
-        "/checkpoint-1: there is no such folder",
-        "model 'nobody/nothing' is not in ",
+        "--output_dir /proc/nowhere cannot be written to: ", "--data_cache_dir /proc/cache cannot be written to: ",
+        "/checkpoint-1: there is no such folder", "model 'nobody/nothing' is not in ",
         "dataset 'laion/strategic_game_chess' (**/chess_game_0001.parquet) is not in ",
-    ):
-        assert expected in str(caught.value)
+    ) as caught:  # fmt: skip
+        preflight(argv)
     assert "accelerate==" not in str(caught.value)  # another version is a warning
 
 
@@ -447,9 +355,8 @@ def test_output_directory(monkeypatch, tmp_path):
     saved = 12 * 1_357_952 - 4 * 851_968
     needs = 3 * saved + 4 * 1_357_952
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(2**60, 0, needs))
-    assert (
-        f"Parameters: 1,357,952; {tmp_path}/new/out needs 42.052 MiB for 3 checkpoints" in preflight([*short, "2"])[0]
-    )
+    said = preflight([*short, "2"])[0]
+    assert f"Parameters: 1,357,952; {tmp_path}/new/out needs 42.052 MiB for 3 checkpoints" in said
     with pytest.raises(ConfigError, match=r"needs 54.342 MiB for 4 checkpoints of .* 42.052 MiB free"):
         preflight([*short, "3"])
     assert not (tmp_path / "new").exists()
@@ -533,17 +440,6 @@ def test_an_hf_home_that_cannot_be_written_to(tmp_path, monkeypatch):
     assert [len(said) for said in found.values()] == [1, 1, 2, 2, 0]
     assert found["chess"][0].startswith("/proc/nowhere/HF_MODULES_CACHE cannot be written to: ")
     assert f"set HF_HOME to a folder of your own, and HF_HUB_CACHE to {constants.HF_HUB_CACHE}" in found["chess"][0]
-
-
-def test_what_may_not_be_read_is_one_message(tmp_path, monkeypatch, started):
-    def main(args):
-        raise PermissionError(errno.EACCES, "Permission denied", "/shared/games.parquet")
-
-    toy = shipped.load(CHILDREN / "toy.py")
-    monkeypatch.setattr("sys.argv", ["toy.py", "--output_dir", str(tmp_path)])
-    with pytest.raises(SystemExit, match="2"):
-        recipe.run_recipe(main, toy.Args, toy.requirements)
-    assert started == ["[Errno 13] Permission denied: '/shared/games.parquet'"]
 
 
 def test_recipes_that_prepare_rows_have_a_fork_server(tmp_path, monkeypatch, started):

@@ -11,20 +11,21 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import transformers
 import trl
 from accelerate.state import AcceleratorState
 from conversations import (
-    LENGTHS,
-    OTHER_TOOL,
     PAIRS,
     PROMPTS,
     ROWS_WITH_TOOLS,
     TOOL,
     call,
     conversation,
+    delivered,
     prepare,
     save_base,
     template_of,
@@ -34,36 +35,27 @@ from datasets import Dataset, Features
 from helpers import ROOT, log_of, losses
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    AyaVisionConfig,
-    FuyuConfig,
-    GenerationConfig,
-    PaliGemmaConfig,
-    PreTrainedTokenizerBase,
-)
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from accelerate_recipes import __main__ as cli
 from accelerate_recipes import recipe
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.checkpoint import exported as exported_module
-from accelerate_recipes.checkpoint.check_export import check_export
 from accelerate_recipes.checkpoint.export import export
-from accelerate_recipes.checkpoint.exported import ROWS, TrainedRows, differences, read_exported, render
+from accelerate_recipes.conversations import supervised, trained_pairs
+from accelerate_recipes.conversations.exported import ROWS, Exported, TrainedRows, read_exported, render
+from accelerate_recipes.conversations.messages import select
+from accelerate_recipes.conversations.packed import Packed, count_targets_of
+from accelerate_recipes.conversations.rendering import Rendering
+from accelerate_recipes.conversations.settings import make_or_load_model
 from accelerate_recipes.data.heldout import beginning
-from accelerate_recipes.data.messages import select
-from accelerate_recipes.data.passes import made_of
+from accelerate_recipes.data.passes import map_rows
 from accelerate_recipes.data.reading import without_nulls
-from accelerate_recipes.data.rendering import Rendering
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.launch.preflight import preflight
+from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.models.loading import load_model
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
-from accelerate_recipes.posttraining import supervised, trained_pairs
-from accelerate_recipes.posttraining.settings import make_or_load_model
-from accelerate_recipes.posttraining.trained_rows import count_targets_of
+from accelerate_recipes.run import Run
+from recipe_tools.check_export import check_export
+from recipe_tools.preflight import preflight
 
 SCRIPT = ROOT / "recipes/sft.py"
 # Templates of well-known models, as trl ships them, and the token that ends an answer.
@@ -81,15 +73,15 @@ NOT_A_SYSTEM = {"gemma"}  # templates that refuse a system prompt
 
 def noted(monkeypatch) -> list[tuple[dict, Rendering]]:
     """Return a list that the next comparison fills: each row as it was written, with the last row that it became."""
-    compared = []
+    compared, differences = [], TrainedRows.differences
 
-    def compare(trained: list[Rendering], rows: list[dict], *args, **settings) -> list[str]:
-        rendered = [render(row, *args, **settings) for row in rows]
-        assert [part[:2] for parts in rendered for part in parts] == [part[:2] for part in trained]
-        compared[:] = [(row, parts[-1]) for row, parts in zip(rows, rendered, strict=True)]
-        return differences(trained, rows, *args, **settings)
+    def compare(first: TrainedRows, exported: Exported) -> list[str]:
+        rendered = [render(row, exported.tokenizer, **first.settings) for row in first.rows]
+        assert [part[:2] for parts in rendered for part in parts] == [part[:2] for part in first.trained]
+        compared[:] = [(row, parts[-1]) for row, parts in zip(first.rows, rendered, strict=True)]
+        return differences(first, exported)
 
-    monkeypatch.setattr(exported_module, "differences", compare)
+    monkeypatch.setattr(TrainedRows, "differences", compare)
     return compared
 
 
@@ -101,7 +93,7 @@ def test_published_templates(name, tmp_path, capsys, monkeypatch):
     compared = noted(monkeypatch)
     prepare(tmp_path, [conversation(i, tools=tools, system=name not in NOT_A_SYSTEM) for i in range(30)])
     assert not (tmp_path / "out" / ROWS).exists(), "a run that only prepares data has no export"
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert len(compared) == 16
     if tools:
         for row, (ids, *_) in compared:
@@ -134,9 +126,9 @@ def family(request, tmp_path_factory) -> Path:
     return save_base(tmp_path_factory.mktemp(request.param), template_of(request.param), PUBLISHED[request.param])
 
 
-def saved_with(patch, change: Callable[[PreTrainedTokenizerBase], str]) -> None:
+def saved_with(patch, change: Callable[[transformers.PreTrainedTokenizerBase], str]) -> None:
     """Let the template that is saved be another one."""
-    real = PreTrainedTokenizerBase.save_pretrained
+    real = transformers.PreTrainedTokenizerBase.save_pretrained
 
     def save(self, folder, **settings):
         template = self.chat_template
@@ -146,7 +138,7 @@ def saved_with(patch, change: Callable[[PreTrainedTokenizerBase], str]) -> None:
         finally:
             self.chat_template = template
 
-    patch.setattr(PreTrainedTokenizerBase, "save_pretrained", save)
+    patch.setattr(transformers.PreTrainedTokenizerBase, "save_pretrained", save)
 
 
 def dropped_template(patch) -> None:
@@ -158,25 +150,25 @@ def changed_end(patch) -> None:
 
 
 def changed_stop(patch) -> None:
-    real = GenerationConfig.save_pretrained
+    real = transformers.GenerationConfig.save_pretrained
 
     def save(self, folder):
         self = copy.deepcopy(self)
         self.eos_token_id = 5
         real(self, folder)
 
-    patch.setattr(GenerationConfig, "save_pretrained", save)
+    patch.setattr(transformers.GenerationConfig, "save_pretrained", save)
 
 
 def lost_template(patch) -> None:
-    real = PreTrainedTokenizerBase.save_pretrained
+    real = transformers.PreTrainedTokenizerBase.save_pretrained
 
     def save(self, folder, **settings):
         found = real(self, folder, **settings)
         (Path(folder) / "chat_template.jinja").unlink()
         return found
 
-    patch.setattr(PreTrainedTokenizerBase, "save_pretrained", save)
+    patch.setattr(transformers.PreTrainedTokenizerBase, "save_pretrained", save)
 
 
 def shifted_mask(patch) -> None:
@@ -194,17 +186,14 @@ def removed_tools(patch) -> None:
     patch.setattr(supervised, "select", lambda *args: select(*args).remove_columns("tools"))
 
 
-@pytest.mark.parametrize(
-    "mutation, said",
-    [
-        (dropped_template, r"row 1(, token \d+: .* was trained, | cannot be rendered)"),
-        (lost_template, "row 1 cannot be rendered"),
-        (changed_end, r"row 1, token \d+: .* was trained, the export renders .*</s>"),
-        (changed_stop, "no row ends with a target"),
-        (shifted_mask, r"row 1, token \d+, .*, was (a|no) target of the loss"),
-        (removed_tools, r"row 1, token \d+: .* was trained, the export renders "),
-    ],
-)
+@pytest.mark.parametrize("mutation, said", [
+    (dropped_template, r"row 1(, token \d+: .* was trained, | cannot be rendered)"),
+    (lost_template, "row 1 cannot be rendered"),
+    (changed_end, r"row 1, token \d+: .* was trained, the export renders .*</s>"),
+    (changed_stop, "no row ends with a target"),
+    (shifted_mask, r"row 1, token \d+, .*, was (a|no) target of the loss"),
+    (removed_tools, r"row 1, token \d+: .* was trained, the export renders "),
+])  # fmt: skip
 def test_mutations_are_caught_before_the_first_step(family, monkeypatch, mutation, said):
     """Three families of templates: what is exported is not what is trained, or the other way round."""
     mutation(monkeypatch)
@@ -212,23 +201,19 @@ def test_mutations_are_caught_before_the_first_step(family, monkeypatch, mutatio
         prepare(family, ROWS_WITH_TOOLS)
 
 
-def lost_settings(patch) -> None:
-    patch.setattr(GenerationConfig, "save_pretrained", lambda *_: None)
-
-
 def test_settings_of_the_export_are_those_of_training(tmp_path, monkeypatch):
     """An end that only generation_config.json names is lost if that is not exported; so is a token without an embedding."""
     folder = save_base(tmp_path, template_of("qwen3"), "</s>")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     prepare(folder, ROWS_WITH_TOOLS)
     first = TrainedRows([], [Rendering([7, 900], [True] * 2)], {}, ends, {})
     exported = read_exported(folder)
-    monkeypatch.setattr(exported_module, "differences", lambda *_, **__: [])
+    monkeypatch.setattr(TrainedRows, "differences", lambda *_: [])
     assert first.problems(exported) == [f"rows have the token 900, its config.json a vocab_size of {len(tokenizer)}"]
-    lost_settings(monkeypatch)
-    with pytest.raises(ConfigError, match=r"generation stops at '</s>', the first row ends with '<\|im_end\|>\\n'"):
+    monkeypatch.setattr(transformers.GenerationConfig, "save_pretrained", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"generation stops at '</s>', .* row ends with '.<\|im_end\|>', and no such"):
         prepare(folder, ROWS_WITH_TOOLS)
 
 
@@ -253,7 +238,7 @@ def test_pairs_as_they_were_written(base, monkeypatch, form):
     """Two rows that differ in tools and in the fields of messages keep their own, in each form; the export renders both."""
     compared = noted(monkeypatch)
     prepare(base, as_rows(form, PAIRS), name="dpo")
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     assert len(compared) == 32
     sides = {"chosen": 0, "rejected": 0}
     for row, (ids, *_) in compared:
@@ -273,24 +258,63 @@ def test_tools_that_differ_in_one_field(base, capsys, form):
     assert "strict" in text and "null" not in text
 
 
-@pytest.mark.parametrize("form", ["sft", "pairs", "implicit", "judged"])
-def test_nulls_of_json_texts(base, capsys, form):
-    """Tools as a text of JSON keep the nulls that stand there, as trl reads them, in training and in the comparison."""
-    asked = json.loads(json.dumps(OTHER_TOOL))
-    asked["function"]["parameters"]["properties"]["a"]["default"] = None
-    rows = [row | {"tools": json.dumps([asked if "weather" not in row["tools"] else TOOL])} for row in ROWS_WITH_TOOLS]
-    if form == "sft":
-        prepare(base, rows, "--assistant_only_loss", "false")  # one row for each conversation
+# The first 16 rows, which are compared with the export, hold none that `datasets` changes.
+AMOUNTS = [
+    *range(17),
+    0.7,
+    2.5,
+    48.85837012345679,
+    1e-12,
+    -0.0,
+    2**53 + 1,
+    12345678901234567890123,
+    "5",
+    "0.7",
+    None,
+    100,
+]
+
+
+CASES = [
+    ("sft", "", False), ("sft", "", True), ("kto", "", False), ("grpo", "", False), ("dpo", "implicit", False),
+    ("dpo", "pairs", True), ("dpo", "implicit", True), ("dpo", "judged", False), ("dpo", "judged", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, form, as_text", CASES)
+def test_values_in_calls_are_trained_as_they_are_written(base, monkeypatch, name, form, as_text):
+    """Numbers, texts of digits and nulls, in calls and schemas, in whatever types `datasets` would keep them."""
+    trained, rows = [], []
+    called = [{"amount": amount, "city": None if i % 3 else "Bern"} for i, amount in enumerate(AMOUNTS)]
+    schema = copy.deepcopy(TOOL)
+    schema["function"]["parameters"]["properties"]["town"] |= {"default": None, "at": [0.7, 1, 12345678901234567890123]}
+    for number, arguments in enumerate(called):
+        used = call("weather", **arguments) | {"content": f"Row {number}."}
+        if as_text:
+            used["tool_calls"][0]["function"]["arguments"] = json.dumps(arguments)
+        # With fields alike, Arrow has a structure for messages and for arguments; as texts, fields differ.
+        asked = {"role": "user", "content": f"Question {number}?"} | ({} if as_text else {"tool_calls": None})
+        rows.append({"prompt": [asked], "chosen": [used], "tools": json.dumps([schema]) if as_text else [schema]})
+    if name == "grpo":
+        rows = [{"prompt": row["prompt"] + row["chosen"] + [{"role": "tool", "content": "4"}]} for row in rows]
+    elif name == "dpo":
+        rows = as_rows(form, [row | {"rejected": [{"role": "assistant", "content": "No."}]} for row in rows])
     else:
-        prepare(
-            base,
-            as_rows(form, [pair | {"tools": row["tools"]} for pair, row in zip(PAIRS, rows, strict=True)]),
-            name="dpo",
-        )
-    text = capsys.readouterr().out.replace("|", "")
-    assert "null" in text and "weather" in text
-    for line in text.splitlines():
-        assert "weather" not in line or "null" not in line, "each row has its own"
+        rows = [{"messages": row["prompt"] + row["chosen"], "tools": row["tools"], "label": True} for row in rows]
+        rows = rows if name == "kto" else [row | {"label": None} for row in rows]
+    for module in ("supervised", "trained_pairs", "answers"):
+        place = f"accelerate_recipes.conversations.{module}.content_of_sides"
+        monkeypatch.setattr(place, lambda run, train, heldout=None: trained.append(train) or "")
+    prepare(base, rows, name=name)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    for row in trained[0]:
+        if name == "grpo":
+            text = tokenizer.apply_chat_template(row["prompt"], tokenize=False)
+        else:
+            text = tokenizer.decode(row["prompt_ids"] + row["chosen_ids"] if name == "dpo" else row["input_ids"])
+        arguments = called[int(re.search(r"Row (\d+)", text)[1])]
+        assert f'"arguments": {json.dumps(arguments)}' in text, text
+        assert name == "grpo" or json.dumps(schema) in text
 
 
 def test_prompts_as_they_were_written(base, capsys, monkeypatch):
@@ -321,23 +345,27 @@ def dropped_tools(patch) -> None:
     patch.setattr(trained_pairs, "tokenized", tokenized)
 
 
-@pytest.mark.parametrize("mutation", [dropped_template, lost_template, dropped_tools])
-def test_mutations_are_caught_before_the_first_step_of_dpo(base, monkeypatch, mutation):
+@pytest.mark.parametrize("name, rows, mutation", [
+    *(("dpo", PAIRS, mutation) for mutation in (dropped_template, lost_template, dropped_tools)),
+    *(("grpo", PROMPTS, mutation) for mutation in (dropped_template, lost_template)),
+])  # fmt: skip
+def test_mutations_are_caught_before_the_first_step_of_others(base, monkeypatch, name, rows, mutation):
     mutation(monkeypatch)
     with pytest.raises(ConfigError, match=r"would not render what is trained(.|\n)*row 1"):
-        prepare(base, PAIRS, name="dpo")
-
-
-@pytest.mark.parametrize("mutation", [dropped_template, lost_template])
-def test_mutations_are_caught_before_the_first_step_of_grpo(base, monkeypatch, mutation):
-    mutation(monkeypatch)
-    with pytest.raises(ConfigError, match=r"would not render what is trained(.|\n)*row 1"):
-        prepare(base, PROMPTS, name="grpo")
+        prepare(base, rows, name=name)
 
 
 def test_an_end_that_no_answer_has(tmp_path, capsys):
-    """DPO's answers must end where generation stops, and GRPO's are drawn until the template's end; texts get theirs."""
+    """Answers must end where generation stops, and GRPO's are drawn until the template's end; texts get theirs.
+
+    Base models of this kind stop at another token than their template ends turns with.
+    """
     save_base(tmp_path, template_of("qwen3"), "<|endoftext|>")
+    rows = [conversation(i, tools=False, system=False) for i in range(30)]
+    said = r"generation stops at '<\|endoftext\|>', .* ends with '<\|im_end\|>\\n', and no such token .* --eos_token"
+    with pytest.raises(ConfigError, match=said):
+        prepare(tmp_path, rows)
+    prepare(tmp_path, rows, "--eos_token", "<|im_end|>")
     said = r"generation stops at '<\|endoftext\|>', the first answer ends with '<\|im_end\|>\\n'"
     with pytest.raises(ConfigError, match=said):
         prepare(tmp_path, PAIRS, name="dpo")
@@ -352,16 +380,13 @@ def test_an_end_that_no_answer_has(tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"no chosen answer has an end .* raise --max_length"):
         prepare(tmp_path, long, "--max_length", "20", name="dpo")
     # The file that says where generation stops is read for data alone too.
-    (tmp_path / "generation_config.json").write_text(
-        json.dumps(
-            {"eos_token_id": AutoTokenizer.from_pretrained(tmp_path).convert_tokens_to_ids(["<|im_end|>", "</s>"])}
-        )
-    )
+    ends = transformers.AutoTokenizer.from_pretrained(tmp_path).convert_tokens_to_ids(["<|im_end|>", "</s>"])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     prepare(tmp_path, PAIRS, name="dpo")
     capsys.readouterr()
     prepare(tmp_path, PROMPTS, name="grpo")
     assert "answers are drawn until" not in capsys.readouterr().out
-    prepare(tmp_path, [conversation(i, tools=False, system=False) for i in range(30)])
+    prepare(tmp_path, rows)
 
 
 def test_a_prompt_that_loses_its_end(tmp_path, capsys):
@@ -382,16 +407,6 @@ def test_images_are_refused_by_all(base):
             prepare(base, [row | {"images": ["a.png"]} for row in rows], name=name)
 
 
-def test_an_end_that_no_row_has(base, tmp_path):
-    """Base models of this kind stop at another token than their template ends turns with."""
-    save_base(tmp_path, template_of("qwen3"), "<|endoftext|>")
-    rows = [conversation(i, tools=False, system=False) for i in range(30)]
-    said = r"generation stops at '<\|endoftext\|>', the first row ends with '<\|im_end\|>\\n'; name the token .* --eos_token"
-    with pytest.raises(ConfigError, match=said):
-        prepare(tmp_path, rows)
-    prepare(tmp_path, rows, "--eos_token", "<|im_end|>")
-
-
 def test_only_the_answers(base, tmp_path, capsys):
     """By default the answers alone are targets, with a template that marks them or not; `false` trains everything."""
     rows = [conversation(i, tools=False, system=True) for i in range(30)]
@@ -403,6 +418,9 @@ def test_only_the_answers(base, tmp_path, capsys):
     marked = "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}</s>{% endgeneration %}{% endfor %}"
     prepare(folder := save_base(tmp_path / "marked", marked), rows)
     assert "Question" in targets_of(folder), "marks decide where there are any"
+    assert "directly behind" not in capsys.readouterr().out
+    prepare(save_base(tmp_path / "behind", marked.replace("</s>{% endgeneration %}", "{% endgeneration %}</s>")), rows)
+    assert "'</s>' directly behind" in capsys.readouterr().out
     nothing = (
         "{% for m in messages %}{{ m.content }}</s>{% endfor %}{% if 0 %}{% generation %}{% endgeneration %}{% endif %}"
     )
@@ -421,6 +439,8 @@ def test_only_the_answers(base, tmp_path, capsys):
     assert "Question" in targets_of(tmp_path / "texts")
     with pytest.raises(ConfigError, match=r"--assistant_only_loss true .* column text "):
         prepare(tmp_path / "texts", texts, "--assistant_only_loss", "true")
+    with pytest.raises(ConfigError, match=r"--completion_only_loss .* these have text"):
+        prepare(tmp_path / "texts", texts, "--completion_only_loss", "true")
 
 
 def test_rows_that_do_not_end_with_an_answer(base, tmp_path, capsys):
@@ -445,11 +465,9 @@ def test_rows_of_answers_beside_trl(tmp_path):
     """With `false`, and where the template marks the answers, rows are those of trl, token for token and target for target."""
     marked = (Path(trl.__file__).parent / "chat_templates/qwen2_5_training.jinja").read_text()
     folder = save_base(tmp_path, marked, "<|im_end|>")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     chats = [json.loads(json.dumps(row)) for row in ROWS_WITH_TOOLS]
-    halves = [
-        {"prompt": row["messages"][:-1], "completion": row["messages"][-1:], "tools": row["tools"]} for row in chats
-    ]
+    halves = [{"prompt": r["messages"][:-1], "completion": r["messages"][-1:], "tools": r["tools"]} for r in chats]
     for rows, answers in ((chats, False), (chats, True), (halves, False), (halves, True)):
         whole = select(Dataset.from_list(rows), {*rows[0]} - {"tools"}, "here")
         config = trl.SFTConfig(assistant_only_loss=answers, max_length=None, use_cpu=True, bf16=False)
@@ -457,37 +475,19 @@ def test_rows_of_answers_beside_trl(tmp_path):
         trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=completion_only)
         theirs = trl.SFTTrainer._prepare_dataset(trainer, whole, tokenizer, config, False, None, "train")
         settings = {"text_field": "text", "completion_only": completion_only, "assistant_only": answers, "stops": []}
-        make = partial(supervised.rendered, features=whole.features, tokenizer=tokenizer, date="", **settings)
-        ours = made_of(whole, make, Features(dict(whole.features) | supervised.RENDERED))
-        assert ours.remove_columns(["source", "opened"]).features == theirs.features, "and the checksum of a checkpoint"
+        make = partial(supervised.rendered, tokenizer=tokenizer, date="", **settings)
+        ours = map_rows(whole, make, Features(dict(whole.features) | supervised.RENDERED))
+        assert ours.remove_columns(["of_row", "opened"]).features == theirs.features, "and the checksum of a checkpoint"
         for name in theirs.column_names:
             assert ours[name][:] == theirs[name][:], (name, answers)
-
-
-def test_prompt_and_completion(base, tmp_path):
-    """Targets are the completion's, of conversations and of texts, whatever the columns beside them."""
-    chats = [
-        {
-            "prompt": [{"role": "user", "content": f"Question {i}?"}],
-            "completion": [{"role": "assistant", "content": "Yes."}],
-            "chat_template_kwargs": {"enable_thinking": False} if i % 2 else None,
-        }
-        for i in range(30)
-    ]
-    prepare(base, chats)
-    assert "Question" not in "".join(re.findall(r"target \|(.*)", (base / "out/rows.txt").read_text()))
-    folder = save_base(tmp_path / "plain", None)
-    prepare(folder, [{"prompt": f"Question {i}", "completion": " Yes.", "id": i} for i in range(30)])
-    assert re.findall(r"target \| +(.*)", (folder / "out/rows.txt").read_text())[0].replace("|", "") == "Yes.</s>"
 
 
 def test_rows_to_evaluate_on(tmp_path, capsys):
     """They may lie in files of their own, which must not ask what rows of training ask."""
     folder = save_base(tmp_path, None)
     rows = [{"prompt": f"Question {i}", "completion": " Yes.", "id": i} for i in range(3)]
-    prepare(
-        folder, rows, "--eval_files", str(write(tmp_path / "eval.jsonl", [{"prompt": "And?", "completion": " No."}]))
-    )
+    one = write(tmp_path / "eval.jsonl", [{"prompt": "And?", "completion": " No."}])
+    prepare(folder, rows, "--eval_files", str(one))
     assert re.search(r"Evaluation\n\n  row 1: .*\n.*And", (folder / "out/rows.txt").read_text().replace("|", ""))
     said = capsys.readouterr().out
     assert said.count("prompt and completion (prompt, completion), read as texts as they stand") == 2
@@ -498,27 +498,18 @@ def test_rows_to_evaluate_on(tmp_path, capsys):
     prepare(folder, rows, "--eval_files", str(write(tmp_path / "eval.jsonl", few)))  # a published split may repeat some
     assert "1 of 10 rows of " in (said := capsys.readouterr().out) and "the first is 'Question 1'" in said
     with pytest.raises(ConfigError, match=r"none of 3 rows is left to train on: .*within --max_length 2; raise it"):
-        prepare(
-            folder,
-            rows,
-            "--max_length",
-            "2",
-            "--eval_files",
-            str(write(tmp_path / "eval.jsonl", [rows[0] | {"prompt": ""}])),
-        )
+        held = write(tmp_path / "eval.jsonl", [rows[0] | {"prompt": ""}])
+        prepare(folder, rows, "--max_length", "2", "--eval_files", str(held))
 
 
 def test_rows_to_evaluate_on_of_another_form(tmp_path, capsys):
     """Texts beside conversations are evaluated as they stand; other columns are an error that says so."""
     folder = save_base(tmp_path, template_of("qwen2_5"), "<|im_end|>")
     (question, answer) = conversation(1, tools=False, system=False)["messages"][:2]
-    rows = [
-        {"prompt": [question | {"content": f"{i}?"}], "completion": [answer], "chat_template_kwargs": ""}
-        for i in range(3)
-    ]
-    prepare(
-        folder, rows, "--eval_files", str(write(tmp_path / "eval.jsonl", [{"prompt": "And?", "completion": " No."}]))
-    )
+    asked = [[question | {"content": f"{i}?"}] for i in range(3)]
+    rows = [{"prompt": prompt, "completion": [answer], "chat_template_kwargs": ""} for prompt in asked]
+    one = write(tmp_path / "eval.jsonl", [{"prompt": "And?", "completion": " No."}])
+    prepare(folder, rows, "--eval_files", str(one))
     text = (folder / "out/rows.txt").read_text().replace("|", "")
     assert re.search(r"Evaluation\n\n  row 1: .*\n  read +(<s>)?And\?\n  target +No\.<im_end>\n", text)
     with pytest.raises(ConfigError, match=r"eval.jsonl has no column 'prompt'; there are messages: "):
@@ -529,12 +520,161 @@ def test_rows_that_are_cut(tmp_path, capsys):
     """They are counted where tokens are lost: trl's `bfd` cuts rows, `bfd_split` goes on with the rest."""
     folder = save_base(tmp_path, None)
     rows = [{"text": "Question? And? " * 9}] * 2 + [{"text": f"{i}"} for i in range(30)]
-    for strategy, said in (
-        ("bfd", "cut 2; tokens cut off 62; longest 41;"),
-        ("bfd_split", "cut 0; tokens cut off 0; longest 41;"),
-    ):
+    counts = {"bfd": "cut 2; tokens cut off 62; longest 41;", "bfd_split": "cut 0; tokens cut off 0; longest 41;"}
+    for strategy, said in counts.items():
         prepare(folder, rows, "--packing", "true", "--packing_strategy", strategy, "--max_length", "10")
         assert said in (printed := capsys.readouterr().out), printed[-900:]
+
+
+@pytest.mark.parametrize("name, rows", [("sft", ROWS_WITH_TOOLS), ("dpo", PAIRS), ("grpo", PROMPTS)])
+def test_all_rows_are_checked_before_the_first_is_rendered(tmp_path, name, rows):
+    """What is wrong with the last row is told at once: the template, which refuses the first one, was not asked."""
+    begins = "{{ raise_exception('Rendered') if 'Question 0' in messages[1].content }}"
+    refuses = save_base(tmp_path, begins + template_of("qwen3"), "<|im_end|>")
+    asked = {"role": "user", "content": "Hi<|im_end|>"}
+    last = {"messages": [asked, *rows[1]["messages"][1:]]} if name == "sft" else rows[1] | {"prompt": [asked]}
+    with pytest.raises((ConfigError, DataError), match="Rendered"):
+        prepare(refuses, rows, name=name)
+    with pytest.raises(DataError, match="row 31"):
+        prepare(refuses, [*rows, last], name=name)
+
+
+def test_documents_are_packed_in_parts(tmp_path, capsys):
+    """A document stays among the 1,000 with which it is packed, as in trl, though it would fit into a row of others."""
+    folder = save_base(tmp_path, None)
+    (short, rest), whole = ({"text": "Yes?" * number} for number in (2, 1)), {"text": "Question? And? " * 9}
+    held = ("--eval_files", str(write(tmp_path / "eval.jsonl", [{"text": "Be brief."}])))
+    tokens = transformers.AutoTokenizer.from_pretrained(folder)
+    longest = sum(len(tokens(row["text"])["input_ids"]) + 1 for row in (short, rest))
+    for rows, number in (([short, *[whole] * 998, rest], 999), ([short, *[whole] * 999, rest], 1001)):
+        prepare(folder, rows, "--packing", "true", "--max_length", str(longest), *held)
+        assert f"Rows to train on: {number:,} rows; " in (said := capsys.readouterr().out), said[-900:]
+
+
+def test_documents_and_packed_rows_are_shuffled_by_one_seed(tmp_path):
+    """--shuffle_dataset draws both orders as numpy's default_rng does; a new version must read the rows of an older one."""
+    folder = save_base(tmp_path, None)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    rows = [{"text": f"Question {i}?"} for i in range(40)]
+    held = ("--eval_files", str(write(tmp_path / "eval.jsonl", [{"text": "Be brief."}])))
+    flags = ("--packing", "true", "--packing_strategy", "wrapped", "--shuffle_dataset", "true", "--seed", "7")
+    found, _ = delivered(folder, rows, *flags, "--max_length", "10", *held)
+    documents = [tokenizer(rows[i]["text"] + "</s>")["input_ids"] for i in np.random.default_rng(7).permutation(40)]
+    tokens = [token for document in documents for token in document]
+    packed = [tokens[begin : begin + 10] for begin in range(0, len(tokens), 10)]
+    order = np.random.default_rng(7).permutation(len(packed))
+    assert [found[i]["input_ids"][0].tolist() for i in range(len(found))] == [packed[i] for i in order]
+
+
+def test_a_row_that_keeps_a_target_at_its_beginning_alone(tmp_path, capsys):
+    """It stays where rows are cut, though nothing is learnt from it, and is counted."""
+    answer = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}"
+    folder = save_base(
+        tmp_path, f"{{% for m in messages %}}{answer}{{{{ messages[0].content }}}}{{% endif %}}{{% endfor %}}"
+    )
+    number = len(transformers.AutoTokenizer.from_pretrained(folder)("And?", add_special_tokens=False)["input_ids"])
+    held = ("--eval_files", str(write(tmp_path / "eval.jsonl", [asked_and_answered("!")])))
+    rows = [asked_and_answered("?")] * 29 + [asked_and_answered("And?")]
+    prepare(folder, rows, "--truncation_mode", "keep_end", "--max_length", str(number + 1), *held)
+    assert "Rows to train on: 30 rows; 1 without a target; " in (printed := capsys.readouterr().out), printed[-900:]
+    assert "left out 0" in printed
+
+
+def asked_and_answered(question: str) -> dict:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "Question."}]}
+
+
+# Prepares files of rows, and prints after each the most memory of its own that the process has had, in bytes.
+PREPARE = """
+import os, sys, threading, time
+from accelerate_recipes import recipe
+os.environ.pop("LOCAL_RANK")  # this is no rank of a run
+
+def look():
+    while True:
+        status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+        most[0] = max(most[0], int(status["RssAnon"].split()[0]) << 10)
+        time.sleep(0.01)
+
+most, (script, folder, *files) = [0], sys.argv[1:]
+threading.Thread(target=look, daemon=True).start()
+for file in files:
+    flags = ["--max_length", "2000", "--dataset_num_proc", "1", "--output_dir", folder + "/out"]
+    recipe.prepare_data([script, "--model_name_or_path", folder, "--train_files", file, *flags])
+    print("MOST", most[0])
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_text(fork_server, tmp_path):
+    """What four times the text takes more is less than its additional tokens and labels, of 4 and 8 bytes, would take."""
+    folder, text, files = save_base(tmp_path, None), "xw kz vb " * 110, []
+    for number in (4_000, 16_000):
+        files.append(write(tmp_path / f"{number}.jsonl", [{"text": f"{i} {text}"} for i in range(number)]))
+    printed = fork_server.run_python(tmp_path, PREPARE, ROOT / "recipes/sft.py", folder, *files)
+    few, many = map(int, re.findall(r"MOST (\d+)", printed))
+    assert many - few < 12_000 * (4 + 8) * len(transformers.AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
+
+
+HELD_OUT = {"texts": [2, 4, 21, 27, 28, 29, 37], "messages": [10, 40, 56, 58]}
+
+
+@pytest.mark.parametrize("form", HELD_OUT)
+def test_which_rows_are_held_out(tmp_path, form):
+    """A new version holds out the rows that an older one did: a run that goes on must not be measured on what it was trained on."""
+    template = template_of("qwen2_5") if form == "messages" else None
+    folder = save_base(tmp_path, template, "<|im_end|>")
+    rows = [{"text": f"Question {i}?"} for i in range(60)]
+    if form == "messages":
+        rows = [conversation(i, tools=i % 2 > 0, system=i % 3 > 0) for i in range(60)]
+    _, batches = delivered(folder, rows, "--heldout_share", "0.1")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    said = "".join(tokenizer.decode(row) for batch in batches for row in batch["input_ids"])
+    assert sorted(map(int, re.findall(r"Question (\d+)", said))) == HELD_OUT[form]
+
+
+def test_documents_longer_than_the_positions_of_a_model(tmp_path):
+    """The longest document is compared, as far as it is kept; packed rows may be longer. `prepare` says it in each recipe."""
+    bases = {number: save_base(tmp_path / f"{number}", None, max_position_embeddings=number) for number in (20, 32, 48)}
+    asked = [f"And Question {i}? " * 3 for i in range(40)]
+    texts = write(tmp_path / "texts.jsonl", [{"text": text} for text in asked])
+    short = write(tmp_path / "short.jsonl", [{"text": f"{i}?"} for i in range(40)])
+    answers = [{"prompt": text, "completion": "No.", "label": True} for text in asked]
+    answers += [{"prompt": f"{i}?", "completion": "It is. " * 4, "label": False} for i in range(40)]
+    judged = write(tmp_path / "judged.jsonl", answers)
+    plain = write(tmp_path / "plain.jsonl", [row | {"label": None} for row in answers])
+    pairs = write(tmp_path / "pairs.jsonl", [{"prompt": text, "chosen": "No.", "rejected": "Yes."} for text in asked])
+
+    def said(name: str, number: int, file: Path, *flags: str) -> str:
+        command = [ROOT / f"recipes/{name}.py", "--model_name_or_path", bases[number], "--train_files", file]
+        try:
+            recipe.prepare_data([*map(str, command), "--output_dir", str(tmp_path / "out"), *flags])
+        except ConfigError as error:
+            told = r"document has (\d+) tokens, but \S+/(\d+) is made for (\d+) tokens.*; set --max_length to (\d+)"
+            found = re.search(told, f"{error}")
+            return " ".join(found.groups()) if found else f"{error}"
+        return ""
+
+    whole = ("--packing", "true", "--packing_strategy", "wrapped")
+    teacher = ("--teacher_model_name_or_path", str(bases[20]), "--lmbda")
+    cases = [
+        ("sft", 20, texts, (), "22 20 20 20"),
+        ("sft", 20, texts, ("--max_length", "20"), ""),
+        ("sft", 32, texts, ("--packing", "true", "--max_length", "100"), ""),
+        ("sft", 32, texts, (*whole, "--max_length", "100"), "100 32 32 32"),
+        ("sft", 20, short, ("--eval_files", str(texts)), "22 20 20 20"),
+        ("sft", 32, texts, ("--pad_to_multiple_of", "21"), "22 32 21 21"),
+        ("dpo", 20, pairs, (), "23 20 20 20"),
+        ("dpo", 20, pairs, ("--max_length", "20"), ""),
+        ("kto", 20, judged, (), "23 20 20 20"),
+        ("kto", 32, judged, (), "34 32 32 32"),  # the longest prompt before the longest answer
+        ("kto", 32, judged, ("--max_length", "32"), ""),
+        ("distill", 48, plain, (*teacher, "0"), "23 20 20 20"),
+    ]
+    for *case, flags, expected in cases:
+        assert said(*case, *flags) == expected, (case, flags)
+    drawn = (*teacher, "1", "--max_completion_length", "4", "--max_length", "20")
+    assert "answers of 4 tokens leave room for 16" in said("distill", 48, plain, *drawn)
 
 
 def test_messages_of_parts(tmp_path):
@@ -568,33 +708,29 @@ ASKED, ANSWER = CHAT[:1], CHAT[1:2]
 OTHER = [{"role": "assistant", "content": "No."}]
 
 
-@pytest.mark.parametrize(
-    "name, row, said",
-    [
-        ("sft", {"messages": "And?"}, "row 1: 'messages' is 'And.', not messages as JSON"),
-        ("sft", {"text": CHAT}, "the column text holds messages; .* texts into text"),
-        ("sft", {"messages": []}, "row 4: 'messages' has no message; remove the row"),
-        ("sft", {"messages": [None, *CHAT]}, "row 4: 'messages' has a message that is null"),
-        ("sft", {"messages": [{"role": "user", "text": "And?"}]}, "row 1: 'messages' has a message from user without a text as its content"),
-        ("sft", {"messages": [*ASKED, {"role": "assistant", "content": None, "refusal": "No."}]},
-         "row 4: 'messages' has a message from assistant without a text as its content"),
-        ("sft", {"messages": [*ASKED, {"role": "assistant", "content": "", "function_call": {"name": "add", "arguments": "{}"}}]},
-         "row 4: 'messages' .*function_call,.* give tool_calls"),
-        ("dpo", {"prompt": ASKED, "chosen": ANSWER, "rejected": [{"role": "assistant", "content": None}]},
-         "row 1: 'rejected' has a message from assistant without a text as its content"),
-        ("sft", {"messages": [{"content": "And?"}, *CHAT]}, "row 4: 'messages' has a message without a role"),
-        ("sft", {"messages": [{"role": 3, "content": "And?"}]}, "row 1: 'messages' .* role that is a text"),
-        ("sft", {"messages": [{"role": 3, "content": "And?"}, *CHAT]}, "row 4: 'messages' .* role that is a text"),
-        ("sft", {"messages": [call("add") | {"tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]}]},
-         r"row 4: 'messages': .*'\[1\]'.* JSON object"),
-        ("sft", {"messages": [call("add") | {"tool_calls": [{"function": {"name": "a", "arguments": "{a"}}]}]},
-         r"row 4: 'messages': .*'{a'.* no JSON: "),
-        ("sft", {"messages": CHAT, "chat_template_kwargs": {"tokenize": False}},
-         r"'chat_template_kwargs' has tokenize,"),
-        ("grpo", {"prompt": []}, "row 4: 'prompt' has no message"),
-        ("dpo", {"chosen": ANSWER, "rejected": OTHER}, "row 1: the answers .* same one"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, row, said", [
+    ("sft", {"messages": "And?"}, "row 1: 'messages' is 'And.', not messages as JSON"),
+    ("sft", {"text": CHAT}, "the column text holds messages; .* texts into text"),
+    ("sft", {"messages": []}, "row 4: 'messages' has no message; remove the row"),
+    ("sft", {"messages": [None, *CHAT]}, "row 4: 'messages' has a message that is null"),
+    ("sft", {"messages": [{"role": "user", "text": "And?"}]}, "row 1: 'messages' has a message from user without a text as its content"),
+    ("sft", {"messages": [*ASKED, {"role": "assistant", "content": None, "refusal": "No."}]},
+     "row 4: 'messages' has a message from assistant without a text as its content"),
+    ("sft", {"messages": [*ASKED, {"role": "assistant", "content": "", "function_call": {"name": "add", "arguments": "{}"}}]},
+     "row 4: 'messages' .*function_call,.* give tool_calls"),
+    ("dpo", {"prompt": ASKED, "chosen": ANSWER, "rejected": [{"role": "assistant", "content": None}]},
+     "row 1: 'rejected' has a message from assistant without a text as its content"),
+    ("sft", {"messages": [{"content": "And?"}, *CHAT]}, "row 4: 'messages' has a message without a role"),
+    ("sft", {"messages": [{"role": 3, "content": "And?"}]}, "row 1: 'messages' .* role that is a text"),
+    ("sft", {"messages": [{"role": 3, "content": "And?"}, *CHAT]}, "row 4: 'messages' .* role that is a text"),
+    ("sft", {"messages": [call("add") | {"tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]}]},
+     r"row 4: 'messages': .*'\[1\]'.* JSON object"),
+    ("sft", {"messages": [call("add") | {"tool_calls": [{"function": {"name": "a", "arguments": "{a"}}]}]},
+     r"row 4: 'messages': .*'{a'.* no JSON: "),
+    ("sft", {"messages": CHAT, "chat_template_kwargs": {"tokenize": False}}, r"'chat_template_kwargs' has tokenize,"),
+    ("grpo", {"prompt": []}, "row 4: 'prompt' has no message"),
+    ("dpo", {"chosen": ANSWER, "rejected": OTHER}, "row 1: the answers .* same one"),
+])  # fmt: skip
 def test_rows_of_another_form(base, name, row, said):
     """One message says what is wrong, and in which row where only some are wrong."""
     right = {"sft": {"messages": CHAT}, "grpo": {"prompt": ASKED}}.get(name, row)
@@ -603,21 +739,34 @@ def test_rows_of_another_form(base, name, row, said):
         prepare(base, rows, name=name)
 
 
-def test_completion_only_loss_of_other_rows(tmp_path):
-    folder = save_base(tmp_path, None)
-    with pytest.raises(ConfigError, match=r"--completion_only_loss .* these have text"):
-        prepare(folder, [{"text": f"Question {i}"} for i in range(3)], "--completion_only_loss", "true")
-
-
 def test_counts_of_targets():
     """A row's first token is no target, since nothing comes before it; nor is it an end. An end is among the last targets."""
+
+    def rows_of(labels: list[list[int]], *kept: slice) -> Packed:
+        return supervised.cut(Dataset.from_dict({"input_ids": labels, "labels": labels}), *kept)
+
     labels = [[5, 6, 2], [2], [-100, 8], [], [-100, -100, 2]]
-    counts, num_ended, seen = count_targets_of(Dataset.from_dict({"labels": labels}), {2, 9})
+    counts, num_ended, seen = count_targets_of(rows_of(labels), {2, 9})
     assert counts.tolist() == [2, 0, 1, 0, 1] and num_ended == 2 and seen == {2}
     labels = [[5, 2, 6, 7, 8, 9], [5, 2, 6, 7, 8], [5, 2, 6, 7, 8, -100], [5, 6, 7], [5, 6, 7, 8, 9, 2]]
-    rows = Dataset.from_dict({"labels": labels})
-    assert [count_targets_of(rows, {2}, kept)[1] for kept in (slice(None), slice(4), slice(-4, None))] == [3, 3, 1]
-    assert count_targets_of(rows, {2}, slice(-4, None))[0].tolist() == [3, 3, 2, 2, 3]
+    parts = [rows_of(labels, kept) for kept in (slice(None), slice(4), slice(-4, None))]
+    assert [count_targets_of(part, {2})[1] for part in parts] == [3, 3, 1]
+    assert count_targets_of(parts[-1], {2})[0].tolist() == [3, 3, 2, 2, 3]
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_counts_of_targets_are_those_of_batches(tmp_path, monkeypatch, strategy):
+    """Also of packed rows, in which the first token of each document is no target: speed and MFU are by these counts."""
+    found = []
+    monkeypatch.setattr(
+        Run, "show_rows", lambda run, tokenizer, first, num_targets, counts: found.append((first, num_targets))
+    )
+    rows = [{"text": f"Question {i}?" + " And" * (i % 40)} for i in range(1500)]
+    packing = ("--packing", "true", "--packing_strategy", strategy, "--max_length", "24")
+    prepare(save_base(tmp_path, None), rows, *packing)
+    ((first, num_targets),) = found
+    batches = [first["Training"].collate([row]) for row in first["Training"].rows]
+    assert num_targets.tolist() == [count_next_tokens(batch).item() for batch in batches]
 
 
 @pytest.mark.parametrize("packing", [(), ("--packing", "true")])
@@ -648,11 +797,8 @@ def test_what_a_row_asks_does_not_depend_on_other_rows():
     """Arrow gives messages the fields of other rows' messages, as nulls."""
     message = {"role": "user", "content": "Yes?"}
     rows = Dataset.from_list([{"messages": [message]}, {"messages": [message | {"name": "Ada"}]}])
-    assert (
-        beginning(rows[0], "messages")
-        == beginning({"messages": [message]}, "messages")
-        != beginning(rows[1], "messages")
-    )
+    one, other, alone = (beginning(row, "messages") for row in (*rows, {"messages": [message]}))
+    assert one == alone != other
 
 
 def test_columns_of_another_form_beside_what_is_read(base, tmp_path):
@@ -693,14 +839,20 @@ def test_columns():
     assert found[:]["messages"] == wanted, "without the fields of the other rows"
     assert found["tools"][:] == [[TOOL], None] and found["chat_template_kwargs"][:] == [{"a": 1}, {}]
     plain = Dataset.from_list([{"messages": [{"role": "user", "content": "a"}]}])
+
+    def called(arguments: str) -> dict:
+        return {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+
     assert select(plain, {"messages"}, "here").features == plain.features, "nothing is rewritten without need"
-    for rows, error, said in (
-        ([{"messages": [], "images": ["a.png"]}], ConfigError, "the column images: this recipe trains on text only"),
-        ([{"messages": [], "tools": "[{"}], DataError, "here, row 1: 'tools' is no JSON"),
-        ([{"messages": [], "tools": '{"a": 1}'}], DataError, "row 1: 'tools' is .* must be a JSON list"),
+    for row, said in (
+        ({"messages": [], "tools": "[{"}, "here, row 1: 'tools' is no JSON"),
+        ({"messages": [], "tools": '{"a": 1}'}, "row 1: 'tools' is .* must be a JSON list"),
+        ({"messages": [], "tools": f"[{'1' * 5000}]"}, "row 1: 'tools' is no JSON: .*4300"),
+        ({"messages": [called('{"a": "\\ud83d"}')]}, r"row 1: 'messages': the arguments .*ud83d.* no JSON"),
+        ({"messages": [called("[" * 100_000)]}, r"row 1: 'messages': the arguments .* no JSON"),
     ):
-        with pytest.raises(error, match=said):
-            select(Dataset.from_list(rows), {"messages"}, "here")
+        with pytest.raises(DataError, match=said):
+            select(Dataset.from_list([row]), {"messages"}, "here")
     assert without_nulls({"a": None, "b": [{"c": None, "d": 0}], "e": False}) == {"b": [{"d": 0}], "e": False}
 
 
@@ -708,22 +860,23 @@ def test_differences_of_lengths():
     tokenizer = new_bpe_tokenizer(["a b"] * 3, 280)
     ids = tokenizer("a b</s>")["input_ids"]
     settings = {"text_field": "text", "completion_only": False, "assistant_only": False, "stops": []}
+
+    def differences(ids: list[int], text: str) -> list[str]:
+        first = TrainedRows([{"text": text}], [Rendering(ids, [True] * len(ids))], settings, [], {})
+        return first.differences(Exported(tokenizer, None, set()))
+
     for text in ("a b", "a b</s>"):  # no second end
-        assert not differences([Rendering(ids, [True] * len(ids))], [{"text": text}], tokenizer, **settings)
+        assert not differences(ids, text)
     for other in (ids[:-1], [*ids, 5]):
-        (said,) = differences([Rendering(other, [True] * len(other))], [{"text": "a b"}], tokenizer, **settings)
+        (said,) = differences(other, "a b")
         assert f"row 1, token {min(len(other), len(ids)) + 1}: " in said
 
 
-def test_a_run_is_compared_with_its_export(forks, base, tmp_path, monkeypatch, capsys):
+def test_a_run_is_compared_with_its_export(forks, base, tmp_path, out, command):
     """A sharded run with tools: its export renders the rows as trained; a changed export is noticed."""
     file = write(tmp_path / "rows.jsonl", ROWS_WITH_TOOLS)
-    out = tmp_path / "out"
     arguments = ("--model_name_or_path", base, "--train_files", file, "--max_length", 1200, "--heldout_share", 0.3)
-    assert forks.run(out, *arguments, "--max_steps", 2, "--total_batch_size", 2, "--async_save", "false") == 0, (
-        out.with_suffix(".log").read_text()[-3000:]
-    )
-    log = out.with_suffix(".log").read_text()
+    log = forks.succeed(out, *arguments, "--max_steps", 2, "--total_batch_size", 2, "--async_save", "false")
     number = len(json.loads((out / ROWS).read_text())["rows"])
     assert f"The export renders the first {number} rows as they were trained" in log, log[-3000:]
     kept = (out / ROWS).read_bytes(), (out / "rows.txt").read_bytes()
@@ -736,24 +889,22 @@ def test_a_run_is_compared_with_its_export(forks, base, tmp_path, monkeypatch, c
     assert re.search(r"Prompt: '<\|im_start\|>system(.|\n)*Answer: .*, 3 tokens, ended by --max_new_tokens 3", said), (
         said
     )
-    assert "Hello" in check_export(out / "export", ["Hello"], 1)
+    assert "Hello" in (said := check_export(out / "export", ["Hello"], 1)) and "without the chat template" not in said
+    asked = TrainedRows([{"prompt": "1?", "completion": "It is."}], [Rendering([5, 6], [False, True])], {}, [2], {})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("recipe_tools.check_export.kept_rows", lambda *_: asked)
+        said = check_export(out / "export", ["Hello"], 1)
+        assert "trained as texts, without the chat template with which --prompt asks" in said
     (checkpoint,) = out.glob("checkpoint-*")
-    again = ["export", str(checkpoint), str(tmp_path / "again")]
-    monkeypatch.setattr("sys.argv", ["accelerate_recipes", *again])
-    cli.main()
-    assert f"The export renders the first {number} rows as they were trained" in capsys.readouterr().out
+    again = ("export", checkpoint, tmp_path / "again")
+    assert f"The export renders the first {number} rows as they were trained" in command(*again).stdout
     written = json.loads((out / ROWS).read_text())
     for change, said in (
-        (
-            {"trained": [[ids[::-1], targets, ""] for ids, targets, _ in written["trained"]]},
-            "again does not render what was trained",
-        ),
+        ({"trained": [[ids[::-1], targets, ""] for ids, targets, _ in written["trained"]]}, "again does not render what was trained"),
         ({"ends": [5]}, r"rows end with .* it stops at '<\|im_end\|>'"),
-    ):
+    ):  # fmt: skip
         (out / ROWS).write_text(json.dumps(written | change))
-        with pytest.raises(SystemExit):
-            cli.main()
-        assert re.search(said, printed := capsys.readouterr().err), printed
+        assert re.search(said, printed := command(*again).stderr), printed
     # A file of another run, or of the user, is not compared; the user's own is not overwritten.
     (out / ROWS).write_text(json.dumps(written | {"arguments": written["arguments"] | {"max_length": 7}}))
     said = check_export(out / "export", ["Hello"], 1)
@@ -790,11 +941,9 @@ def test_tokens_of_a_template_beside_adapters(tmp_path, capsys):
     save_base(tmp_path / "other", template)
     folder = save_base(tmp_path / "base", None)
     settings = json.loads((folder / "config.json").read_text())
-    for vocab_size in (
-        settings["vocab_size"],
-        64 * (settings["vocab_size"] // 64 + 1),
-    ):  # trl makes it a multiple of 64
-        model = AutoModelForCausalLM.from_pretrained(folder)
+    # Trl makes it a multiple of 64
+    for vocab_size in (settings["vocab_size"], 64 * (settings["vocab_size"] // 64 + 1)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         model.resize_token_embeddings(vocab_size)
         model.save_pretrained(folder)
         rows = [conversation(i, tools=False, system=True) for i in range(30)]
@@ -810,7 +959,7 @@ def test_tokens_of_a_template_beside_adapters(tmp_path, capsys):
 def test_a_base_whose_tokenizer_has_more_tokens_than_its_embedding(tmp_path):
     """Its new tokens get rows, which are trained, also beside adapters."""
     folder = save_base(tmp_path / "base", None)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["<b>"])
     tokenizer.save_pretrained(folder)
     settings = json.loads((folder / "config.json").read_text())
@@ -825,15 +974,13 @@ def test_a_base_whose_tokenizer_has_more_tokens_than_its_embedding(tmp_path):
 
 
 @pytest.mark.slow
-def test_adapters_of_a_base_that_stops_elsewhere(forks, tmp_path):
+def test_adapters_of_a_base_that_stops_elsewhere(forks, tmp_path, out):
     """Rows that are cut after earlier answers are compared with the export too; the run and the check say where it stops."""
     folder = save_base(tmp_path / "base", template_of("qwen3"), "<|endoftext|>")
     file = write(tmp_path / "rows.jsonl", [conversation(i, tools=False, system=True) for i in range(30)])
-    out = tmp_path / "out"
     arguments = ("--model_name_or_path", folder, "--train_files", file, "--eos_token", "<|im_end|>", "--use_peft")
     size = ("--heldout_share", 0.3, "--max_steps", 1, "--total_batch_size", 2)
-    assert forks.run(out, *arguments, *size) == 0, log_of(out)[-3000:]
-    log = log_of(out)
+    log = forks.succeed(out, *arguments, *size)
     stops = r"Rows end with '<\|im_end\|>', but adapters are .*, which stop at '<\|endoftext\|>'; give"
     renders = "renders the first 16 rows as they were trained"
     assert re.search(stops, log) and renders in log, log[-3000:]
@@ -847,16 +994,6 @@ def test_adapters_of_a_base_that_stops_elsewhere(forks, tmp_path):
         check_export(out / "export", ["And?"], 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
-def test_new_tokens(forks, tmp_path, tied):
-    """Two added tokens get rows in the embedding, are trained sharded, exported, and written by the model."""
-    folder = save_base(tmp_path / "base", None, tie_word_embeddings=tied)
-    out = tmp_path / "out"
-    assert forks.run(out, *new_tokens(folder, tmp_path)) == 0, log_of(out)[-3000:]
-    assert answer_of(out / "export", tied).endswith("<yes><no></s>")
-
-
 def new_tokens(folder: Path, tmp_path: Path, *tokens: str) -> tuple:
     """Return arguments of a run that learns to answer with two new tokens."""
     file = write(tmp_path / "rows.jsonl", [{"prompt": f"Question {i}", "completion": "<yes><no>"} for i in range(32)])
@@ -865,9 +1002,9 @@ def new_tokens(folder: Path, tmp_path: Path, *tokens: str) -> tuple:
     return (*arguments, *size, "--new_tokens", *(tokens or ("<yes>", "<no>")))
 
 
-def answer_of(export: Path, tied: bool, kind: type = AutoModelForCausalLM) -> str:
+def answer_of(export: Path, tied: bool, kind: type = transformers.AutoModelForCausalLM) -> str:
     """Return three tokens that an export writes, as transformers alone (or PEFT) loads it."""
-    tokenizer, model = AutoTokenizer.from_pretrained(export), kind.from_pretrained(export)
+    tokenizer, model = transformers.AutoTokenizer.from_pretrained(export), kind.from_pretrained(export)
     assert model.config.vocab_size == len(tokenizer) == model.get_input_embeddings().weight.shape[0]
     assert torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight) == tied
     ids = tokenizer("Question 77", return_tensors="pt")
@@ -881,7 +1018,7 @@ def check_adapters_alone(out: Path, base: Path, tied: bool, alone: Path) -> None
     assert "77<yes><no>" in answer_of(alone, tied, AutoPeftModelForCausalLM)
     assert "288 tokens, 288 rows" in check_export(alone, ["Question 77"], 2)
     ids = torch.arange(288).unsqueeze(0)
-    wanted = AutoModelForCausalLM.from_pretrained(out / "export")(ids).logits
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(out / "export")(ids).logits
     (lines,) = re.findall("```python\n(.*?)```", (alone / "README.md").read_text(), re.DOTALL)
     found = {"folder": str(alone)}
     exec(lines, found)
@@ -899,15 +1036,13 @@ def test_new_tokens_of_adapters(forks, tmp_path, tied):
     out, resumed = tmp_path / "whole/out", tmp_path / "resumed/out"
     for place in (out, resumed):
         place.parent.mkdir()
-    assert forks.run(out, *arguments) == 0, log_of(out)[-3000:]
+    forks.succeed(out, *arguments)
     shutil.copytree(out / "checkpoint-30", resumed / "checkpoint-30")
     assert "77<yes><no>" in answer_of(out / "export", tied)
 
     before = load_file(folder / "model.safetensors")
-    after, adapter = (
-        load_file(out / "export/model.safetensors"),
-        load_file(out / "export/adapter/adapter_model.safetensors"),
-    )
+    files = ("model.safetensors", "adapter/adapter_model.safetensors")
+    after, adapter = (load_file(out / "export" / file) for file in files)
     layers = ["model.embed_tokens"] if tied else ["model.embed_tokens", "lm_head"]
     for layer in layers:
         old, new = before[f"{layer}.weight"], after[f"{layer}.weight"]
@@ -922,40 +1057,9 @@ def test_new_tokens_of_adapters(forks, tmp_path, tied):
     assert losses(resumed) == losses(out)
 
 
-@pytest.mark.slow
-def test_new_tokens_that_have_rows(forks, tmp_path):
-    """Adapters train the row of a token that the tokenizer has, and rows to spare; DPO and GRPO go on from the export."""
-    folder = save_base(tmp_path / "base", None, spare_rows=64)
-    arguments = (*new_tokens(folder, tmp_path, "<yes>", "</s>", "<no>"), "--use_peft", "--merge_adapter")
-    out = tmp_path / "out"
-    assert forks.run(out, *arguments, "--max_steps", 2) == 0, log_of(out)[-3000:]
-    before, after = (load_file(place / "model.safetensors") for place in (folder, out / "export"))
-    tokenizer = AutoTokenizer.from_pretrained(out / "export")
-    trained = sorted(tokenizer.convert_tokens_to_ids(["<yes>", "</s>", "<no>"]))
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        assert before[name].shape == after[name].shape
-        assert (before[name] != after[name]).any(1).nonzero().flatten().tolist() == trained
-    pairs = [{"prompt": f"Question {i}", "chosen": "<yes>", "rejected": "<no>"} for i in range(16)]
-    rows = {"dpo": pairs, "grpo": [{"prompt": f"<yes> {i}"} for i in range(16)]}
-    for name, found in rows.items():
-        file = write(tmp_path / f"{name}.jsonl", found)
-        flags = ("--model_name_or_path", out / "export", "--train_files", file, "--heldout_share", 0.3, *LENGTHS[name])
-        flags += ("--max_steps", 1, "--total_batch_size", 4, "--per_device_train_batch_size", 2)
-        flags += ("--num_generations", 2) if name == "grpo" else ()
-        done = forks.run(tmp_path / name, *flags, script=ROOT / f"recipes/{name}.py")
-        assert done == 0, log_of(tmp_path / name)[-3000:]
-
-
-def test_new_tokens_beside_the_template_of_a_model(base):
-    """trl would change the embedding in which adapters train rows."""
-    flags = ("--model_name_or_path", str(base), "--train_files", str(base / "tokenizer.json"), "--use_peft")
-    with pytest.raises(ConfigError, match="is a model, whose tokens trl would add to the embedding"):
-        recipe.prepare_data([str(SCRIPT), *flags, "--new_tokens", "<a>", "--chat_template_path", str(base)])
-
-
 def test_a_model_that_reads_images(base, tmp_path):
     """One whose text part was not tried is refused by name, before its weights are read, by a run and by preflight."""
-    for config in (PaliGemmaConfig(), AyaVisionConfig(), FuyuConfig()):
+    for config in (transformers.PaliGemmaConfig(), transformers.AyaVisionConfig(), transformers.FuyuConfig()):
         folder = tmp_path / config.model_type
         shutil.copytree(base, folder)
         config.architectures = ["PaliGemmaForConditionalGeneration"]
@@ -968,21 +1072,18 @@ def test_a_model_that_reads_images(base, tmp_path):
             preflight([str(ROOT / "accelerate_configs/fsdp_full.yaml"), *command])
 
 
-def test_commands_of_the_page(base, games_file, tmp_path, monkeypatch, capsys):
+def test_commands_of_the_page(base, games_file, tmp_path, at_the_root, command):
     """The commands of docs/rows.md run, with a model and texts that are here."""
     texts = write(tmp_path / "texts.jsonl", [{"text": f"Question {i}. Yes."} for i in range(30)])
     here = {"outputs/demo-c4/export": str(base), "outputs/demo/export": str(base), "my_texts.jsonl": str(texts)}
     (block, other) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/rows.md").read_text(), re.DOTALL)
-    monkeypatch.chdir(ROOT)
     printed = []
-    for command in (block + other).splitlines():
-        if not command.startswith("#"):
-            words = [here.get(word, word) for word in shlex.split(command)[2:]]
-            more = ["--output_dir", str(tmp_path / "out")] if ".py" in command else ["--max_new_tokens", "2"]
-            more += ["--train_files", str(games_file)] if "chess" in command and ".py" in command else []
-            monkeypatch.setattr("sys.argv", [*words, *more])
-            cli.main()
-            printed.append(capsys.readouterr().out)
+    for line in (block + other).splitlines():
+        if not line.startswith("#"):
+            words = [here.get(word, word) for word in shlex.split(line)[3:]]
+            more = ["--output_dir", tmp_path / "out"] if ".py" in line else ["--max_new_tokens", 2]
+            more += ["--train_files", games_file] if "chess" in line and ".py" in line else []
+            printed.append(command(*words, *more).stdout)
     assert "Rows to train on: " in printed[0] and "target |" in printed[0]
     assert "Rows to train on: " in printed[1] and "target |" in printed[1]
     assert "2 tokens, ended by" in printed[2]
@@ -1026,24 +1127,9 @@ def test_messages_of_weight_0(name, tmp_path):
     turns = [[(names[m["role"]], m["content"]) for m in weighted(i)] for i in range(30)]
     for field, value in (("train", False), ("loss", 0)):
         marks = {"WRONG": {field: value}}
-        prepare(
-            folder, [{"conversations": [{"from": a, "value": b} | marks.get(b, {}) for a, b in row]} for row in turns]
-        )
+        marked = [{"conversations": [{"from": a, "value": b} | marks.get(b, {}) for a, b in row]} for row in turns]
+        prepare(folder, marked)
         assert "WRONG" not in targets_of(folder) and "It is" in targets_of(folder)
-
-
-@pytest.mark.slow
-def test_a_run_of_weighted_messages(forks, tmp_path):
-    """Two ranks train, packed; the export is compared with what was trained, and has the base's template."""
-    template = template_of("llama3_1")
-    folder = save_base(tmp_path / "base", template, "<|eot_id|>")
-    file = write(tmp_path / "rows.jsonl", [{"messages": weighted(i)} for i in range(30)])
-    arguments = ("--model_name_or_path", folder, "--train_files", file, "--heldout_share", 0.3, "--packing", "true")
-    out = tmp_path / "out"
-    assert forks.run(out, *arguments, "--max_steps", 1, "--total_batch_size", 2) == 0, log_of(out)[-3000:]
-    assert "The export renders the first 16 rows as they were trained" in log_of(out)
-    assert (out / "export/chat_template.jinja").read_text() == template
-    assert "WRONG" not in "".join(re.findall(r"target \|(.*)", (out / "rows.txt").read_text())).replace("|", "")
 
 
 def test_weights_that_say_nothing(tmp_path):
@@ -1057,18 +1143,10 @@ def test_weights_that_say_nothing(tmp_path):
         dropping = MARKED.replace(
             "{{ m.content }}</s>{% endgeneration %}", "{{ m.content|trim('W') if 0 }}</s>{% endgeneration %}"
         )
-        prepare(
-            save_base(tmp_path / "b", dropping),
-            [{"messages": weighted(i)} for i in range(30)],
-            "--assistant_only_loss",
-            "true",
-        )
-    prepare(
-        folder := save_base(tmp_path / "c", MARKED),
-        [{"messages": weighted(i, content="")} for i in range(30)],
-        "--assistant_only_loss",
-        "true",
-    )
+        rows = [{"messages": weighted(i)} for i in range(30)]
+        prepare(save_base(tmp_path / "b", dropping), rows, "--assistant_only_loss", "true")
+    folder, rows = save_base(tmp_path / "c", MARKED), [{"messages": weighted(i, content="")} for i in range(30)]
+    prepare(folder, rows, "--assistant_only_loss", "true")
     assert re.fullmatch(r"( *It is \d+\.</s>)+", targets_of(folder)), "an empty answer has an end"
     rows = [{"messages": weighted(i, weight=0.5 if i == 7 else 0)} for i in range(30)]
     with pytest.raises(DataError, match=r"row 8: 'messages' has a message of weight 0.5; .* give 0 or 1"):
@@ -1076,24 +1154,6 @@ def test_weights_that_say_nothing(tmp_path):
     rows = [{"messages": weighted(i)[:2]} for i in range(30)]
     with pytest.raises(ConfigError, match=r"none of \d+ rows to train on has .* roles and weights"):
         prepare(folder, rows, "--assistant_only_loss", "true")
-
-
-@pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_tool_arguments_as_text(tmp_path, capsys, name):
-    """OpenAI's format writes them as texts of JSON: they are trained as those that are objects."""
-    printed, base = (
-        [],
-        save_base(tmp_path, template_of("qwen2_5"), PUBLISHED["qwen2_5"]),
-    )  # it writes whatever it gets as JSON
-    for as_text in (False, True):
-        rows = json.loads(json.dumps(ROWS_WITH_TOOLS if name == "sft" else PAIRS))
-        for row in rows:
-            for message in row["messages"] if name == "sft" else [*row["prompt"], *row["chosen"]]:
-                for used in message.get("tool_calls", ()) if as_text else ():
-                    used["function"]["arguments"] = json.dumps(used["function"]["arguments"])
-        prepare(base, rows, name=name)
-        printed.append(capsys.readouterr().out.replace("|", ""))
-    assert '"arguments": {"' in printed[0] and printed[0] == printed[1]
 
 
 TEXTS = [
@@ -1114,14 +1174,11 @@ def test_texts_with_a_begin_token(tmp_path, capsys, name, rows):
         assert "<s>|Qu" in said and "<s>|<s>" not in said
 
 
-@pytest.mark.parametrize(
-    "name, rows",
-    [
-        ("sft", [{"text": f"Question {i}. Yes.</s>\n"} for i in range(30)]),
-        ("sft", [{"prompt": f"Question {i}.", "completion": " Yes.</s> \n"} for i in range(30)]),
-        ("dpo", [{"prompt": f"Question {i}.", "chosen": " Yes.</s>\n", "rejected": " No.</s>\n"} for i in range(30)]),
-    ],
-)
+@pytest.mark.parametrize("name, rows", [
+    ("sft", [{"text": f"Question {i}. Yes.</s>\n"} for i in range(30)]),
+    ("sft", [{"prompt": f"Question {i}.", "completion": " Yes.</s> \n"} for i in range(30)]),
+    ("dpo", [{"prompt": f"Question {i}.", "chosen": " Yes.</s>\n", "rejected": " No.</s>\n"} for i in range(30)]),
+])  # fmt: skip
 def test_texts_with_an_end_and_a_line_break(tmp_path, capsys, name, rows):
     """They get no second end; the export renders them as they are trained, without the line break."""
     prepare(save_base(tmp_path, None), rows, name=name)
@@ -1134,21 +1191,17 @@ def test_prompts_that_are_texts_beside_a_template(base, capsys, name, rows):
     flags = ("--eos_token", "</s>") if name == "sft" else ()
     with contextlib.suppress(ConfigError):
         prepare(base, rows, *flags, name=name)
-    assert "the chat template of " in (said := capsys.readouterr().out) and "is not used" in said
+    answers = {"sft": "answer=completion", "dpo": "chosen=chosen rejected=rejected"}
+    remedy = {key: f"--columns question=prompt {value}" for key, value in answers.items()}
+    said = capsys.readouterr().out
+    assert "the chat template" in said and "is not used" in said and remedy.get(name, "lists of messages") in said
 
 
-@pytest.mark.parametrize(
-    "template, row, said",
-    [
-        (
-            "{{ raise_exception('No.') if messages[0].content == 'A' }}",
-            [{"role": "user", "content": "A"}, CHAT[1]],
-            "No.",
-        ),
-        ("{% include 'a' %}", CHAT, "no loader for this environment"),
-        ("{{ messages[0].content + 1 }}", CHAT, "can only concatenate"),
-    ],
-)
+@pytest.mark.parametrize("template, row, said", [
+    ("{{ raise_exception('No.') if messages[0].content == 'A' }}", [{"role": "user", "content": "A"}, CHAT[1]], "No."),
+    ("{% include 'a' %}", CHAT, "no loader for this environment"),
+    ("{{ messages[0].content + 1 }}", CHAT, "can only concatenate"),
+])  # fmt: skip
 def test_a_template_that_refuses_a_row(tmp_path, template, row, said):
     """The message says in which row of which file."""
     folder = save_base(tmp_path, template + MARKED)
@@ -1171,12 +1224,21 @@ def test_a_template_that_refuses_a_pair(tmp_path):
 
 
 def test_arguments_that_cannot_be(base):
-    for tokens in (["<a>", "<a>"], [""]):
-        with pytest.raises(ConfigError, match="--new_tokens has an empty token, or one twice: '"):
-            prepare(base, ROWS_WITH_TOOLS, "--new_tokens", *tokens)
     settings = ("--chat_template_kwargs", '{"tokenize": false, "conversation": [], "enable_thinking": true}')
-    with pytest.raises(ConfigError, match="--chat_template_kwargs has conversation, tokenize, which is no variable"):
-        prepare(base, PROMPTS, *settings, name="grpo")
+    of_a_model = ("--use_peft", "--new_tokens", "<a>", "--chat_template_path", str(base))
+    for flags, said in (
+        (("--new_tokens", "<a>", "<a>"), "--new_tokens has an empty token, or one twice: '"),
+        (("--new_tokens", ""), "--new_tokens has an empty token, or one twice: '"),
+        (of_a_model, "is a model, whose tokens trl would add to the embedding"),  # in which adapters train rows
+        (settings, "--chat_template_kwargs has conversation, tokenize, which is no variable"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            prepare(
+                base,
+                PROMPTS if flags == settings else ROWS_WITH_TOOLS,
+                *flags,
+                name="grpo" if flags == settings else "sft",
+            )
 
 
 def test_the_template_with_marks():

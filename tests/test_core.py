@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import CHILDREN, HIDE, LIBRARY, OPTIONAL, PACKAGE, ROOT, environment, losses
+from helpers import CHILDREN, OPTIONAL, OURS, ROOT, SRC, hidden, losses
 from tiny import tiny_model
 from transformers import AutoModelForMaskedLM
 
@@ -15,11 +15,11 @@ from accelerate_recipes.models.tokenizers import new_word_tokenizer
 
 # Modules about these packages, which import them at once; all others do where they use them.
 ABOUT = {
-    "chess/rules.py", "data/chats.py", "data/formats.py", "data/judged.py", "data/messages.py", "data/tables.py",
-    "posttraining/answers.py", "posttraining/evaluation.py", "posttraining/references.py", "posttraining/objective.py",
-    "posttraining/distillation.py", "posttraining/own_answers.py", "posttraining/preferences.py", "posttraining/prompts.py", "posttraining/rewards.py", "posttraining/settings.py",
-    "posttraining/mixtures.py", "posttraining/supervised.py", "posttraining/supervised_images.py", "posttraining/supervised_loss.py", "posttraining/trained_pairs.py",
-    "posttraining/trained_rows.py", "data/image_places.py", "data/image_rows.py", "data/image_sizes.py", "data/image_texts.py",
+    "chess_games/rules.py", "conversations/chats.py", "conversations/formats.py", "conversations/messages.py", "data/tables.py",
+    "conversations/answers.py", "conversations/evaluation.py", "conversations/heads.py",
+    "conversations/distillation.py", "conversations/own_answers.py", "conversations/preferences.py", "conversations/prompts.py", "conversations/rewards.py", "conversations/settings.py",
+    "conversations/supervised.py", "images/supervised_images.py", "conversations/supervised_loss.py", "conversations/trained_pairs.py", "conversations/unpaired.py",
+    "conversations/packed.py", "conversations/trained_rows.py", "decisions/prompts.py", "decisions/rows.py", "images/image_places.py", "images/image_rows.py", "images/image_sizes.py", "images/image_texts.py",
 }  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def imports_at_once(path: Path) -> set[str]:
 
 
 def test_optional_packages_are_imported_where_they_are_used():
-    found = {str(path.relative_to(PACKAGE)): imports_at_once(path) & OPTIONAL for path in LIBRARY}
+    found = {str(p.relative_to(SRC)).removeprefix("accelerate_recipes/"): imports_at_once(p) & OPTIONAL for p in OURS}
     assert {name for name, packages in found.items() if packages} == ABOUT
 
 
@@ -48,17 +48,15 @@ def model(tmp_path_factory) -> Path:
     tokenizer = new_word_tokenizer([f"w{i}" for i in range(8)])
     tokenizer.save_pretrained(folder)
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    tiny_model("bert", AutoModelForMaskedLM, max_position_embeddings=16, pad_token_id=0, **sizes).save_pretrained(
-        folder
-    )
+    sizes |= {"max_position_embeddings": 16, "pad_token_id": 0}
+    tiny_model("bert", AutoModelForMaskedLM, **sizes).save_pretrained(folder)
     return folder
 
 
 @pytest.mark.slow
 def test_the_core_runs_without_optional_packages(model, tmp_path):
     """It checks, plans, trains with a data worker, saves and exports."""
-    (tmp_path / "sitecustomize.py").write_text(HIDE)
-    env = environment(tmp_path) | {"PYTHONPATH": str(tmp_path)}
+    env = hidden(tmp_path)
     command = [sys.executable, str(CHILDREN / "core.py"), str(model), str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
@@ -80,20 +78,17 @@ HEAVY = {
 OF_FIELDS = {"torch.distributed.fsdp", "torch.distributed.tensor", "transformers.models.auto.auto_mappings"}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "argument", "heavy"),
-    [
-        ("template", "--lr_nonsense", HEAVY),
-        ("chess", "--lr_nonsense", HEAVY - OF_FIELDS),
-        ("chess", "--help", HEAVY),
-        ("c4", "--help", HEAVY),
-        ("t5", "--lr_nonsense", HEAVY - OF_FIELDS),
-        ("vit", "--lr_nonsense", HEAVY - OF_FIELDS),
-        ("vit", "--help", HEAVY - OF_FIELDS),
-        ("sft", "--help", {"bitsandbytes"}),
-        ("dpo", "--help", {"bitsandbytes"}),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "argument", "heavy"), [
+    ("template", "--lr_nonsense", HEAVY),
+    ("chess", "--lr_nonsense", HEAVY - OF_FIELDS),
+    ("chess", "--help", HEAVY),
+    ("c4", "--help", HEAVY),
+    ("t5", "--lr_nonsense", HEAVY - OF_FIELDS),
+    ("vit", "--lr_nonsense", HEAVY - OF_FIELDS),
+    ("vit", "--help", HEAVY - OF_FIELDS),
+    ("sft", "--help", {"bitsandbytes"}),
+    ("dpo", "--help", {"bitsandbytes"}),
+])  # fmt: skip
 def test_the_command_line_waits_for_nothing_that_it_does_not_need(recipe, argument, heavy):
     """To help, and to an error in the arguments. A heavy class of transformers is read as `transformers.PreTrainedModel`."""
     code = (

@@ -58,17 +58,13 @@ def test_what_fails_leaves_the_shell_alive(copy):
     assert done.returncode == 1 and "nowhere is no folder" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "variables, fails, calls, said",
-    [
-        ("HAS_GPU=", 0, ["pip install --quiet uv==1.0", "uv pip install --python .venv/bin/python --torch-backend cpu torch==2.0"], ""),
-        ("HAS_GPU=", 1, ["pip install --quiet uv==1.0", "uv pip install --python .venv/bin/python --torch-backend cpu torch==2.0"],
-         "cannot be reached: taking what pip finds"),
-        ("HAS_GPU=/usr/bin/nvidia-smi", 0, [], ""),
-        ("HAS_GPU= PIP_NO_INDEX=1", 0, [], ""),
-    ],
-    ids=["cpu", "unreachable", "gpu", "from wheels"],
-)  # fmt: skip
+@pytest.mark.parametrize("variables, fails, calls, said", [
+    ("HAS_GPU=", 0, ["pip install --quiet uv==1.0", "uv pip install --python .venv/bin/python --torch-backend cpu torch==2.0"], ""),
+    ("HAS_GPU=", 1, ["pip install --quiet uv==1.0", "uv pip install --python .venv/bin/python --torch-backend cpu torch==2.0"],
+     "cannot be reached: taking what pip finds"),
+    ("HAS_GPU=/usr/bin/nvidia-smi", 0, [], ""),
+    ("HAS_GPU= PIP_NO_INDEX=1", 0, [], ""),
+], ids=["cpu", "unreachable", "gpu", "from wheels"])  # fmt: skip
 def test_torch_for_cpus_where_there_is_no_gpu(copy, variables, fails, calls, said):
     """pip and uv are replaced by scripts that write down how they are called."""
     (copy / "requirements.txt").write_text("torch==2.0\n")

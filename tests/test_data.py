@@ -18,7 +18,7 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import prepared
 from accelerate_recipes.data.packing import PackedRows, pack, pack_documents
 from accelerate_recipes.data.prepared import cached
-from accelerate_recipes.data.rows import LengthOrder, StepOrder, make_eval_loader, make_train_loader, num_steps
+from accelerate_recipes.data.rows import StepOrder, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import IGNORE_INDEX
@@ -146,7 +146,10 @@ def test_every_row_once_in_each_epoch_on_any_number_of_ranks(world_size):
     assert seen == [row for micro, _ in zip(StepOrder(num_rows, args, 0, 1), range(44), strict=False) for row in micro]
 
 
-@pytest.mark.parametrize("lengths", [None, np.arange(4)], ids=["plain", "by length"])
+BY_LENGTH = ["plain", "by length"]
+
+
+@pytest.mark.parametrize("lengths", [None, np.arange(4)], ids=BY_LENGTH)
 def test_the_order_ends_with_the_last_row(lengths):
     """So nobody waits for a row for ever, where a rank has fewer rows than are shown, or none."""
     args = TrainArgs(total_batch_size=8, per_device_train_batch_size=2, num_train_epochs=1)
@@ -159,9 +162,10 @@ def test_the_order_ends_with_the_last_row(lengths):
             assert loader.first_batch(5) == mine and (mine or rank)
 
 
-def test_starting_later_is_the_same_order():
+@pytest.mark.parametrize("lengths", [None, np.arange(10)], ids=BY_LENGTH)
+def test_starting_later_is_the_same_order(lengths):
     args = TrainArgs(total_batch_size=4, per_device_train_batch_size=4, max_steps=100)
-    order, later = StepOrder(10, args, 0, 1), StepOrder(10, args, 0, 1)
+    order, later = StepOrder(10, args, 0, 1, lengths), StepOrder(10, args, 0, 1, lengths)
     later.start_step = 7
     whole = [micro for micro, _ in zip(order, range(12), strict=False)]
     assert [micro for micro, _ in zip(later, range(5), strict=False)] == whole[7:]
@@ -180,7 +184,7 @@ def test_grouped_by_length_every_row_once_in_each_epoch_on_any_number_of_ranks(n
     lengths = np.random.default_rng(0).integers(1, 100, num_rows)
 
     def make_order(args, rank, world_size):
-        return LengthOrder(lengths, args, rank, world_size)
+        return StepOrder(num_rows, args, rank, world_size, lengths)
 
     steps = steps_of(make_order, args, num_steps(args, num_rows))
     for world_size in (2, 4):
@@ -199,22 +203,13 @@ def test_grouped_by_length_every_row_once_in_each_epoch_on_any_number_of_ranks(n
         assert found == sorted(found)
 
 
-def test_grouped_by_length_starting_later_is_the_same_order():
-    args = TrainArgs(total_batch_size=4, per_device_train_batch_size=4, max_steps=100)
-    lengths = np.arange(10)
-    order, later = LengthOrder(lengths, args, 0, 1), LengthOrder(lengths, args, 0, 1)
-    later.start_step = 7
-    whole = [micro for micro, _ in zip(order, range(12), strict=False)]
-    assert [micro for micro, _ in zip(later, range(5), strict=False)] == whole[7:]
-
-
 def test_the_rows_of_a_step_do_not_depend_on_their_lengths():
     """Else the gradients of steps would differ with the length of their rows."""
     args = TrainArgs(total_batch_size=8, per_device_train_batch_size=2, num_train_epochs=2)
     lengths = np.random.default_rng(0).permutation(203)
     grouped, plain = (
         [[row for micro in step for row in micro] for step in steps_of(make_order, args, num_steps(args, 203), 2)]
-        for make_order in (partial(LengthOrder, lengths), partial(StepOrder, len(lengths)))
+        for make_order in (partial(StepOrder, 203, lengths=lengths), partial(StepOrder, 203))
     )
     assert [sorted(step) for step in grouped] == [sorted(step) for step in plain] and grouped != plain
 

@@ -13,12 +13,12 @@ from helpers import CHILDREN, log_of
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
-from accelerate_recipes.checkpoint.exported import ROWS
 from accelerate_recipes.checkpoint.files import complete_checkpoints, saved_arguments
-from accelerate_recipes.data import dates
-from accelerate_recipes.data.dates import frozen_date
+from accelerate_recipes.conversations import dates
+from accelerate_recipes.conversations.dates import frozen_date
+from accelerate_recipes.conversations.exported import ROWS
+from accelerate_recipes.conversations.trained_rows import FirstRows
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.posttraining.trained_rows import FirstRows
 
 SCRIPT = CHILDREN / "days.py"
 CHATS = [conversation(i, tools=False, system=True) for i in range(30)]

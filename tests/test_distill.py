@@ -1,6 +1,7 @@
 """Tests of recipes/distill.py: one trajectory under every division, trl's loss and gradients, kill and resume, vocabularies.
 
-The student is a Llama of two layers. The teacher is wider, has dropout, and some rows of padding in its embedding.
+The student is a Llama of two layers. The teacher, of another class, is wider, has dropout, and some rows of padding in its
+embedding.
 """
 
 import copy
@@ -13,19 +14,21 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from helpers import ROOT, STEPS, log_of, read_metrics
+from helpers import ROOT, STEPS, log_of, read_metrics, write_rows
 from tiny import save_base, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ModernBertDecoderConfig
 from trl import DistillationConfig, DistillationTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import pad
 
+from accelerate_recipes.conversations.distillation import DistillationLoss, check_vocabularies, with_access
+from accelerate_recipes.conversations.heads import check_hidden_suffices
+from accelerate_recipes.conversations.own_answers import OwnAnswers, answered
+from accelerate_recipes.conversations.supervised import cut
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
-from accelerate_recipes.posttraining.distillation import DistillationLoss, check_vocabularies, with_access
-from accelerate_recipes.posttraining.own_answers import OwnAnswers, answered
+from recipe_tools.preflight import preflight
 
 SCRIPT = ROOT / "recipes/distill.py"
 TEMPLATE = (
@@ -44,11 +47,9 @@ def chats(tmp_path_factory) -> Path:
     tokenizer.chat_template = TEMPLATE
     save_base(folder / "student", tokenizer, seed=1)
     sizes = {"vocab_size": len(tokenizer) + 7, "hidden_size": 48, "num_hidden_layers": 3, "attention_dropout": 0.3}
-    save_base(folder / "teacher", tokenizer, seed=2, **sizes)
-    with (folder / "chats.jsonl").open("w") as file:
-        for pair in pairs:
-            messages = [{"role": "user", "content": pair["en"]}, {"role": "assistant", "content": pair["fr"]}]
-            file.write(json.dumps({"messages": messages}) + "\n")
+    save_base(folder / "teacher", tokenizer, model_type="qwen3", seed=2, **sizes)
+    chats = [[{"role": "user", "content": p["en"]}, {"role": "assistant", "content": p["fr"]}] for p in pairs]
+    write_rows(folder / "chats.jsonl", ({"messages": messages} for messages in chats))
     return folder
 
 
@@ -72,12 +73,8 @@ def test_preflight_counts_the_student_alone(arguments, chats):
 def numbers(out: Path) -> list[float]:
     """List all that a run has measured, in order."""
     names = ("loss", "grad_norm", "entropy")
-    return [
-        value
-        for record in read_metrics(out)
-        for name, value in record.items()
-        if name in names or name.startswith("eval_")
-    ]
+    items = [item for record in read_metrics(out) for item in record.items()]
+    return [value for name, value in items if name in names or name.startswith("eval_")]
 
 
 def test_any_division(forks, arguments, tmp_path):
@@ -163,10 +160,8 @@ def test_killed_and_resumed(killed_and_resumed, arguments, chats):
         begin, answer = ids.shape[1], tokenizer(row["completion"], add_special_tokens=False, return_tensors="pt")
         ids = torch.cat([ids, answer["input_ids"]], 1)
         with torch.no_grad():
-            ours, theirs = (
-                model.eval()(ids).logits[0, begin - 1 : -1, : len(tokenizer)].log_softmax(-1)
-                for model in (student, teacher)
-            )
+            logits = [model.eval()(ids).logits[0, begin - 1 : -1, : len(tokenizer)] for model in (student, teacher)]
+            ours, theirs = (values.log_softmax(-1) for values in logits)
         if len(ours) == 7:  # texts of broken characters are tokenised otherwise than they were drawn
             found = (ours.exp() * (ours - theirs)).sum(-1).mean().item()
             assert found == pytest.approx(row["rewards"]["reverse_kl"], abs=2e-4)
@@ -182,7 +177,7 @@ def test_prompts_alone(forks, arguments, chats, tmp_path):
     """Rows of GRPO need no answers; a reward measures the held-out ones that the student draws. With adapters."""
     (tmp_path / "reward.py").write_text(PROMPTS)
     rows = [json.loads(line)["messages"][:1] for line in (chats / "chats.jsonl").read_text().splitlines()]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": row, "solution": "x"}) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", ({"prompt": row, "solution": "x"} for row in rows))
     given = (*arguments, "--train_files", tmp_path / "rows.jsonl", "--rewards", f"{tmp_path}/reward.py:length")
     out = tmp_path / "out"
     adapters = ("--use_peft", "--lora_r", 4, "--merge_adapter", "true")
@@ -191,11 +186,8 @@ def test_prompts_alone(forks, arguments, chats, tmp_path):
     assert [record["step"] for record in found] == [0, 3, STEPS]
     assert found[-1]["eval_drawn_reverse_kl"] < found[0]["eval_drawn_reverse_kl"] and "eval_loss" not in found[0]
     shown = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert {row["expected"] for row in shown} == {"x"} and shown[0]["rewards"].keys() == {
-        "length",
-        "forward_kl",
-        "reverse_kl",
-    }
+    assert {row["expected"] for row in shown} == {"x"}
+    assert shown[0]["rewards"].keys() == {"length", "forward_kl", "reverse_kl"}
     refused = {
         "no answers for the share that the student does not draw": (*given, "--lmbda", 0.5),
         "has answers, but --rewards is for prompts alone": (*arguments, *given[-2:]),
@@ -208,11 +200,19 @@ def test_prompts_alone(forks, arguments, chats, tmp_path):
         assert said in log_of(out), log_of(out)[-2000:]
 
 
-def test_excluded_rows(excluded_and_skipped, arguments):
-    excluded_and_skipped(SCRIPT, *arguments, "--lmbda", 0.5, "--per_device_train_batch_size", 3, half=False)
+def test_a_skipped_step(skips_a_step, arguments):
+    skips_a_step(SCRIPT, *arguments, "--lmbda", 0.5, "--per_device_train_batch_size", 3)
 
 
-def test_other_vocabularies_are_refused(forks, arguments, chats, tmp_path):
+def test_models_with_layers_behind_their_hidden_states_are_refused(chats, tmp_path):
+    """The divergence is computed from hidden states and output layer, and would leave what lies between them untrained."""
+    ModernBertDecoderConfig().save_pretrained(tmp_path)
+    check_hidden_suffices([chats / "student"])
+    with pytest.raises(ConfigError, match=rf"{tmp_path}: the divergence .* without lm_head.dense.weight; give another"):
+        check_hidden_suffices([chats / "student", tmp_path])
+
+
+def test_other_vocabularies_are_refused(forks, arguments, chats, tmp_path, out):
     """By ids, before a model is loaded."""
     texts = [json.loads(line)["messages"][1]["content"] for line in (chats / "chats.jsonl").read_text().splitlines()]
     other = new_bpe_tokenizer(texts, 380)
@@ -231,7 +231,6 @@ def test_other_vocabularies_are_refused(forks, arguments, chats, tmp_path):
     other.save_pretrained(folder)
     (folder / "config.json").write_text((chats / "teacher/config.json").read_text())
     (folder / "model.safetensors").write_bytes((chats / "teacher/model.safetensors").read_bytes())
-    out = tmp_path / "out"
     assert forks.run(out, *arguments, "--teacher_model_name_or_path", folder, config="single") == 2
     assert f"in {folder}. The teacher must judge the student's tokens" in log_of(out), log_of(out)[-2000:]
 
@@ -242,15 +241,18 @@ def test_own_answers_continue_their_prompts(chats):
     model.lm_head.weight.data *= 20  # so that answers are not much alike
     train = [{"input_ids": [5, 6, 7 + i, 8, 9], "labels": [-100, 6, -100, 8, -100]} for i in range(30)]
     size, args = 5, SimpleNamespace(seed=1, lmbda=0.5, temperature=1.0, max_completion_length=6, num_eval_prompts=2)
-    vars(args).update(
-        total_batch_size=20, per_device_train_batch_size=size, per_device_eval_batch_size=3, data_only=False
+    sizes = {"total_batch_size": 20, "per_device_train_batch_size": size, "per_device_eval_batch_size": 3}
+    vars(args).update(sizes, data_only=False)
+    vars(args).update(max_prompt_length=0, rewards=[], reward_weights=None)
+    vars(args).update(base_model="student", teacher_model_name_or_path=chats / "student")
+    run = SimpleNamespace(
+        args=args, accelerator=Accelerator(cpu=True), model=model, is_first=False, print=print, total_steps=9
     )
-    vars(args).update(max_prompt_length=0, rewards=[], reward_weights=None, base_model="student")
-    run = SimpleNamespace(args=args, accelerator=Accelerator(cpu=True), model=model, is_first=False)
     vars(run).update(data_rank=0, data_world_size=1)
     collate = DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id)
-    rows = SimpleNamespace(train=Dataset.from_list(train), heldout=Dataset.from_list(train[:4]), collate=collate)
-    own = OwnAnswers(run, tokenizer, rows, model.config, None)
+    sides = (cut(Dataset.from_list(rows)) for rows in (train, train[:4]))
+    rows = SimpleNamespace(**dict(zip(("train", "heldout"), sides, strict=True)), collate=collate)
+    own = OwnAnswers(run, tokenizer, rows, model, None)
     assert own.begins.tolist() == [3] * 30 and own.prompts == [[5, 6, 7], [5, 6, 8]]
     numbers = torch.arange(20).reshape(4, size)
     numbers[-1, -1] = -1
@@ -277,36 +279,9 @@ def test_own_answers_continue_their_prompts(chats):
     whole = drawn(0)[:-1]
     assert sum(one != other for one, other in zip(whole, drawn(1), strict=False)) > 9, "numbers of a step are its own"
     assert len({tuple(ids[3:]) for ids, _ in whole}) > 9, "and so are those of an answer"
-    numbers[0, 1:3] = -1  # rows that are excluded
-    left = drawn(0)[:-1]
-    assert left[:1] + left[3:] == whole[:1] + whole[3:] and left[1:3] == [([0], [-100])] * 2
-    numbers[0, 1:3] = torch.tensor([1, 2])
     args.temperature = 1e-4
     for ids, _ in drawn(2)[:-1]:  # the most likely answers
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, 2:-1]
         assert logits.argmax(-1).tolist() == ids[3:]
         assert len(ids) == 9 or ids[-1] == tokenizer.eos_token_id
-
-
-@pytest.mark.slow
-def test_other_strategies(forks, arguments, tmp_path):
-    """FSDP1, and three ranks, have the losses of one process, here of the rows' own answers.
-
-    In bf16, frozen weights of the teacher are in bf16, and losses are near.
-    """
-    given = (*arguments, "--max_steps", 2, "--lmbda", 0)
-    for config, name, ranks, size, flags in (
-        ("single", "single", 1, 12, ()),
-        ("fsdp_full", "three", 3, 2, ()),
-        ("fsdp1_full", "fsdp1", 2, 6, ()),
-        ("fsdp_full", "bf16", 2, 6, ("--mixed_precision", "bf16")),
-    ):
-        more = ("--per_device_train_batch_size", size)
-        forks.succeed(tmp_path / name, *given, *more, config=config, num_processes=ranks, flags=flags)
-    one = numbers(tmp_path / "single")
-    assert len(one) > 6
-    for name in ("fsdp1", "three"):
-        assert numbers(tmp_path / name) == pytest.approx(one, rel=1e-5)
-    first = [read_metrics(tmp_path / name)[0]["eval_reverse_kl"] for name in ("single", "bf16")]
-    assert first[1] == pytest.approx(first[0], rel=0.02) and first[1] != first[0]

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import HIDE, ROOT, environment
+from helpers import ROOT, hidden
 
-from accelerate_recipes.doctor import command, proofs
-from accelerate_recipes.doctor.command import write_card
-from accelerate_recipes.doctor.proofs import Figure, Runs, prove
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch import machine
+from recipe_tools import machine
+from recipe_tools.doctor import command, proofs
+from recipe_tools.doctor.command import write_card
+from recipe_tools.doctor.proofs import Figure, Runs, prove
 
 
 class Fault(NamedTuple):
@@ -111,7 +111,7 @@ def forked(fork_server, **env):
     """Make a Launch that forks the ranks; the real one starts new processes, which takes ten times as long."""
 
     def start(flags, argv, log, seconds):
-        script = Path(env.get("PYTHONPATH", ROOT / "src"), "accelerate_recipes/doctor/workload.py")
+        script = Path(env.get("PYTHONPATH", ROOT / "src"), "recipe_tools/doctor/workload.py")
         config, processes = Path(flags[1]).stem, int(flags[5])
         named = {"config": config, "num_processes": processes, "flags": flags[6:], "script": script}
         assert argv[0] == "--output_dir" and log == Path(argv[1]).with_suffix(".log")
@@ -150,10 +150,8 @@ def test_a_repetition_differs_only_in_memory_and_times(fork_server, figures, tmp
 @pytest.mark.slow
 def test_the_command_launches(tmp_path):
     """The command launches as a user does, without `datasets`, `trl` and other optional packages, and leaves the card alone."""
-    (tmp_path / "sitecustomize.py").write_text(HIDE)
     command = [sys.executable, "-m", "accelerate_recipes", "doctor", "--only", "export", "--output_dir", "card"]
-    env = environment(tmp_path) | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=hidden(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| export | its loss: difference to training | " in done.stdout
     assert sorted(path.name for path in (tmp_path / "card").iterdir()) == ["card.json", "card.md"]
@@ -169,9 +167,8 @@ def test_a_run_that_fails_is_a_figure(tmp_path, capsys):
     figures = prove(["trajectory", "resume"], Runs(tmp_path, start))
     assert [figure.why for figure in figures] == ["single ended with 1: ValueError: a | b", "it was not killed"]
     assert "trajectory: 0 s, FAILED" in capsys.readouterr().out
-    text = write_card(
-        tmp_path, "doctor", {}, [*figures, Figure("plan", "bytes", 3.0, 2.0, "GiB"), Figure("plan", "n", 1.0)]
-    )
+    figures += [Figure("plan", "bytes", 3.0, 2.0, "GiB"), Figure("plan", "n", 1.0)]
+    text = write_card(tmp_path, "doctor", {}, figures)
     assert "| trajectory | the runs | single ended with 1: ValueError: a \\| b | 0 | **FAILED** |" in text
     assert "| plan | bytes | 3 GiB | 2 | **FAILED** |" in text and "| plan | n | 1 |  |  |" in text
     assert json.loads((tmp_path / "card.json").read_text())["verdict"] == "FAILED"
@@ -183,21 +180,15 @@ def test_a_run_that_fails_is_a_figure(tmp_path, capsys):
 def test_lost_and_different_records():
     one = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
     assert proofs.largest_difference(one, one) == 0
-    assert (
-        proofs.largest_difference(one, one[:1]) == proofs.largest_difference(one, [one[0], {"step": 2}]) == float("inf")
-    )
+    for other in (one[:1], [one[0], {"step": 2}]):
+        assert proofs.largest_difference(one, other) == float("inf")
     assert proofs.largest_difference(one, [one[0], {"step": 2, "loss": 1.1}]) == pytest.approx(0.1 / 1.1)
 
 
 @pytest.mark.parametrize(
     "gpus, missing",
-    [
-        (0, {"fsdp_hybrid"}),
-        (1, {"ddp", "fsdp1_full", "fsdp_hybrid", "fsdp_long"}),
-        (3, {"fsdp_hybrid", "fsdp_long"}),
-        (8, set()),
-    ],
-)
+    [(0, {"fsdp_hybrid"}), (1, {"ddp", "fsdp1_full", "fsdp_hybrid", "fsdp_long"}), (3, {"fsdp_hybrid", "fsdp_long"}), (8, set())],
+)  # fmt: skip
 def test_strategies_fit_the_machine(monkeypatch, tmp_path, gpus, missing):
     monkeypatch.setattr(proofs, "num_accelerators", lambda: gpus)
     assert Runs(tmp_path).fitting() == [name for name in proofs.STRATEGIES if name not in missing]
@@ -266,11 +257,12 @@ FEW = {"gradients are an average over the ranks"}
 )
 def test_a_planted_fault_fails_its_proof(fork_server, tmp_path, monkeypatch, name):
     fault = FAULTS[name]
-    package = shutil.copytree(ROOT / "src/accelerate_recipes", tmp_path / "src/accelerate_recipes")
-    source = (package / f"{fault.module}.py").read_text()
+    packages = shutil.copytree(ROOT / "src", tmp_path / "src")
+    module = packages / f"accelerate_recipes/{fault.module}.py"
+    source = module.read_text()
     assert source.count(fault.old) == 1
-    (package / f"{fault.module}.py").write_text(source.replace(fault.old, fault.new))
-    env = {"PYTHONPATH": str(package.parent)}
+    module.write_text(source.replace(fault.old, fault.new))
+    env = {"PYTHONPATH": str(packages)}
     if fault.config == "plan":  # only there
         monkeypatch.setenv(*next(iter(env.items())))
         env = {}
@@ -279,6 +271,4 @@ def test_a_planted_fault_fails_its_proof(fork_server, tmp_path, monkeypatch, nam
     monkeypatch.setattr(runs, "fitting", lambda: [fault.config])
     found = prove([fault.proof], runs)
     print(*found, sep="\n")
-    assert [
-        figure for figure in found if figure.limit is not None and figure.value is not None and not figure.passed
-    ], found
+    assert [f for f in found if f.limit is not None and f.value is not None and not f.passed], found

@@ -19,7 +19,6 @@ from huggingface_hub import constants
 from loopback_hub import C4, CHESS, Commands, LoopbackHub, model_files
 
 from accelerate_recipes import recipe
-from accelerate_recipes.__main__ import main
 from accelerate_recipes.data.files import read_split
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import download
@@ -74,9 +73,7 @@ def server(tmp_path_factory):
     pages = ROOT / "data/c4_pydoc"
     server.push("datasets/allenai/c4", {f"en/{path.name}": path.read_bytes() for path in pages.glob("en/*")})
     pairs = pa.Table.from_pylist([{"translation": {"en": f"dog {i}", "fr": f"chien {i}"}} for i in range(9)])
-    wmt = {
-        f"{name}/train-0000{i}.parquet": parquet(pairs.slice(4 * i, 4)) for name in ("cs-en", "fr-en") for i in (0, 1)
-    }
+    wmt = {f"{to}/train-0000{i}.parquet": parquet(pairs.slice(4 * i, 4)) for to in ("cs-en", "fr-en") for i in (0, 1)}
     wmt |= {"README.md": CARD.encode(), "fr-en/validation-0.parquet": parquet(pairs.slice(8))}
     server.push("datasets/wmt/wmt14", wmt)
     server.push("datasets/tiny/table", {"README.md": TABLE_CARD.encode(), "table.csv": b"a\tb\n1\t2\n"})
@@ -128,10 +125,8 @@ def test_fetches_what_the_run_reads(server, commands, home):
     assert len(server.sent) == len(names)  # once each, though both recipes need the tokenizer
     found = commands.ok(home / "hf/hub", "list")
     assert found.count("complete") == 3 and "commit " + server.repositories["datasets/tiny/games"].main[:12] in found
-    assert (
-        "    for recipes/chess.py --model_name_or_path tiny/llama" in found
-        and "    for --max_shards 2 recipes/c4.py" in found
-    )
+    assert "    for recipes/chess.py --model_name_or_path tiny/llama" in found
+    assert "    for --max_shards 2 recipes/c4.py" in found
     assert "13 files" in commands.ok(home / "hf/hub", "verify")
     assert "all here" in commands.ok(home / "hf/hub", "download", *CHESS) and len(server.sent) == len(names)
 
@@ -196,9 +191,8 @@ def test_killed_and_gone_on_with(server, commands, tmp_path):
     os.kill(process, signal.SIGKILL)
     assert commands.end()[0] == -signal.SIGKILL
     server.seconds_per_chunk = 0.0
-    here = {
-        f"models/tiny/llama/{path.name}" for path in cache.glob("models--tiny--llama/snapshots/*/*") if path.exists()
-    }
+    linked = cache.glob("models--tiny--llama/snapshots/*/*")
+    here = {f"models/tiny/llama/{path.name}" for path in linked if path.exists()}
     assert len(here) >= 4
     assert "model-00001-of-00002.safetensors" in commands.ok(cache, "list")
     code, output = commands.run(cache, "verify")
@@ -315,14 +309,15 @@ def test_configurations_of_datasets(server, commands, tmp_path, monkeypatch):
         "datasets/wmt/wmt14/fr-en/validation-0.parquet",
     ]
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "arrow")
     needs = requirements.needs_of([str(script)])
     assert not any(map(lacking, needs))
     split = "train[:5]+validation"
-    rows = read_split(HubDataset("wmt14", config="fr-en", splits=(split,)), split, tmp_path / "arrow")
+    rows = read_split(HubDataset("wmt14", config="fr-en", splits=(split,)), split)
     assert [row["translation"]["fr"] for row in rows] == [f"chien {i}" for i in (0, 1, 2, 3, 4, 8)]
-    assert read_split(HubDataset("tiny/table", splits=("test",)), "test", tmp_path / "table")[0] == {"a": 1, "b": 2}
+    assert read_split(HubDataset("tiny/table", splits=("test",)), "test")[0] == {"a": 1, "b": 2}
     with pytest.raises(ConfigError, match=r"dataset 'wmt14' \(cs-en\) was not downloaded"):
-        read_split(HubDataset("wmt14", config="cs-en", splits=("train",)), "train", tmp_path / "other")
+        read_split(HubDataset("wmt14", config="cs-en", splits=("train",)), "train")
     assert lacking(HubDataset("wmt14", config="fr-en", splits=("test",))) == ["split test"]
     assert lacking(HubDataset("wmt14", config="cs-en")) == ["all of it"]
     (file,) = cache.glob("datasets--wmt14/snapshots/*/fr-en/train-00001.parquet")
@@ -350,10 +345,11 @@ def test_t5_by_revision_and_pattern(server, commands, tmp_path, monkeypatch):
     assert f"wmt/wmt14 at commit {old[:12]}: 2 files" in output and "tiny/table" in output
     assert list(cache.glob("models--tiny--old/snapshots/*/pytorch_model.bin"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "arrow")
     needs = requirements.needs_of([str(ROOT / argv[0]), *argv[1:]])
     assert [lacking(need) for need in needs] == [[], [], []]
     (train,) = [need for need in needs if need.name == "wmt/wmt14"]
-    assert len(read_split(train, "train[:3]", tmp_path / "arrow")) == 3
+    assert len(read_split(train, "train[:3]")) == 3
     assert lacking(HubDataset("wmt/wmt14", files="fr-en/*-0000[01].parquet")) == ["revision main"]
 
 
@@ -375,6 +371,10 @@ def test_what_others_put_into_the_cache(server, tmp_path, monkeypatch):
     assert lacking(HubModel("tiny/llama", weights=False)) == ["tokenizer.json"]
     assert lacking(HubDataset(str(repository), files="snapshots/*/config.json")) == []
     assert lacking(HubDataset(str(repository), files="*.gz")) == ["a file that matches '*.gz'"]
+    shutil.rmtree(repository / "snapshots")  # as after a download that was interrupted
+    assert lacking(HubModel("tiny/llama")) == lacking(HubModel("tiny/llama", weights=False)) == ["all of it"]
+    (problem, remedy) = requirements.lacking_problems([HubModel("tiny/llama")], ["recipes/some.py"])
+    assert problem == f"model 'tiny/llama' is not in {tmp_path}" and "download recipes/some.py" in remedy
 
 
 def test_an_online_run_downloads_first(monkeypatch, tmp_path):
@@ -441,7 +441,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
-def test_a_damaged_record_is_one_message(tmp_path, monkeypatch, capsys, content):
+def test_a_damaged_record_is_one_message(tmp_path, monkeypatch, command, content):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     file = repository("model", "tiny/llama") / MANIFEST
     file.parent.mkdir()
@@ -449,9 +449,7 @@ def test_a_damaged_record_is_one_message(tmp_path, monkeypatch, capsys, content)
     assert lacking(HubModel("tiny/llama")) == ["config.json"], "this one is whole"
     file.write_text(content)
     preflight = ["preflight", str(CONFIGS / "single.yaml"), *C4]
-    for command in (["list"], ["verify"], preflight):
-        monkeypatch.setattr("sys.argv", ["accelerate_recipes", *command])
-        with pytest.raises(SystemExit, match="1"):
-            main()
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and f"error: {file}, the record of a download, is damaged; remove it" in said
+    for words in (["list"], ["verify"], preflight):
+        done = command(*words)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1
+        assert f"error: {file}, the record of a download, is damaged; remove it" in done.stderr

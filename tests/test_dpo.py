@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,23 +14,28 @@ import datasets
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import CHILDREN, ROOT, SIGTERM_TO_ALL, STEPS, log_of, losses, read_metrics
+from helpers import CHILDREN, ROOT, SIGTERM_TO_ALL, STEPS, log_of, losses, read_metrics, refused, write_rows
 from simulations import BF16, FP32, job
 from tiny import save_base, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOTrainer
-from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
 from accelerate_recipes.arguments import shipped
+from accelerate_recipes.conversations.preferences import (
+    HAVE_DIVERGENCES,
+    LOSSES,
+    evaluate_pairs,
+    keep_values,
+    kept_values,
+    to_pairs,
+    what_decides,
+)
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.preferences import HAVE_DIVERGENCES, LOSSES, evaluate_pairs, to_pairs
-from accelerate_recipes.posttraining.references import keep_values, kept_values, what_decides
-from accelerate_recipes.posttraining.trained_rows import without_targets
 
 SCRIPT, REFERENCE = ROOT / "recipes/dpo.py", CHILDREN / "reference.py"
 
@@ -45,11 +51,8 @@ def base(tmp_path_factory):
 def arguments(base, tmp_path_factory) -> tuple:
     """Arguments of a run on judged answers: four to each of 60 sums, of which a judge likes short ones best."""
     file = tmp_path_factory.mktemp("judged") / "judged.jsonl"
-    with file.open("w") as lines:
-        for wrong in (3, 2, 0, 1):
-            for a in range(10, 70):
-                row = {"prompt": f"{a}+7=", "completion": ("1", "22", "333", "4444")[wrong], "score": -wrong / 4}
-                lines.write(json.dumps(row) + "\n")
+    answers = [{"completion": ("1", "22", "333", "4444")[wrong], "score": -wrong / 4} for wrong in (3, 2, 0, 1)]
+    write_rows(file, ({"prompt": f"{a}+7="} | answer for answer in answers for a in range(10, 70)))
     return (
         "--model_name_or_path", base, "--train_files", file, "--heldout_share", 0.2, "--max_steps", STEPS, "--save_steps", 3,
         "--logging_steps", 1, "--learning_rate", 1e-2, "--total_batch_size", 8, "--per_device_train_batch_size", 2,
@@ -57,12 +60,11 @@ def arguments(base, tmp_path_factory) -> tuple:
     )  # fmt: skip
 
 
-def test_sigterm_while_the_first_workers_start(forks, arguments, tmp_path):
+def test_sigterm_while_the_first_workers_start(forks, arguments, out):
     """They start for the reference pass, by a loader of trl's: all processes get the signal, and the run stops in good order."""
-    out = tmp_path / "out"
     args = (*arguments, "--max_length", 63, "--dataloader_num_workers", 1)  # no other run has computed this reference
     starting = SIGTERM_TO_ALL | {"event": "socket.connect", "path": "family=1"}  # to the process that forks workers
-    assert forks.run(out, *args, TOY_FAULT=json.dumps(starting)) == 0, log_of(out)[-3000:]
+    forks.succeed(out, *args, TOY_FAULT=json.dumps(starting))
     status = json.loads((out / "status.json").read_text())
     assert (status["state"], status["reason"]) == ("stopped", "SIGTERM"), status
     assert not (out / "metrics.jsonl").exists(), "before the first step"
@@ -105,7 +107,7 @@ def test_values_that_cannot_be_kept(tmp_path, capsys):
     assert kept_values(tmp_path / "reference.json", 1) == [[-1.5], [-2.5]]
 
 
-def test_what_decides_the_values_of_the_reference(base, monkeypatch):
+def test_what_decides_the_values_of_the_reference(base, monkeypatch, tmp_path):
     """Values of another precision, or of answers that are cut or weighed otherwise, are not taken; what is trained is no matter."""
     module = shipped.load(SCRIPT)
 
@@ -124,6 +126,11 @@ def test_what_decides_the_values_of_the_reference(base, monkeypatch):
     )  # fmt: skip
     assert len({decided(**change) for change in changes}) == len(changes)
     assert decided() == decided(learning_rate=1e-3, seed=7, beta=0.3, use_peft=True, per_device_train_batch_size=1)
+    copy = shutil.copytree(base, tmp_path / "base")
+    monkeypatch.setattr(module.Args, "base_model", str(copy))
+    before = decided()
+    (copy / "config.json").write_text((copy / "config.json").read_text() + "\n")
+    assert decided() != before, "another model under the same path"
 
 
 def test_the_chosen_answers_alone(base):
@@ -140,42 +147,9 @@ def test_the_chosen_answers_alone(base):
     (pairs + tokens).backward()
 
 
-def test_excluded_pairs(excluded_and_skipped, arguments):
+def test_a_skipped_step(skips_a_step, arguments):
     # Another length, so that other tests do not find the reference's values.
-    excluded_and_skipped(SCRIPT, *arguments, "--max_length", 30)
-
-
-ONE_BY_ONE = tuple(name for name in LOSSES if not name.startswith("aot"))  # these compare the pairs with each other
-
-
-@pytest.mark.parametrize("more", [{}, {"ld_alpha": 0.5}, {"use_weighting": True}, {"f_divergence_type": "forward_kl"}])
-def test_a_place_without_a_pair(base, more):
-    """By each loss, sums, counts and gradients are those of the other pairs alone; of no pair, all are 0."""
-    module, model = shipped.load(SCRIPT), tiny_model(vocab_size=15, initializer_range=0.3)
-    add_fused_lm_head(model, outputs=("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs"))
-    names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    pairs = [
-        dict(zip(names, ids, strict=True)) | {"ref_chosen_logps": -3.0, "ref_rejected_logps": -5.0}
-        for ids in ([[3, 4], [5, 6, 7], [8]], [[9], [2], [3, 4, 5]], [[4, 4], [1, 2], [7, 9, 3]])
-    ]
-    for name in ("sigmoid", "ipo") if more else ONE_BY_ONE:
-        args = module.Args(model_name_or_path=str(base), loss_type=[name], max_length=9, label_smoothing=0.1, **more)
-        loss_fn = module.trial(args).loss_fn
-        trainer = loss_fn.__self__
-        trainer.loss_of_none = trainer.loss_of_filling()
-        assert not trainer._metrics["train"]
-        collate, found = DataCollatorForPreference(pad_token_id=0), []
-        for numbers in ((0, 1), (0, -1, 1, -1), (-1, -1)):
-            batch = collate([without_targets(pairs[number], number) for number in numbers])
-            model.zero_grad()
-            sums = loss_fn(model, batch)
-            sums.sum().backward()
-            gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-            found.append((sums.detach(), trainer.count_parts(batch), gradient))
-        (alone, count, gradient), (among, same_count, same_gradient), (none, no_count, no_gradient) = found
-        assert torch.allclose(alone, among, rtol=1e-5, atol=1e-6) and torch.equal(count, same_count), name
-        assert (gradient - same_gradient).norm() < 1e-5 * gradient.norm(), name
-        assert none.abs().max() < 1e-6 and not no_count.any() and not no_gradient.any(), name
+    skips_a_step(SCRIPT, *arguments, "--max_length", 30)
 
 
 def log_probs(folder: Path, pairs: Iterable[dict]) -> dict[str, torch.Tensor]:
@@ -212,6 +186,9 @@ def test_dpo(killed_and_resumed, forks, arguments, base, tmp_path):
     assert 0.5 * reference["of"] < reference["held"] < 0.8 * reference["of"]
     assert json.loads((out / "reference.json").read_text())["held"] == 0, "a run that goes on finds the values again"
     assert losses(out)[1] == pytest.approx(math.log(2), abs=1e-6)
+    assert re.search(
+        r"Rows to train on: \d+ rows; 0 without a target; with an end \d+; left out \d+; cut 0; ", log_of(whole)
+    )
     before, after = (record for record in read_metrics(out) if "eval_loss" in record)
     # The margins are 0 but for rounding, which decides the accuracy.
     assert before["eval_loss"] == pytest.approx(math.log(2), abs=1e-6) and abs(before["eval_margin"]) < 1e-5
@@ -231,8 +208,9 @@ def test_dpo(killed_and_resumed, forks, arguments, base, tmp_path):
 
     # A second model, sharded like the first, gives the same as the reference that was run beforehand.
     other = tmp_path / "out"
-    assert forks.run(other, *arguments, "--precompute_ref_log_probs", "false") == 0, log_of(other)[-3000:]
-    assert log_of(other).count("Strategy: FSDP2 full shard") == 2
+    forks.succeed(other, *arguments, "--precompute_ref_log_probs", "false")
+    strategies = re.findall(r"^Strategy(.*): FSDP2 full shard", log_of(other), re.M)
+    assert strategies == ["", " of the model that is not trained"]
     assert losses(other) == pytest.approx(losses(out), rel=1e-4)
     assert read_metrics(other)[-1]["eval_loss"] == pytest.approx(after["eval_loss"], rel=1e-4)
 
@@ -241,14 +219,13 @@ def test_the_reference_of_adapters(forks, arguments, base, tmp_path):
     """It is the base alone, also for fewer pairs than the processes have places for."""
     out, files = tmp_path / "out", {"train": 3, "eval": 1}
     for name, number in files.items():
-        rows = [
-            {"prompt": f"{i}+1=", "chosen": f"{i}" * 3, "rejected": "1"} for i in range(len(name), len(name) + number)
-        ]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        chosen = range(len(name), len(name) + number)
+        rows = [{"prompt": f"{i}+1=", "chosen": f"{i}" * 3, "rejected": "1"} for i in chosen]
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     args = (*arguments, *(part for name in files for part in (f"--{name}_files", tmp_path / f"{name}.jsonl")))
     args += ("--total_batch_size", 2, "--per_device_train_batch_size", 1, "--precompute_ref_batch_size", 4)
     args += ("--max_steps", 1, "--use_peft", "--lora_r", 2)
-    assert forks.run(out, *args, script=REFERENCE) == 0, log_of(out)[-3000:]
+    forks.succeed(out, *args, script=REFERENCE)
     found = check_reference(out, base)
     assert [len(found[side]) for side in ("train", "test")] == [3, 1]
     before, _ = (record for record in read_metrics(out) if "eval_loss" in record)
@@ -256,34 +233,27 @@ def test_the_reference_of_adapters(forks, arguments, base, tmp_path):
 
     # Weighed, the model that has not moved is still the reference; values that were not weighed are not found again.
     other = tmp_path / "other"
-    assert forks.run(other, *args, "--ld_alpha", 0.5, script=SCRIPT, config="single") == 0, log_of(other)[-3000:]
+    forks.succeed(other, *args, "--ld_alpha", 0.5, script=SCRIPT, config="single")
     before, _ = (record for record in read_metrics(other) if "eval_loss" in record)
     assert before["eval_margin"] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags, more",
-    [
-        (FP32, []),
-        (FP32, ["--precompute_ref_log_probs", "false"]),
-        (BF16, ["--use_peft", "--lora_r", "4"]),
-        (BF16, ["--use_peft", "--lora_r", "4", "--precompute_ref_log_probs", "false"]),
-    ],
-    ids=["fp32", "reference kept", "adapters", "adapters, reference kept"],
-)
+@pytest.mark.parametrize("flags, more", [
+    (FP32, []),
+    (BF16, ["--use_peft", "--lora_r", "4", "--precompute_ref_log_probs", "false"]),
+], ids=["fp32", "adapters, reference kept"])  # fmt: skip
 def test_a_step_by_trl_is_the_simulated_one(forks, simulator, base, tmp_path, flags, more):
     """It has the same FLOPs, gradients and waits, and the peak but for a batch; the reference needs less before."""
     rows = [{"prompt": f"{i % 10}=", "chosen": "1" * 16, "rejected": "2" * 15} for i in range(60)]  # 20 and 19 tokens
     file, out = tmp_path / "pairs.jsonl", tmp_path / "out"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    args = [
-        "--model_name_or_path", str(base), "--train_files", str(file), "--max_length", "20", "--total_batch_size",
-        "8",
-    ]  # fmt: skip
-    args += ["--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "2", "--max_steps", "4", *more]
+    write_rows(file, rows)
+    sizes = {"max_length": 20, "max_steps": 4, "total_batch_size": 8}
+    sizes |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    args = ["--model_name_or_path", str(base), "--train_files", str(file), *more]
+    args += [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     script = CHILDREN / "ledger_of_dpo.py"
-    assert forks.run(out, *args, "--heldout_share", 0.2, script=script, flags=flags) == 0, log_of(out)[-3000:]
+    forks.succeed(out, *args, "--heldout_share", 0.2, script=script, flags=flags)
     real = json.loads((out / "ledger.json").read_text())
     (simulated,) = simulator([job("fsdp_full", [str(SCRIPT), *args], *flags, device="cpu", micro_batches=2)])
     # Under fakes `tolist` reads each value, and is not seen otherwise; masks are looked at, twice a pass, on a CPU alone.
@@ -314,17 +284,6 @@ def test_forms_of_pairs(capsys):
     assert "x: 1 of 2 pairs have equal answers" in capsys.readouterr().out
     scored = [pair | {"score_chosen": better, "score_rejected": 1.0} for better in (3.0, 1.5, 1.0, 0.5, None)]
     assert [len(to_pairs(rows_of(*scored), "x", margin)) for margin in (0, 0.5, 1)] == [3, 2, 1]
-
-    user, yes, no = (
-        {"role": role, "content": text} for role, text in (("user", "1?"), ("assistant", "y"), ("assistant", "n"))
-    )
-    wanted = [{"prompt": [user], "chosen": [yes], "rejected": [no]}]
-    for row in (
-        {"chosen": [user, yes], "rejected": [user, no]},
-        {"prompt": "1?", "chosen": [user, yes], "rejected": [user, no]},
-        {"prompt": [user], "chosen": [yes], "rejected": [no], "more": 1},
-    ):
-        assert to_pairs(rows_of(row), "x", 0).to_list() == wanted, row
     assert to_pairs(rows_of({"chosen": "1 2 3", "rejected": "1 2 4"}), "x", 0)[0] == {
         "prompt": "1 2", "chosen": " 3", "rejected": " 4",
     }  # fmt: skip
@@ -347,6 +306,14 @@ def test_judged_answers():
     assert to_pairs(rows_of(*rows), "x", 0.5).to_list() == wanted[:1]
     with pytest.raises(ConfigError, match=r"judge\.jsonl gives no pair .* 1 of 1 prompts .*--min_score_margin 0"):
         to_pairs(rows_of(*judged("c", ("c1", 1.0))), "judge.jsonl", 0)
+    # Of a file with whole numbers and fractions, each is as it is written; both are scores.
+    text = datasets.Value("string")
+    kinds = datasets.Features({"prompt": text, "completion": text, "score": datasets.Json()})
+    scored = judged("a", ("a1", 1), ("a2", 2.5), ("a3", 0), ("a4", None))
+    found = to_pairs(datasets.Dataset.from_list(scored, features=kinds), "x", 0).to_list()
+    assert found == [{"prompt": "a", "chosen": "a2", "rejected": "a3"}]
+    with pytest.raises(DataError, match=r"x: 'score' holds .*json.*, not numbers"):
+        to_pairs(datasets.Dataset.from_list(judged("a", ("b", 1), ("c", [2])), features=kinds), "x", 0)
     with pytest.raises(DataError, match=r"judge\.jsonl: 'score' holds string, not numbers"):
         to_pairs(rows_of({"prompt": "a", "completion": "b", "score": "good"}), "judge.jsonl", 0)
     with pytest.raises(DataError, match="row 2: 'rejected' is null"):
@@ -357,18 +324,14 @@ def test_pairs_of_a_prompt_lie_on_one_side(base, tmp_path):
     module, file = shipped.load(SCRIPT), tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(j)} for j in range(500, 503) for i in range(40)]
     rows += [row | {"rejected": row["chosen"]} for row in rows[:5]]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(file, rows)
     argv = ["--model_name_or_path", str(base), "--train_files", str(file), "--heldout_share", "0.3"]
     sides, num_rows, left_out = module.load_pairs(
         parse(module.Args, argv, world_size=1), AutoTokenizer.from_pretrained(base), set()
     )
     train, test = (set(sides[name]["prompt"]) for name in ("train", "test"))
-    assert (
-        (num_rows, left_out) == (125, 5)
-        and not train & test
-        and 4 < len(test) < 25
-        and len(sides["test"]) == 3 * len(test)
-    )
+    assert (num_rows, left_out) == (125, 5) and not train & test
+    assert 4 < len(test) < 25 and len(sides["test"]) == 3 * len(test)
 
 
 def test_losses_of_a_micro_batch_are_refused(arguments):
@@ -377,18 +340,14 @@ def test_losses_of_a_micro_batch_are_refused(arguments):
     with pytest.raises(ConfigError, match=r"--loss_type aot .* has 4: make"):
         parse(args, [*argv, "aot"], world_size=1)
     parse(args, [*argv, "aot", "--per_device_train_batch_size", "8"], world_size=1)
-    with pytest.raises(ConfigError, match="--exclude_rows: --loss_type aot_unpaired compares the pairs of a step"):
-        parse(args, [*argv, "aot_unpaired", "--exclude_rows", "rows.json"], world_size=1)
     with pytest.raises(ConfigError, match="--use_weighting weighs the pairs"):
         parse(args, [*argv, "sft", "--use_weighting", "true", "--per_device_train_batch_size", "8"], world_size=1)
     given = ["aot", "exo_pair", "--use_weighting", "--loss_weights", "1", "2", "3", "--f_divergence_type", "forward_kl"]
-    with pytest.raises(ConfigError) as error:
-        parse(args, [*argv, *given, "--per_device_train_batch_size", "8"], world_size=1)
-    for said in (
+    with refused(
         "--loss_type aot sorts the pairs", "has 3 numbers, --loss_type 2 losses", "is not defined for --loss_type aot;",
         "exo_pair divides by --label_smoothing, which is 0",
     ):  # fmt: skip
-        assert said in str(error.value)
+        parse(args, [*argv, *given, "--per_device_train_batch_size", "8"], world_size=1)
 
 
 def test_losses_are_those_of_trl():
@@ -406,23 +365,13 @@ def test_an_evaluation_of_pairs_stops_between_two_batches(monkeypatch):
         evaluate_pairs(torch.nn.Linear(1, 1), loss, [{}])
 
 
-def test_pairs_that_are_all_too_long(forks, arguments, tmp_path):
-    """A run says what to do, although the reference has nothing to compute."""
-    out = tmp_path / "out"
-    assert forks.run(out, *arguments, "--max_length", 4, config="single", num_processes=1) == 2
-    assert "within --max_length 4; raise it" in (said := log_of(out)), said[-3000:]
-    assert "Traceback" not in said
-
-
 def test_prepare(base, arguments, tmp_path, capsys):
     """Pairs, and the prompts of GRPO, are shown without a model; the reference computes nothing."""
     where = ("--output_dir", tmp_path / "out")
     recipe.prepare_data([str(SCRIPT), *map(str, (*arguments, *where))])
     shown = capsys.readouterr().out
-    assert (
-        "row 1, chosen: 8 tokens, 2 targets, 3 of padding left out\n  read   | <s>" in shown
-        and "target | 4|4|4|4|</s>" in shown
-    )
+    assert "row 1, chosen: 8 tokens, 2 targets, 3 of padding left out\n  read   | <s>" in shown
+    assert "target | 4|4|4|4|</s>" in shown
     said = r"Rows to train on: (\d+) rows; 0 without a target; with an end \1; left out 0; cut 0; tokens cut off 0; longest 11; "
     assert re.search(said + "targets a row: mean 7.0, most 7; the first are in ", shown), shown[:900]
     assert re.search(r"Evaluation\n\n  row 1, chosen: ", shown)

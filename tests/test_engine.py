@@ -121,13 +121,8 @@ def run(tmp_path, monkeypatch):
                 evaluate_loss(run.accelerator, run.model, evaluated, next_token_loss, count_next_tokens)
             return {"loss": 0.0}
 
-        records = train(
-            run,
-            make_train_loader(make_rows(), args, 0, 1),
-            loss_fn=next_token_loss,
-            count_fn=count_fn,
-            evaluate_fn=evaluate_fn,
-        )
+        functions = {"loss_fn": next_token_loss, "count_fn": count_fn, "evaluate_fn": evaluate_fn}
+        records = train(run, make_train_loader(make_rows(), args, 0, 1), **functions)
         return [record for record in records if "loss" in record], done
 
     return train_with
@@ -192,9 +187,7 @@ def test_an_evaluation_leaves_the_sizes_of_training_constant(run, monkeypatch, f
 def test_what_the_watch_expects(run, monkeypatch):
     """The first step may take --ddp_timeout, others as much as the first suggests; waiting for data allows retries."""
     expected = []
-    monkeypatch.setattr(
-        watch, "expect", lambda what, seconds, progress=None: expected.append((what, seconds, progress))
-    )
+    monkeypatch.setattr(watch, "expect", lambda what, seconds, done=None: expected.append((what, seconds, done)))
     monkeypatch.setattr(StepLoader, "counts", lambda self: {"retries": 7})
     monkeypatch.setattr(stop, "step_took", lambda seconds: None)
     run(ddp_timeout=300, step_timeout=300)  # equal limits: they do not tell whether the first step is over
@@ -304,9 +297,8 @@ def test_the_logged_speed_counts_what_the_device_still_does(run, monkeypatch, du
         time.sleep(0.1)
         return 1.0
 
-    monkeypatch.setattr(
-        engine, "train_step", lambda *args: train_step(*args)._replace(grad_norm=SimpleNamespace(item=wait))
-    )
+    norm = SimpleNamespace(item=wait)
+    monkeypatch.setattr(engine, "train_step", lambda *args: train_step(*args)._replace(grad_norm=norm))
     records, _ = run(logging_steps=5, **due)
     assert len(waits) == (5 if due else 1), "a step that only the next step follows does not wait"
     assert 5 * ARGS.total_batch_size / records[-1]["samples_per_second"] >= sum(waits)
@@ -373,10 +365,8 @@ def test_evaluation_weights_tokens_and_skips_empty_rows():
     rows = make_rows()
     one_by_one = [torch.utils.data.default_collate([rows[i]]) for i in range(20)]
     together = torch.utils.data.default_collate([rows[i] for i in [*range(20), -1, -1]])
-    together, apart = (
-        evaluate_loss(accelerator, model, batches, next_token_loss, count_next_tokens)
-        for batches in ([together], one_by_one)
-    )
+    functions = (next_token_loss, count_next_tokens)
+    together, apart = (evaluate_loss(accelerator, model, b, *functions) for b in ([together], one_by_one))
     assert together == pytest.approx(apart, rel=1e-6)
     assert model.training
 

@@ -13,11 +13,12 @@ import pytest
 from helpers import CHILDREN, CONFIGS, REPOSITORY, ROOT, environment, launch_command, log_of
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from accelerate_recipes import __main__
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch import quiet, request
-from accelerate_recipes.launch.quiet import failure_in_words, launch
 from accelerate_recipes.life import parent
+from accelerate_recipes.recipe import as_problem_of_the_machine
+from recipe_tools import commands, quiet, request
+from recipe_tools.quiet import failure_in_words, launch
 
 PAGE = (ROOT / "docs/errors.md").read_text()
 MISTAKES = re.findall(r"```console\n\$ (.*)\n([^`]*(?:`[^`]+`[^`]*)*)```", PAGE)
@@ -32,7 +33,7 @@ def typed(command: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_mistakes_of_a_new_user(fork_server, tmp_path, monkeypatch, capfd):
+def test_mistakes_of_a_new_user(fork_server, tmp_path, monkeypatch, at_the_root, capfd):
     """What the page shows is the end of what is printed; ranks run in forked processes, with the launcher's environment."""
     assert len(MISTAKES) == 8
     places = {"my_games.jsonl": tmp_path / "my_games.jsonl", "my_fsdp.yaml": tmp_path / "my_fsdp.yaml"}
@@ -40,7 +41,6 @@ def test_mistakes_of_a_new_user(fork_server, tmp_path, monkeypatch, capfd):
     strategy = (CONFIGS / "fsdp_full.yaml").read_text()
     places["my_fsdp.yaml"].write_text(strategy.replace("offload_params:", "offload_parameters:"))
     hub = psutil.Process(fork_server.process.pid).environ()["HF_HOME"] + "/hub"
-    monkeypatch.chdir(ROOT)
     for number, (command, shown) in enumerate(MISTAKES):
         name, words = typed(command)
         words = [str(places.get(word, word)) for word in words]
@@ -56,7 +56,7 @@ def test_mistakes_of_a_new_user(fork_server, tmp_path, monkeypatch, capfd):
         else:
             monkeypatch.setattr(sys, "argv", ["accelerate-recipes", name, *words])
             with pytest.raises(SystemExit, match="1"):
-                __main__.main()
+                commands.main()
             said = capfd.readouterr().err
         for word, place in places.items():
             said = said.replace(str(place), word)
@@ -104,42 +104,34 @@ def test_without_torchs_launcher_nothing_is_written(tmp_path, monkeypatch):
     assert not parent.tell_launcher("a message is no reason for another error")
 
 
-@pytest.mark.parametrize(
-    "argv, said",
-    [
-        (
-            ("--config_file", "configs/single.yaml", "chess"),
-            r"no such file; did you mean accelerate_configs/single.yaml\?$",
-        ),
-        (("--config_file", "mine.yaml", "chess"), "^mine.yaml: no such file; .* accelerate_configs/$"),
-        (("recipes/configs/chess/laptop.yaml", "chess"), "laptop.yaml .*: --config recipes/configs/chess/laptop.yaml$"),
-        (("fsdp_full", "chess"), "fsdp_full is not a recipe; .*: --config_file fsdp_full$"),
-        (("accelerate_configs/ddp.yaml", "chess"), "before the recipe: --config_file accelerate_configs/ddp.yaml$"),
-        (("--config_file", "fsdp_ful", "chess"), r"no such file; did you mean accelerate_configs/fsdp_full.yaml\?$"),
-        (("--config_file", "single", "recipes/stf.py"), r"^recipes/stf.py: no such recipe; did you mean 'sft'\?$"),
-    ],
-)
+@pytest.mark.parametrize("argv, said", [
+    (("--config_file", "configs/single.yaml", "chess"), r"no such file; did you mean accelerate_configs/single.yaml\?$"),
+    (("--config_file", "mine.yaml", "chess"), "^mine.yaml: no such file; .* accelerate_configs/$"),
+    (("recipes/configs/chess/laptop.yaml", "chess"), "laptop.yaml .*: --config recipes/configs/chess/laptop.yaml$"),
+    (("fsdp_full", "chess"), "fsdp_full is not a recipe; .*: --config_file fsdp_full$"),
+    (("accelerate_configs/ddp.yaml", "chess"), "before the recipe: --config_file accelerate_configs/ddp.yaml$"),
+    (("--config_file", "fsdp_ful", "chess"), r"no such file; did you mean accelerate_configs/fsdp_full.yaml\?$"),
+    (("--config_file", "single", "ches"), r"^ches: no such recipe; did you mean 'chess'\?$"),
+    (("--config_file", "single", "recipes/stf.py"), r"^recipes/stf.py: no such recipe; did you mean 'sft'\?$"),
+])  # fmt: skip
 def test_files_that_cannot_be_meant(argv, said, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     with pytest.raises(ConfigError, match=said):
         launch(argv)
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        (["fsdp_full", "--num_processes", "0"], "0 processes .--num_processes. on 1 machines"),
-        (["fsdp_full", "--num_processes", "-2"], "-2 processes .--num_processes. on 1 machines"),
-        (["fsdp_full", "--num_processes", "2", "--num_machines", "3"], "2 processes .--num_processes. on 3 machines"),
-        (["fsdp_full", "--num_processes", "two"], "--num_processes/--num-processes: invalid int value: 'two'"),
-        (["single", "--num_processes", "0"], "0 processes .--num_processes. on 1 machines"),
-        (["fsdp_full", "--num_machines", "0"], "--num_machines is 0; it must be at least 1"),
-        (["fsdp_full", "--num_machines", "2", "--machine_rank", "2"], "--machine_rank is 2; the 2 machines are 0 to 1"),
-        (["fsdp_full", "--num_machines", "2"], "--num_machines is 2, .* --main_process_ip, and .* --machine_rank"),
-        (["fsdp_full", "--main_process_port", "99999"], "--main_process_port is 99999; .* at most 65535"),
-        (["fsdp_full", "--main_process_port", "-5", "--num_processes", "0"], "0 processes .*_port is -5; "),
-    ],
-)
+@pytest.mark.parametrize("flags, said", [
+    (["fsdp_full", "--num_processes", "0"], "0 processes .--num_processes. on 1 machines"),
+    (["fsdp_full", "--num_processes", "-2"], "-2 processes .--num_processes. on 1 machines"),
+    (["fsdp_full", "--num_processes", "2", "--num_machines", "3"], "2 processes .--num_processes. on 3 machines"),
+    (["fsdp_full", "--num_processes", "two"], "--num_processes/--num-processes: invalid int value: 'two'"),
+    (["single", "--num_processes", "0"], "0 processes .--num_processes. on 1 machines"),
+    (["fsdp_full", "--num_machines", "0"], "--num_machines is 0; it must be at least 1"),
+    (["fsdp_full", "--num_machines", "2", "--machine_rank", "2"], "--machine_rank is 2; the 2 machines are 0 to 1"),
+    (["fsdp_full", "--num_machines", "2"], "--num_machines is 2, .* --main_process_ip, and .* --machine_rank"),
+    (["fsdp_full", "--main_process_port", "99999"], "--main_process_port is 99999; .* at most 65535"),
+    (["fsdp_full", "--main_process_port", "-5", "--num_processes", "0"], "0 processes .*_port is -5; "),
+])  # fmt: skip
 def test_numbers_at_which_the_launcher_would_end_in_a_stack(flags, said, monkeypatch):
     """They are one message, before it starts anything; without the address of the first machine it would wait forever."""
     monkeypatch.setattr(quiet, "launch_command", lambda args: pytest.fail("launched"))
@@ -149,9 +141,8 @@ def test_numbers_at_which_the_launcher_would_end_in_a_stack(flags, said, monkeyp
 
 def test_a_wrong_file_of_the_launcher_is_told_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(quiet, "launch_command", lambda args: pytest.fail("launched"))
-    (tmp_path / "mine.yaml").write_text(
-        "distributed_type: FSDP\nnum_processes: 2\nmain_process_port: abc\nmachine_rnk: 1\n"
-    )
+    text = "distributed_type: FSDP\nnum_processes: 2\nmain_process_port: abc\nmachine_rnk: 1\n"
+    (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"unknown key 'machine_rnk'(.|\n)*main_process_port is 'abc'"):
         launch(["--config_file", str(tmp_path / "mine.yaml"), str(TOY)])
 
@@ -174,9 +165,21 @@ def test_a_launch_without_a_config_counts_gpus(tmp_path, monkeypatch):
     assert args.num_processes is None  # for the launcher to count, and to tell
 
 
-def test_recipes_that_are_not_there(monkeypatch):
-    with pytest.raises(ConfigError, match=r"^ches: no such recipe; did you mean 'chess'\?$"):
-        launch(["--config_file", str(CONFIGS / "single.yaml"), "ches"])
+def test_a_package_that_is_not_installed(tmp_path, monkeypatch):
+    """It is one message: of `launch` and `preflight` when the recipe imports it at once, of a run when it is used."""
+    monkeypatch.setattr(quiet, "launch_command", lambda args: pytest.fail("launched"))
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)  # as if it were not installed
+    recipe, said = tmp_path / "mine.py", "sacrebleu is not installed; run: pip install "
+    recipe.write_text("import os\nimport of_the_user\nfrom sacrebleu.there import things\nfrom . import others\n")
+    with pytest.raises(ConfigError, match=rf"mine.py cannot start:\n  - {said}"):
+        launch(["--config_file", str(CONFIGS / "single.yaml"), str(recipe)])
+    recipe.write_text("from sacrebleu.there import things\n")
+    with pytest.raises(ConfigError, match=f"mine.py: {said}"):
+        shipped.load(recipe)
+    with pytest.raises(ConfigError, match=f"^{said}"), as_problem_of_the_machine():
+        import sacrebleu  # noqa: F401
+    with pytest.raises(ModuleNotFoundError), as_problem_of_the_machine():  # a mistake in a recipe keeps its stack
+        import accelerate_recipes.nowhere  # noqa: F401
 
 
 def quiet_launch(config: str, *args: object) -> list[str]:
@@ -187,24 +190,12 @@ def quiet_launch(config: str, *args: object) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["single", "fsdp_full"])
-def test_launch_ends_with_the_message_alone(config, tmp_path):
-    command = quiet_launch(config, "--lerning_rate", 1)
+def test_launch_ends_with_the_message_alone(tmp_path):
+    command = quiet_launch("fsdp_full", "--lerning_rate", 1)
     done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     *_, title, problem = done.stderr.splitlines()
     assert title == "error: This run cannot start:" and problem.startswith("  - unknown argument 'lerning_rate' on the")
-
-
-@pytest.mark.slow
-def test_torchs_launcher_prints_the_message_once(tmp_path):
-    """It is the end of the screen, whatever the number of ranks; the stack of the launcher stands before it."""
-    command = launch_command("fsdp_full", TOY, "--lerning_rate", 1)
-    done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and done.stderr.count("lerning_rate") == 1, done.stderr
-    title, problem, frame = done.stderr.strip().splitlines()[-3:]
-    assert title.endswith("error: This run cannot start:") and "unknown argument 'lerning_rate'" in problem
-    assert set(frame) == {"="}
 
 
 def said_after_the_launcher_is_killed(folder: Path) -> str:

@@ -10,8 +10,8 @@ import yaml
 from helpers import ROOT, read_metrics
 from transformers import AutoModelForCausalLM
 
-from accelerate_recipes.chess.next_moves import prompt_of
 from accelerate_recipes.models.tokenizers import load_tokenizer
+from chess_games.next_moves import prompt_of
 
 SCRIPT = ROOT / "recipes/chess.py"
 TINY = [
@@ -78,7 +78,6 @@ def test_the_command_of_the_page_gives_the_figures_of_the_run(forks, games_file,
         for name, value in task["process_results"](doc, [answer]).items():
             found.setdefault(name, []).append(value)
     assert found.keys() == {measure["metric"] for measure in task["metric_list"]} and len(found) == 10
-    assert {name: np.mean(values) for name, values in found.items()} == pytest.approx(
-        {name: own[name] for name in found}
-    )
+    means = {name: np.mean(values) for name, values in found.items()}
+    assert means == pytest.approx({name: own[name] for name in found})
     assert 0.02 < own["legal_move_rate"] < 0.98 and own["next_move_accuracy"] > 0, "figures that say something"

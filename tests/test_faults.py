@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from helpers import CHILDREN, ROOT, SIGTERM_TO_ALL, environment, launch_command, log_of, losses
+from helpers import CHILDREN, ROOT, SIGTERM_TO_ALL, environment, killed_in_step, launch_command, log_of, losses
 
 from accelerate_recipes.checkpoint.files import MARKER, candidates, damage, defect, step_of
 
@@ -66,7 +66,7 @@ POINTS = TRAINING | SAVE | AFTER
 # Points at which runs in one output directory are killed, one after another: each run but the first goes on from what a killed
 # one left. The end of one rank in a save leaves the files that the end of all leaves: most of these are for `make test-long`.
 ALL_RANKS = {
-    "": [["in a step"], ["before the marker"], ["in the middle of the removal"]],
+    "": [["in a step", "before the marker"], ["in the middle of the removal"]],
     "slow": [
         ["logging", "in the first step", "in a step between two saves"],
         [point for point in SAVE if point != "before the marker"],
@@ -147,19 +147,15 @@ def test_killed(forks, undisturbed, tmp_path, points, everyone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("everyone", [True, False], ids=["all", "one"])
-@pytest.mark.parametrize(
-    "point",
-    [
-        "before the marker",
-        *(
-            pytest.param(point, marks=pytest.mark.long)
-            for point in ("in a step between two saves", "between renaming and retention")
-        ),
-    ],
-)
-def test_killed_under_the_launcher(forks, undisturbed, tmp_path, point, everyone):
+@pytest.mark.parametrize("point", [
+    "before the marker",
+    *(
+        pytest.param(point, marks=pytest.mark.long)
+        for point in ("in a step between two saves", "between renaming and retention")
+    ),
+])  # fmt: skip
+def test_killed_under_the_launcher(forks, undisturbed, tmp_path, out, point, everyone):
     """The same holds under `accelerate launch`, which ends the surviving rank."""
-    out = tmp_path / "out"
     command = launch_command("fsdp_full", CHILDREN / "toy.py", "--output_dir", out, *DROPOUT)
     options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 200, "start_new_session": True}
     killed = subprocess.run(command, env=environment(tmp_path) | fault(point, everyone), **options)
@@ -180,7 +176,7 @@ CHAINS = {
 def without_dropout(forks, tmp_path_factory) -> dict[int, float]:
     """Losses of a whole run whose arithmetic does not depend on the number of ranks."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    assert forks.run(out, "--num_rows", 96, "--num_train_epochs", 1) == 0
+    forks.succeed(out, "--num_rows", 96, "--num_train_epochs", 1)
     return losses(out)
 
 
@@ -191,14 +187,13 @@ SLOW_CHAINS = {"FSDP2 -> DDP -> FSDP2", "single -> hybrid -> DDP -> single"}
     "chain",
     [pytest.param(CHAINS[name], id=name, marks=pytest.mark.slow if name in SLOW_CHAINS else ()) for name in CHAINS],
 )
-def test_chain_of_resumes(forks, without_dropout, tmp_path, chain):
+def test_chain_of_resumes(forks, without_dropout, out, chain):
     """Each link but the last is killed after its first save; together they train on every row of the epoch once."""
-    out, log = tmp_path / "out", tmp_path / "out.log"
+    log = out.with_suffix(".log")
     args = ("--num_rows", 96, "--num_train_epochs", 1, "--save_steps", 3, "--per_device_train_batch_size", 2)
     for i, (config, num_processes) in enumerate(chain):
         last = i == len(chain) - 1
-        point = {"rank": 0, "event": "toy.loss", "path": f"step {3 * i + 5}.", "count": 1, "everyone": True}
-        env = {} if last else {"TOY_FAULT": json.dumps(point)}
+        env = {} if last else killed_in_step(3 * i + 5)
         code = forks.run(out, *args, "--async_save", "false", config=config, num_processes=num_processes, **env)
         assert code == (0 if last else -9), log.read_text()[-3000:]
     assert re.findall(r"\(step (\d+), saved by (\d) x", log.read_text()) == [
@@ -211,9 +206,9 @@ def test_chain_of_resumes(forks, without_dropout, tmp_path, chain):
     assert sorted(rows) == list(range(96))
 
 
-def test_a_save_that_fails_in_the_background_stops_the_run(forks, tmp_path):
+def test_a_save_that_fails_in_the_background_stops_the_run(forks, out):
     """Files may not grow beyond 40 kB: the first save fails, the run ends with its reason, and nothing is left of it."""
-    out, log = tmp_path / "out", tmp_path / "out.log"
+    log = out.with_suffix(".log")
     assert forks.run(out, "--max_steps", 200, TOY_FSIZE="40000") == 2
     (said,) = re.findall(r"^error: .*", log.read_text(), re.MULTILINE)
     assert re.search(r"checkpoint-3 could not be written: rank 0: .*File too large", said)
@@ -222,9 +217,9 @@ def test_a_save_that_fails_in_the_background_stops_the_run(forks, tmp_path):
     assert not list(out.glob("checkpoint-*"))
 
 
-def test_a_rank_that_hangs_is_named(forks, tmp_path):
+def test_a_rank_that_hangs_is_named(forks, out):
     """Rank 1 sleeps in step 5: the others do not wait for --ddp_timeout, and say where each is."""
-    out, log = tmp_path / "out", tmp_path / "out.log"
+    log = out.with_suffix(".log")
     assert forks.run(out, "--step_timeout", 3, TOY_HANG="5") == 1
     found = re.findall(
         r"error: step 5 has not ended within \d+ s .*rank 1 at step 5, in faulty_loss \(toy.py", log.read_text()
@@ -234,8 +229,8 @@ def test_a_rank_that_hangs_is_named(forks, tmp_path):
     assert status["state"] == "crashed" and "rank 1" in status["reason"], status
 
 
-def test_a_single_process_that_hangs_ends(forks, tmp_path):
-    out, log = tmp_path / "out", tmp_path / "out.log"
+def test_a_single_process_that_hangs_ends(forks, out):
+    log = out.with_suffix(".log")
     assert forks.run(out, "--step_timeout", 3, TOY_HANG="5", config="single", num_processes=1, **IMPATIENT) == 1
     said = "step 5 has not ended within [0-9]+ s .*; the process is in faulty_loss [(]toy.py"
     assert re.search(f"^error: {said}", log.read_text(), re.MULTILINE), log.read_text()[-3000:]
@@ -243,9 +238,8 @@ def test_a_single_process_that_hangs_ends(forks, tmp_path):
     assert status["state"] == "crashed" and re.match(said, status["reason"]), status
 
 
-def test_a_full_disk_while_logging_is_a_failure(forks, tmp_path):
+def test_a_full_disk_while_logging_is_a_failure(forks, out):
     """Files may not grow beyond 1 kB: neither can the log line be printed, nor the error, but status.json says it."""
-    out = tmp_path / "out"
     assert forks.run(out, TOY_FSIZE="1000") == 2
     status = json.loads((out / "status.json").read_text())
     assert status["state"] == "failed" and "[Errno 27] File too large" in status["reason"], status
@@ -261,9 +255,9 @@ def test_letters_that_the_locale_lacks(forks, tmp_path):
 
 
 @pytest.mark.parametrize("step", [0, 5])
-def test_bad_data_of_one_rank_fail_the_run(forks, tmp_path, step):
+def test_bad_data_of_one_rank_fail_the_run(forks, out, step):
     """Only rank 1 finds bad data, before training or in step 5; this is no crash, which would be tried again."""
-    out, log = tmp_path / "out", tmp_path / "out.log"
+    log = out.with_suffix(".log")
     assert forks.run(out, TOY_BAD_DATA=step, **IMPATIENT) == 2
     status = json.loads((out / "status.json").read_text())
     assert (status["state"], status["reason"]) == ("failed", "bad.jsonl, row 17: no text")
@@ -271,9 +265,9 @@ def test_bad_data_of_one_rank_fail_the_run(forks, tmp_path, step):
     assert not (out / "lock.json").exists()
 
 
-def test_sigterm_to_all_processes_saves(forks, undisturbed, tmp_path):
+def test_sigterm_to_all_processes_saves(forks, undisturbed, out):
     """After SIGTERM by scancel, a preemption or the end of a pod, the workers continue until the ranks have saved."""
-    out, log = tmp_path / "out", tmp_path / "out.log"
+    log = out.with_suffix(".log")
     args = (*DROPOUT, "--dataloader_num_workers", 2, "--full_determinism")
     forks.succeed(out, *args, TOY_FAULT=json.dumps(SIGTERM_TO_ALL))
     status = json.loads((out / "status.json").read_text())
@@ -283,24 +277,16 @@ def test_sigterm_to_all_processes_saves(forks, undisturbed, tmp_path):
     assert losses(out) == undisturbed
 
 
-def test_a_metric_that_the_evaluation_does_not_give(forks, tmp_path):
-    out, log = tmp_path / "out", tmp_path / "out.log"
+def test_a_metric_that_the_evaluation_does_not_give(forks, out):
+    log = out.with_suffix(".log")
     assert forks.run(out, "--metric_for_best_model", "accuracy", "--eval_steps", 3) == 2
     assert "error: --metric_for_best_model accuracy: the evaluation gives loss" in log.read_text()
     assert not losses(out), "before the first step"
 
 
-def test_activations_are_kept_on_the_cpu(forks, undisturbed, tmp_path):
-    """The YAML's `fsdp_activation_checkpointing_offload` is in force, and the losses are the same."""
-    names = ("FSDP_ACTIVATION_CHECKPOINTING", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD")
-    assert forks.run(tmp_path / "out", *DROPOUT, **dict.fromkeys(names, "true")) == 0
-    assert "activations of 3 of 3 layers recomputed from inputs kept on the CPU" in (tmp_path / "out.log").read_text()
-    assert losses(tmp_path / "out") == undisturbed
-
-
-def test_a_loss_that_is_not_finite_names_its_rows(forks, tmp_path):
+def test_a_loss_that_is_not_finite_names_its_rows(forks, out):
     """With poisoned row 17 the run ends before the weights change, and says where to look."""
-    out, log = tmp_path / "out", tmp_path / "out.log"
+    log = out.with_suffix(".log")
     assert forks.run(out, "--per_device_train_batch_size", 2, TOY_POISON="17") == 2
     found = json.loads((out / "non_finite.json").read_text())
     assert f"step {found['step']}: loss nan" in log.read_text() and found["last_good_step"] == found["step"] - 1

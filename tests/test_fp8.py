@@ -14,9 +14,9 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch import checks
 from accelerate_recipes.launch.checks import fp8_layers
-from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models.loading import new_model
 from accelerate_recipes.models.weights import initialize
+from recipe_tools.preflight import preflight
 
 SCRIPT = CHILDREN / "toy.py"
 FP8 = ("--mixed_precision", "fp8")
@@ -31,9 +31,8 @@ def test_layers():
     assert fp8_layers(model) == wanted
     model = initialize(model, 0, "cpu")
     inject_adapter_in_model(LoraConfig(r=16, target_modules=["q_proj"]), model)
-    assert fp8_layers(model) == wanted - {"model.layers.0.self_attn.q_proj"} | {
-        "model.layers.0.self_attn.q_proj.base_layer"
-    }
+    adapted = "model.layers.0.self_attn.q_proj"
+    assert fp8_layers(model) == wanted - {adapted} | {f"{adapted}.base_layer"}
     with pytest.raises(ConfigError, match="MixtralForCausalLM keeps the experts"):
         fp8_layers(new_model(tiny_config("mixtral", **SIZES), "sdpa"))
 
@@ -90,13 +89,11 @@ def test_checkpoints_are_those_of_bf16(runs, forks, tmp_path):
     described = [{name: (tensor.shape, tensor.dtype) for name, tensor in export.items()} for export in exports]
     assert described[0] == described[1]
     wanted = losses(runs["bf16"])
-    for name, config, flags in (
-        ("fp8", "fsdp_full", ("--mixed_precision", "bf16")),
-        ("bf16", "fsdp_fp8", (*FP8, *EAGER)),
-    ):
+    bf16 = ("--mixed_precision", "bf16")
+    for name, config, flags in (("fp8", "fsdp_full", bf16), ("bf16", "fsdp_fp8", (*FP8, *EAGER))):
         checkpoint = runs[name] / "checkpoint-3"
         out = tmp_path / config
-        assert forks.run(out, "--resume_from_checkpoint", checkpoint, config=config, flags=flags) == 0
+        forks.succeed(out, "--resume_from_checkpoint", checkpoint, config=config, flags=flags)
         found = losses(out)
         assert found == pytest.approx(wanted, rel=0.02)
         later = [losses(runs[name])[step] for step in found if step > 4]
@@ -112,16 +109,11 @@ def test_launched_and_compiled_by_layer(runs, tmp_path):
     assert losses(tmp_path / "out") == pytest.approx(first, rel=1e-3)
 
 
-def test_preflight_refuses_experts(monkeypatch):
+def test_preflight_refuses_experts(at_the_root):
     """A mixture is refused before the job is queued."""
-    monkeypatch.chdir(ROOT)
     config, recipe = CONFIGS / "fsdp_fp8.yaml", ROOT / "recipes/c4.py"
     preset = ("--config", str(ROOT / "recipes/configs/c4/laptop.yaml"))
     assert "Ready" in preflight([str(config), str(recipe), *preset])[0]
     with pytest.raises(ConfigError, match="MixtralForCausalLM keeps the experts"):
-        preflight(
-            [
-                str(config), str(recipe), *preset, "--model_type", "mixtral", "--config_overrides",
-                "num_key_value_heads=4",
-            ]
-        )  # fmt: skip
+        mixture = ("--model_type", "mixtral", "--config_overrides", "num_key_value_heads=4")
+        preflight([str(config), str(recipe), *preset, *mixture])

@@ -80,17 +80,14 @@ def test_4_bits(tmp_path, base, config):
     assert packed.numel() * packed.element_size() == 32 * 64 // 2
 
 
-@pytest.mark.parametrize(
-    "config, flags",
-    [
-        ("fsdp_full", BF16),
-        ("fsdp_full", (*BF16, *BY_LAYER)),
-        ("fsdp_full", (*BF16, *BY_LAYER, "--fsdp_activation_checkpointing", "true")),
-        ("single", (*BF16, *BY_LAYER)),
-        ("fsdp_fp8", ("--mixed_precision", "fp8")),
-        ("single_fp8", ("--mixed_precision", "fp8")),
-    ],
-)
+@pytest.mark.parametrize("config, flags", [
+    ("fsdp_full", BF16),
+    ("fsdp_full", (*BF16, *BY_LAYER)),
+    ("fsdp_full", (*BF16, *BY_LAYER, "--fsdp_activation_checkpointing", "true")),
+    ("single", (*BF16, *BY_LAYER)),
+    ("fsdp_fp8", ("--mixed_precision", "fp8")),
+    ("single_fp8", ("--mixed_precision", "fp8")),
+])  # fmt: skip
 def test_less_than_fp32(tmp_path, base, config, flags):
     """bf16 and fp8, also compiled by layer: near fp32 on a CPU."""
     if "fp8" in flags:
@@ -152,9 +149,8 @@ def test_memory_is_in_segments_that_grow():
 
 @pytest.mark.parametrize("config", ["single", "fsdp_full"])
 @pytest.mark.parametrize("attention, waits", [("documents", 1), ("sdpa", 3)])
-def test_waits_in_a_step(tmp_path, config, attention, waits):
+def test_waits_in_a_step(tmp_path, out, config, attention, waits):
     """The CPU waits for the GPU once a step, before the weights change; for a mask transformers waits in each micro-batch."""
-    out = tmp_path / "out"
     flags = ("--num_processes", "1", *BF16)
     args = ("--output_dir", out, "--attn_implementation", attention)
     launch_ok(tmp_path, config, CHILDREN / "copies.py", *args, flags=flags, gpu=True)

@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from conversations import PROMPTS, prepare, save_base, template_of
-from helpers import CHILDREN, ROOT, STEPS, log_of, read_metrics
+from helpers import CHILDREN, ROOT, STEPS, log_of, read_metrics, refused, write_rows
 from simulations import BF16, FP32, job
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -28,16 +28,23 @@ from trl import GRPOConfig, GRPOTrainer
 
 from accelerate_recipes.args import parse
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.chess.next_moves import longest_move
+from accelerate_recipes.conversations import objective
+from accelerate_recipes.conversations.answers import (
+    OWN_FLAGS,
+    VALUES,
+    AnswerTrainer,
+    differ_in_groups,
+    give_model_to_trl,
+)
+from accelerate_recipes.conversations.drawing_trial import draw_answers
+from accelerate_recipes.conversations.evaluation import HeldoutAnswers
+from accelerate_recipes.conversations.prompts import end_of_prompt, load_prompts, room_for_prompts, tokenize_prompts
+from accelerate_recipes.conversations.rewards import MATH_VERIFY, Reward, load_rewards, reward_problems, tell_of_rewards
+from accelerate_recipes.conversations.settings import trl_config
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.models.generation import numbers_of
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining import objective
-from accelerate_recipes.posttraining.answers import VALUES, RewardTrainer, give_model_to_trl
-from accelerate_recipes.posttraining.drawing_trial import draw_answers
-from accelerate_recipes.posttraining.prompts import end_of_prompt, load_prompts, room_for_prompts, tokenize_prompts
-from accelerate_recipes.posttraining.rewards import MATH_VERIFY, Reward, load_rewards, reward_problems
-from accelerate_recipes.posttraining.settings import trl_config
 from accelerate_recipes.report.samples import Samples
 from accelerate_recipes.upstream import CACHES
 
@@ -79,7 +86,7 @@ def base(forks, tmp_path_factory):
     out = tmp_path_factory.mktemp("base") / "out"
     sizes = ("hidden_size=32", "intermediate_size=64", "num_attention_heads=2", "initializer_range=0.3")
     preset = ("--config", ROOT / "recipes/configs/sft/arithmetic.yaml", "--max_steps", 2, "--warmup_steps", 0)
-    assert forks.run(out, *preset, "--config_overrides", *sizes, script=SFT) == 0, log_of(out)[-3000:]
+    forks.succeed(out, *preset, "--config_overrides", *sizes, script=SFT)
     first, *_, last = (record["eval_loss"] for record in read_metrics(out) if "eval_loss" in record)
     assert last < first
     model = AutoModelForCausalLM.from_pretrained(out / "export")
@@ -119,6 +126,8 @@ def test_grpo(killed_and_resumed, forks, arguments, base, rewards_file, tmp_path
     """A run of two rewards, sharded over two processes, is killed and continues bit for bit; so do its answers."""
     whole, out = killed_and_resumed(SCRIPT, *arguments)
     records = [record for record in read_metrics(out) if "loss" in record]
+    said = r"Rows to train on: [\d,]+ rows; left out \d+; longest \d+; (.|\n)*Step 6/6 Loss: .*, data wait: \d+\.\d%, reward: -?\d\.\d{3}"
+    assert re.search(said, log_of(whole))
     for record in records:
         parts = (record["rewards/ones/mean"], record["rewards/short/mean"])
         assert record["reward"] == pytest.approx(parts[0] + 0.1 * parts[1], rel=1e-4)
@@ -154,13 +163,14 @@ def test_grpo(killed_and_resumed, forks, arguments, base, rewards_file, tmp_path
     texts = tokenizer.batch_decode(new, skip_special_tokens=True)
     assert sum(text.count("1") / 6 for text in texts) / 13 == pytest.approx(after["eval_rewards/ones"], abs=1e-6)
 
-    # The same on one process: the evaluation before training is that of two.
+    # The same on one process: the evaluation before training is that of two, and so are the first answers of training.
     single = tmp_path / "single"
-    assert forks.run(single, *arguments, "--max_steps", 1, "--save_steps", 0, config="single") == 0, log_of(single)[
-        -3000:
-    ]
+    forks.succeed(single, *arguments, "--max_steps", 1, "--save_steps", 0, config="single")
     for name in ("eval_reward", "eval_sampled_reward"):  # drawn answers too are those of the prompt, not of the rank
         assert read_metrics(single)[0][name] == pytest.approx(before[name], rel=1e-5)
+    rows = read_json_lines(single / "samples.jsonl")
+    first = [row["completion"] for row in rows if row["source"] == drawn[0]["source"]]
+    assert first == [row["completion"] for row in drawn if row["step"] == 1] and len(first) == 4
 
 
 @pytest.mark.slow
@@ -175,7 +185,7 @@ def test_a_step_by_trl_is_the_simulated_one(
     """It has the same FLOPs, also of all answers, and the same gradients; and its peaks in drawing and in training."""
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out"
     texts = [f"{i % 10:0{prompt - 2 - i % 2}d}="[-prompt + 1 + i % 2 :] for i in range(60)]  # with <s> of two lengths
-    file.write_text("".join(json.dumps({"prompt": text, "solution": "1"}) + "\n" for text in texts))
+    write_rows(file, ({"prompt": text, "solution": "1"} for text in texts))
     args = [
         "--model_name_or_path", str(base), "--train_files", str(file), "--rewards", f"{rewards_file}:ones",
         "--max_prompt_length", str(prompt), "--max_completion_length", str(answer), "--num_generations", "2",
@@ -184,7 +194,7 @@ def test_a_step_by_trl_is_the_simulated_one(
     ]  # fmt: skip
     whole = ("--generation_kwargs", json.dumps({"min_new_tokens": answer}))  # no answer ends early
     script = CHILDREN / "ledger_of_grpo.py"
-    assert forks.run(out, *args, *whole, "--heldout_share", 0.2, script=script, flags=flags) == 0, log_of(out)[-3000:]
+    forks.succeed(out, *args, *whole, "--heldout_share", 0.2, script=script, flags=flags)
     real = json.loads((out / "ledger.json").read_text())
     (simulated,) = simulator([job("fsdp_full", [str(SCRIPT), *args], *flags, device="cpu", micro_batches=4)])
     assert real["flops"] == simulated.flops
@@ -200,67 +210,29 @@ def test_a_step_by_trl_is_the_simulated_one(
 
 @pytest.mark.slow
 def test_what_is_simulated_of_answers(simulator, base, rewards_file):
-    """A chess model's answer is as long as the longest move; one that leaves no room for a prompt is refused."""
+    """An answer has --max_completion_length tokens; one that leaves no room for a prompt is refused."""
     model = ["--model_name_or_path", str(base), "--max_prompt_length", "11"]
-    moves = [
-        str(ROOT / "recipes/chess_grpo.py"), *model, "--total_batch_size", "8", "--per_device_train_batch_size", "4",
-    ]  # fmt: skip
     rewards = ["--rewards", f"{rewards_file}:ones", "--train_files", str(DATA / "rl.jsonl")]
-    long = [str(SCRIPT), *model, *rewards, "--max_completion_length", "1000"]
-    found, refused = simulator([job("fsdp_full", command, *FP32, device="cpu") for command in (moves, long)])
-    assert found.tokens == 4 * longest_move(AutoTokenizer.from_pretrained(base))
+    sizes = [*rewards, "--total_batch_size", "8", "--per_device_train_batch_size", "4", "--max_completion_length"]
+    short, long = ([str(SCRIPT), *model, *sizes, number] for number in ("5", "1000"))
+    found, refused = simulator([job("fsdp_full", command, *FP32, device="cpu") for command in (short, long)])
+    assert found.tokens == 4 * 5
     assert isinstance(refused, ConfigError) and "answers of 1000 tokens leave no room" in str(refused)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "dpo"])
-def test_conversations(forks, base, rewards_file, tmp_path, name):
-    """Prompts and answers may be messages; rewards get messages, and the page shows them."""
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['content'] }}{{ '</s>' if m['role'] == 'assistant' }}{% endfor %}"
-    )
-    AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "chat")
-    tokenizer.save_pretrained(tmp_path / "chat")
-    (tmp_path / "r.py").write_text(
-        "def ones(completions, **_):\n    return [c[0]['content'].count('1') for c in completions]\n"
-    )
-    with (tmp_path / "rows.jsonl").open("w") as file:
-        for i in range(64):
-            row = {"prompt": [{"role": "user", "content": f"{i}+1="}]}
-            if name == "dpo":
-                row |= {
-                    side: [{"role": "assistant", "content": f"{i + n}"}] for side, n in (("chosen", 1), ("rejected", 2))
-                }
-            file.write(json.dumps(row) + "\n")
-    args = ("--model_name_or_path", tmp_path / "chat", "--train_files", tmp_path / "rows.jsonl", "--max_steps", 2)
-    args += ("--total_batch_size", 8, "--per_device_train_batch_size", 4, "--logging_steps", 1, "--heldout_share", 0.2)
-    if name == "grpo":
-        args += ("--rewards", f"{tmp_path}/r.py:ones", "--max_completion_length", 5, "--learning_rate", 1e-3)
-    out = tmp_path / "out"
-    assert forks.run(out, *args, script=ROOT / f"recipes/{name}.py") == 0, log_of(out)[-3000:]
-    if name == "grpo":
-        rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-        assert {row["step"] for row in rows} == {0, 1, 2}
-        page = (out / "samples.html").read_text()
-        assert "user: " not in page and "assistant: " not in page, "a message alone needs no role"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "dpo"])
-def test_presets_run(forks, base, tmp_path, name):
+def test_presets_run(forks, base, out, name):
     """The presets for sums run as on docs/dpo.md and docs/grpo.md, after that of sft.py, which has made the base."""
     args = (
         "--config", ROOT / f"recipes/configs/{name}/arithmetic.yaml", "--model_name_or_path", base, "--max_steps", 1,
     )  # fmt: skip
     args += ("--num_eval_prompts", 4) if name == "grpo" else ()
-    out = tmp_path / "out"
-    assert forks.run(out, *args, script=ROOT / f"recipes/{name}.py", config="ddp") == 0, log_of(out)[-3000:]
+    forks.succeed(out, *args, script=ROOT / f"recipes/{name}.py", config="ddp")
 
 
-def test_a_reward_that_fails_ends_the_run_with_one_message(forks, arguments, rewards_file, tmp_path):
+def test_a_reward_that_fails_ends_the_run_with_one_message(forks, arguments, rewards_file, out):
     """It fails on every rank at the first held-out answers; rank 0 says where."""
-    out = tmp_path / "out"
     assert forks.run(out, *arguments, "--rewards", f"{rewards_file}:breaks", "--reward_weights", 1) == 2
     said = log_of(out)
     assert "error: the reward breaks failed: ZeroDivisionError: division by zero" in said, said[-3000:]
@@ -286,7 +258,7 @@ def test_rewards_are_checked_without_running_them(tmp_path, rewards_file, monkey
         assert said in "\n".join(reward_problems(specs)), specs
     assert reward_problems([f"{trap}:reward", "think_format_reward"]) == []
     assert reward_problems(["/elsewhere/a.py:f"], elsewhere=["/elsewhere"]) == []
-    monkeypatch.setattr("accelerate_recipes.posttraining.rewards.find_spec", lambda name: None)
+    monkeypatch.setattr("accelerate_recipes.conversations.rewards.find_spec", lambda name: None)
     (said,) = reward_problems(["accuracy_reward"])
     assert "pip install math-verify==" in said and MATH_VERIFY in (ROOT / "requirements-dev.txt").read_text().split()
 
@@ -310,20 +282,24 @@ def test_rewards_that_cannot_be_loaded(tmp_path, rewards_file):
 
 def test_what_a_reward_gives_is_checked(rewards_file):
     few, infinite, ones = load_rewards([f"{rewards_file}:{name}" for name in ("few", "infinite", "ones")], ["prompt"])
-    with pytest.raises(ConfigError, match="the reward few gave 1 values for 2 answers"):
-        few(["a", "b"], ["1", "2"])
-    with pytest.raises(ConfigError, match="the reward infinite is inf for '1'"):
-        infinite(["a"], ["1"])
     assert ones(["a", "b"], ["111111", ""], weather=["sun", "rain"]) == [1.0, 0.0]
     nothing = Reward("nothing", lambda completions: [torch.tensor(1), None, True][: len(completions)])
     assert nothing(["a"] * 3, ["x"] * 3, solution=["y"] * 3) == [1.0, None, 1.0]
-    for given, said in (({"a": 1}, "a dict"), ({1.0}, "a set"), ("1", "a str")):
-        with pytest.raises(ConfigError, match=f"the reward one gave {said} for 1 answers"):
-            Reward("one", lambda completions, given=given: given)(["a"], ["x"])
-    with pytest.raises(ConfigError, match=r"is 1e\+308 for 'x'; give a number of at most 1e\+16, or None"):
-        Reward("large", lambda completions: [1e308])(["a"], ["x"])
-    with pytest.raises(ConfigError, match="the reward word failed: ValueError"):
-        Reward("word", lambda completions: ["good"])(["a"], ["x"])
+    for reward, number, said in (
+        (few, 2, "the reward few gave 1 values for 2 answers"),
+        (infinite, 1, "the reward infinite is inf for 'x'"),
+        (Reward("one", lambda completions: {"a": 1}), 1, "the reward one gave a dict for 1 answers"),
+        (Reward("one", lambda completions: {1.0}), 1, "the reward one gave a set for 1 answers"),
+        (Reward("one", lambda completions: "1"), 1, "the reward one gave a str for 1 answers"),
+        (
+            Reward("large", lambda completions: [1e308]),
+            1,
+            r"is 1e\+308 for 'x'; give a number of at most 1e\+16, or None",
+        ),
+        (Reward("word", lambda completions: ["good"]), 1, "the reward word failed: ValueError"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            reward(["a"] * number, ["x"] * number)
 
 
 def test_a_reward_changes_nothing_of_the_run(tmp_path, monkeypatch):
@@ -350,9 +326,8 @@ def test_a_reward_changes_nothing_of_the_run(tmp_path, monkeypatch):
         return os.getcwd(), torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
 
     file = tmp_path / "changes.py"
-    file.write_text(
-        f"import os, torch\n{textwrap.dedent(inspect.getsource(change))}\nchange()\ndef ones(completions): ...\n"
-    )
+    changes = textwrap.dedent(inspect.getsource(change))
+    file.write_text(f"import os, torch\n{changes}\nchange()\ndef ones(completions): ...\n")
     monkeypatch.chdir(tmp_path)
     at_first = state()
     load_rewards([f"{file}:ones"], [])
@@ -393,9 +368,8 @@ def test_thoughts_that_the_prompt_has_opened(base):
         (think,) = load_rewards(["think_format_reward"], ["prompt"], end_of_prompt(tokenizer, asked, {}))
         assert think([asked] * 3, texts) == wanted
         assert think([f"q{opening}"] * 3, texts) == wanted, "a text"
-        assert think([[*asked, {"role": "assistant", "content": f"So: {opening}"}]] * 3, texts) == wanted, (
-            "a begun answer"
-        )
+        begun = [*asked, {"role": "assistant", "content": f"So: {opening}"}]
+        assert think([begun] * 3, texts) == wanted, "a begun answer"
     tokenizer.chat_template = template % "<think>\n\n</think>\n\n"
     with pytest.raises(ConfigError, match="no answer has a thought"):
         load_rewards(["think_format_reward"], ["prompt"], end_of_prompt(tokenizer, asked, {}))
@@ -408,26 +382,61 @@ def test_built_in_accuracy_of_mathematics():
     answers = [r"It is $\boxed{\frac{2}{4}}$.", r"It is $\boxed{\frac{1}{3}}$."]
     assert accuracy(["q"] * 2, answers, solution=["$0.5$"] * 2) == [1.0, 0.0]
     assert accuracy(["q"] * 3, ["2", "", answers[0]], solution=["$2$", "$2$", "?"]) == [0.0, 0.0, None]
+    numbers, boxed = [58, 58.0, 1e-7, 2.5], [r"\boxed{58}", r"\boxed{58}", r"\boxed{0.0000001}", r"\boxed{\frac{5}{2}}"]
+    assert accuracy(["q"] * 4, boxed, solution=numbers) == [1.0] * 4
+    assert accuracy(["q"] * 3, boxed[:3], solution=[None, True, float("nan")]) == [None] * 3
+    assert accuracy(["q"] * 4, [r"\boxed{5} no, \boxed{4}", "4", "$4$", r"$5$, so \boxed{4}"], solution=["4"] * 4) == [
+        0.0, 0.0, 0.0, 1.0,
+    ]  # fmt: skip
 
 
-@pytest.mark.slow
-def test_a_run_on_mathematics(forks, tmp_path):
-    """Answers to problems in LaTeX get numbers in training, on two ranks, and in the evaluation."""
-    folder = save_base(tmp_path / "base", None)
-    file, out = tmp_path / "problems.jsonl", tmp_path / "out"
-    rows = [{"prompt": rf"What is $\frac{{{i}}}{{2}}$?", "solution": rf"$\frac{{{i}}}{{2}}$"} for i in range(40)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ("--model_name_or_path", folder, "--train_files", file, "--heldout_share", 0.2, "--max_steps", 2)
-    arguments += (
-        "--rewards", "accuracy_reward", "think_format_reward", "--max_completion_length", 5, "--logging_steps", 1,
-    )  # fmt: skip
-    assert forks.run(out, *arguments, "--total_batch_size", 8, "--per_device_train_batch_size", 4) == 0, log_of(out)[
-        -3000:
-    ]
-    records = read_metrics(out)
-    trained = [record["rewards/accuracy_reward/mean"] for record in records if "loss" in record]
-    measured = [record["eval_rewards/accuracy_reward"] for record in records if "eval_reward" in record]
-    assert len(trained) == len(measured) == 2 and all(0 <= value <= 1 for value in trained + measured)
+def test_solutions_that_cannot_be_read_are_told_before_training(base):
+    """They are counted, and the first is shown; if none can be read, the run ends."""
+    tokenizer, said = AutoTokenizer.from_pretrained(base), []
+    run: Any = SimpleNamespace(print=said.append)
+    (accuracy,) = load_rewards(["accuracy_reward"], ["solution"])
+    sides = {"train": ["58", "seven", "$7$", ""], "evaluate": ["1", "2"]}
+    tables = {use: datasets.Dataset.from_dict({"solution": golds}) for use, golds in sides.items()}
+    tell_of_rewards(run, tokenizer, tables, [accuracy])
+    assert re.search(r"2 of the 4 solutions to train on, .* row 2, 'seven'", said[-1])
+    number = len(said)
+    tell_of_rewards(run, tokenizer, {"train": datasets.Dataset.from_dict({"solution": [58, 7]})}, [accuracy])
+    assert len(said) in (number, number + 1) and "solutions" not in "".join(said[number:])
+    none = {"train": datasets.Dataset.from_dict({"solution": ["a", "b"]})}
+    with pytest.raises(ConfigError, match=r"2 of the 2 solutions to train on, .* row 1, 'a'"):
+        tell_of_rewards(run, tokenizer, none, [accuracy])
+    own = Reward("accuracy_reward", lambda completions, **others: [0.0] * len(completions))
+    tell_of_rewards(run, tokenizer, {"train": datasets.Dataset.from_dict({"prompt": ["a"]})}, [own])
+    assert not any("2 of the 2" in line for line in said)
+    tell_of_rewards(run, tokenizer, none, [own, accuracy])
+    assert re.search(r"2 of the 2 solutions .*other rewards alone count", said[-1])
+
+
+def test_marks_that_are_special_tokens(base):
+    """Answers are decoded without them, as by trl; a reward that names the texts with them gets these, and no other."""
+    tokenizer, said = AutoTokenizer.from_pretrained(base), []
+    tokenizer.add_tokens(["a", "b", "<other>"])
+    tokenizer.add_tokens(["<think>", "</think>", "<step>"], special_tokens=True)
+    texts = ["<think>a</think>b</s>", "a</think>b</s>", "<other><think>a</think>b</s>", "<think>a<think>b</think>"]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    plain, prompts = tokenizer.batch_decode(ids, skip_special_tokens=True), ["q"] * 4
+    assert plain[0] == "ab"
+    (think,) = load_rewards(["think_format_reward"], ["prompt"], "", tokenizer)
+    assert think(prompts, plain, completion_ids=ids) == [1.0, 0.0, 0.0, 0.0]
+    assert think(["q<think>"] * 4, plain, completion_ids=ids) == [0.0, 1.0, 0.0, 0.0]
+    seen = []
+
+    def asks(completions, completions_with_special_tokens):
+        seen.extend([completions, completions_with_special_tokens])
+        return [0.0] * 4
+
+    Reward("asks", asks, tokenizer=tokenizer)(prompts, plain, completion_ids=ids)
+    assert seen == [plain, texts]
+    all_of_them = Reward("others", lambda **given: seen.append(given) or [0.0] * 4, tokenizer=tokenizer)
+    all_of_them(prompts, plain, completion_ids=ids)
+    assert seen[-1].keys() == {"prompts", "completions", "completion_ids"}
+    tell_of_rewards(SimpleNamespace(print=said.append), tokenizer, {}, [think])
+    assert "<think> </think> <step>;" in said[0] and "<other>" not in said[0] and "</s>" not in said[0]
 
 
 def test_arithmetic_reward_and_data(tmp_path):
@@ -465,7 +474,7 @@ def test_rows(tmp_path, base):
         argv += ["--max_prompt_length", str(room), "--max_completion_length", "8"]
         for name, content in (("train_files", rows), ("eval_files", heldout)):
             if content is not None:
-                (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+                write_rows(tmp_path / f"{name}.jsonl", content)
                 argv += [f"--{name}", str(tmp_path / f"{name}.jsonl")]
         return load_prompts(parse(module.Args, argv, world_size=1), tokenizer, model)
 
@@ -476,14 +485,19 @@ def test_rows(tmp_path, base):
     assert load(rows, [{"prompt": "99+1="}])["test"]["prompt"][:] == ["99+1="]
     sides, counts = load_all([*rows, {"prompt": "1" * 30, "other": 0}], [{"prompt": "99+1="}])
     assert len(sides["train"]) == 18 and counts == {"left out": 1, "longest": 31}
+    # What goes to rewards is no message, and stays as it is written.
+    solutions = [5, 2.5, 7, 12345678901234567890123, "5", 0.7, None, 1e-12, True]
+    others = [{"solution": value, "tests": [{"in": value, "out": None, "content": ["a"]}], "at": {"x": value, "y": None}}
+              for value in solutions]  # fmt: skip
+    written = [{"prompt": f"{i}+1="} | other for i, other in enumerate(others)]
+    sides = load(written, [{"prompt": "99+1=", "solution": 2}])
+    assert [*map(json.dumps, sides["train"])] == [*map(json.dumps, written)]
     with pytest.raises(ConfigError, match=r"2 of 2 rows of --eval_files begin as rows of"):
         load(rows, [{"prompt": "1+1="}] * 2)
     with pytest.raises(ConfigError, match="no prompt is left: all 18 have over 3 tokens"):
         load(rows, None, room=3)
-    for more, said in (
-        ({"completions": "x"}, "has the column completions"),
-        ({"prompt": ""}, "row 19: 'prompt' has no token"),
-    ):
+    wrong = [({"completions": "x"}, "has the column completions"), ({"prompt": ""}, "row 19: 'prompt' has no token")]
+    for more, said in wrong:
         tokenizer.add_bos_token = False
         with pytest.raises((ConfigError, DataError), match=said):
             load([*rows, rows[0] | more], [{"prompt": "1+1="}])
@@ -507,9 +521,9 @@ def test_rows(tmp_path, base):
         load([{"prompt": asked[0]}, {"prompt": "1"}], None)
     texts = [json.dumps({"value": i}) for i in range(9)]
     assert {*load([{"prompt": text} for text in texts], None)["train"]["prompt"]} < {*texts}
-    args = SimpleNamespace(base_model="base", max_prompt_length=0)
+    args = SimpleNamespace(base_model="base", max_prompt_length=0, max_completion_length=64)
     with pytest.raises(ConfigError, match=r"answers of 64 tokens leave no room .* 20 positions of base"):
-        room_for_prompts(args, LlamaConfig(max_position_embeddings=20), 64)
+        room_for_prompts(args, LlamaConfig(max_position_embeddings=20))
     with pytest.raises(DataError, match="has no column 'prompt'; there are question"):
         load([{"question": "1+1="}], None)
     with pytest.raises(ConfigError, match=r"none of \d+ rows is left to"):
@@ -521,17 +535,14 @@ def test_samples_of_an_interrupted_run(tmp_path):
     samples = Samples(tmp_path, None)
     for step in (0, 3, 4):
         messages = [{"role": "user", "content": "<b>1</b>"}]
-        samples.add(
-            step, "held out", [{"prompt": messages, "completion": "é\n2\u2028\x85", "rewards": {"right": None}}]
-        )
+        sample = {"prompt": messages, "completion": "é\n2\u2028\x85", "rewards": {"right": None}}
+        samples.add(step, "held out", [sample])
     with samples.path.open("a") as file:
         file.write('{"step": 3, "prom')
     again = Samples(tmp_path, tmp_path / "checkpoint-3")
     again.write_page()
-    assert [(row["step"], row["completion"]) for row in read_json_lines(again.path)] == [
-        (0, "é\n2\u2028\x85"),
-        (3, "é\n2\u2028\x85"),
-    ]
+    kept = [(row["step"], row["completion"]) for row in read_json_lines(again.path)]
+    assert kept == [(step, "é\n2\u2028\x85") for step in (0, 3)]
     page = again.page.read_text()
     assert "<td>&lt;b&gt;1&lt;/b&gt;</td>" in page and '<td class="number">-</td>' in page
     assert ">3</td>" in page and ">4</td>" not in page
@@ -540,70 +551,94 @@ def test_samples_of_an_interrupted_run(tmp_path):
 
 
 def test_problems_of_the_arguments(rewards_file):
-    module = shipped.load(SCRIPT)
-    with pytest.raises(ConfigError) as caught:
-        parse(
-            module.Args,
-            ["--rewards", f"{rewards_file}:ones", "--reward_weights", "1", "2", "--total_batch_size", "36",
-             "--chat_template_kwargs", "{no", "--generation_kwargs",
-             '{"max_new_tokens": 9, "num_beams": 2, "min_new_tokens": 1, "heat": 1, "top_p": 0.5}', "--steps_per_generation", "2", "--eval_files", "no.jsonl",
-             "--exclude_rows", "no.jsonl"],
-            world_size=1,
-        )  # fmt: skip
-    said = str(caught.value)
-    for problem in (
+    given = {"max_new_tokens": 9, "num_beams": 2, "min_new_tokens": 1, "heat": 1, "top_p": 0.5}
+    argv = ["--rewards", f"{rewards_file}:ones", "--reward_weights", "1", "2", "--total_batch_size", "36"]
+    argv += ["--chat_template_kwargs", "{no", "--generation_kwargs", json.dumps(given)]
+    argv += ["--steps_per_generation", "2", "--eval_files", "no.jsonl", "--num_iterations", "3"]
+    with refused(
         "--reward_weights has 2 numbers, --rewards 1 names", "--total_batch_size 36 is not a multiple of --num_generati",
         "--steps_per_generation (on the command line) is not an argument", "no.jsonl: no such file",
+        "--save_steps 500 is not a multiple of --num_iterations 3",
         "--chat_template_kwargs is '{no'; it must be a JSON object",
         "--generation_kwargs has max_new_tokens, which is --max_completion_length", "has num_beams, which does not draw",
         "--generation_kwargs has heat, which is no setting of `generate`", "has top_p, which is --top_p",
         "give one of --dataset_name and --train_files", "--model_name_or_path is missing",
-        "--exclude_rows: GRPO draws and scores the answers of a step together",
-    ):  # fmt: skip
-        assert problem in said, said
-    assert "min_new_tokens" not in said
+    ) as caught:  # fmt: skip
+        parse(shipped.load(SCRIPT).Args, argv, world_size=1)
+    assert "min_new_tokens" not in str(caught.value)
 
 
-@pytest.mark.parametrize("form", ["text", "chat"])
-def test_answers_are_drawn_to_the_prompts_that_are_compared(tmp_path, form):
-    """trl's tokens of a prompt are those that are counted, shown, and compared with the export."""
-    tokenizer = AutoTokenizer.from_pretrained(save_base(tmp_path, template_of("qwen3")))
-    settings, prompts = {"enable_thinking": False}, ["12 + 3?", "And?"]
-    if form == "chat":
-        prompts = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}] for text in prompts]
-    given = {"processing_class": tokenizer, "chat_template": None, "chat_template_kwargs": settings, "tools": []}
-    trainer: Any = SimpleNamespace(**given, _is_vlm=False, environment_factories=None)
-    ids, *_ = GRPOTrainer._tokenize_prompts(trainer, prompts)
-    args = SimpleNamespace(template_settings=settings, template_date="")
-    assert ids == tokenize_prompts(tokenizer, prompts, args)
+def test_a_begun_answer_goes_on(tmp_path):
+    """A prompt that ends with a message of the assistant is neither closed nor followed by another turn, anywhere."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+        "{{ '<|im_start|>assistant ' if add_generation_prompt }}"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(save_base(tmp_path, template, "<|im_end|>"))
+    asked = [[{"role": "user", "content": f"{i}?"}] for i in range(9)]
+    prompts = [asked[0], [*asked[1], {"role": "assistant", "content": "So: <think> 1 "}], asked[2]]
+    trainer: Any = SimpleNamespace(processing_class=tokenizer)
+    trainer.run = SimpleNamespace(args=SimpleNamespace(template_settings={}, template_date=""))
+    ids, *_ = AnswerTrainer._tokenize_prompts(trainer, prompts)
+    assert ids == tokenize_prompts(tokenizer, prompts, trainer.run.args)
+    assert [text.partition("?<|im_end|><|im_start|>")[2] for text in tokenizer.batch_decode(ids)] == [
+        "assistant ", "assistant So: <think> 1 ", "assistant ",
+    ]  # fmt: skip
+    assert end_of_prompt(tokenizer, prompts[1], {}) == end_of_prompt(tokenizer, asked[1], {})
+    (think,) = load_rewards(["think_format_reward"], ["prompt"], "")
+    parts = [[*asked[1], {"role": "assistant", "content": [{"type": "text", "text": "So: <think> 1 "}]}]]
+    for one in (prompts[1:2], parts):
+        assert think(one * 2, ["+ 1 </think> 2", "+ 1 <think> </think> 2"]) == [1.0, 0.0]
+    prepare(tmp_path, [{"prompt": [*prompt, {"role": "assistant", "content": "It"}]} for prompt in asked], name="grpo")
+    assert "begun answers 9" in (tmp_path / "out/rows.txt").read_text()
+    with pytest.raises(DataError, match=r"row \d+: 'prompt' ends with an answer that is empty"):
+        prepare(tmp_path, [{"prompt": [*asked[0], {"role": "assistant", "content": ""}]}] * 9, name="grpo")
+    with pytest.raises(DataError, match=r"row 2.* final message"):
+        tokenizer.chat_template = "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}"
+        tokenize_prompts(tokenizer, prompts, trainer.run.args)
+
+
+def step_of(tmp_path, monkeypatch, rows: list[dict], rewards: list, *flags: object, **config) -> tuple[Any, Any, Any]:
+    """Return what draws and trains on answers of 3 tokens to these rows; a GPT-2, and the reference."""
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %} {{ m.content }}{% endfor %}"
+    tokenizer = load_tokenizer(str(save_base(tmp_path, template)))
+    sizes = {"vocab_size": len(tokenizer), "n_positions": 64} | config
+    model, other = tiny_model("gpt2", seed=1, **sizes), tiny_model("gpt2", seed=2, **sizes).eval()
+    argv = [
+        "--model_name_or_path", tmp_path, "--train_files", tmp_path / "config.json", "--rewards", "think_format_reward",
+        "--total_batch_size", len(rows), "--per_device_train_batch_size", len(rows), "--max_completion_length", 3,
+        "--template_date", "2024-02-29", *flags,
+    ]  # fmt: skip
+    args = parse(shipped.load(SCRIPT).Args, [str(word) for word in argv], world_size=1)
+    run: Any = SimpleNamespace(
+        args=args, accelerator=Accelerator(cpu=True), adapter=None, model=model, total_steps=9, print=print
+    )
+    run.shard_reference = lambda reference: reference
+    monkeypatch.setattr(objective, "make_model", lambda _: other)
+    given = {"reward_funcs": rewards, "train_dataset": datasets.Dataset.from_list(rows)}
+    trainer = give_model_to_trl(run, trl_config(run, GRPOConfig), model, tokenizer, **given)
+    trainer.use_sharded_model()
+    trainer.add_reference()
+    return trainer, model, other
 
 
 def test_a_step_of_answers(tmp_path, monkeypatch):
-    """trl renders its prompts on the day of the rows; its passes, and those of the reference, count positions in a row."""
-    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %} {{ m.content }}{% endfor %}"
-    tokenizer = load_tokenizer(str(save_base(tmp_path, template)))
-    sizes = {"vocab_size": len(tokenizer), "n_positions": 64} | dict.fromkeys(
-        ("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0
-    )
-    model, other = (tiny_model("gpt2", seed=seed, **sizes).train() for seed in (1, 2))
-    argv = [
-        "--model_name_or_path", tmp_path, "--train_files", tmp_path / "config.json", "--rewards", "think_format_reward",
-        "--beta", 0.1, "--num_iterations", 2, "--save_steps", 2, "--total_batch_size", 4, "--per_device_train_batch_size", 4,
-        "--num_generations", 2, "--max_completion_length", 3, "--template_date", "2024-02-29", "--entropy_coef", 0.5,
-    ]  # fmt: skip
-    args = parse(shipped.load(SCRIPT).Args, [str(word) for word in argv], world_size=1)
-    run: Any = SimpleNamespace(args=args, accelerator=Accelerator(cpu=True), adapter=None, model=model)
-    run.shard_reference = lambda reference: reference
-    monkeypatch.setattr(objective, "make_model", lambda _: other)
-    rows = [
-        {"prompt": [{"role": "user", "content": text}]} for text in ("12?", "12?", "And 12 12 12?", "And 12 12 12?")
-    ]
-    given = {"reward_funcs": [lambda completions, **_: [1.0] * 4], "train_dataset": datasets.Dataset.from_list(rows)}
-    trainer = give_model_to_trl(RewardTrainer, run, trl_config(run, GRPOConfig), model, tokenizer, **given)
+    """trl renders its prompts on the day of the rows; its passes, and those of the reference, count positions in a row.
+
+    Dropout is on, but not while answers are drawn and log-probabilities computed.
+    """
+    texts = ["12?"] * 2 + ["And 12 12 12?"] * 2
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
+    flags = ("--beta", 0.1, "--num_iterations", 2, "--save_steps", 2, "--num_generations", 2, "--entropy_coef", 0.5)
+    rates, reward = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.5), lambda completions, **_: [1.0] * 4
+    flags += ("--disable_dropout", "false")
+    trainer, model, other = step_of(tmp_path, monkeypatch, rows, [reward], *flags, **rates)
+    tokenizer, args = trainer.processing_class, trainer.run.args
     assert (trainer.beta, trainer.entropy_coef) == (0.1, 0.5)
-    trainer.use_sharded_model()
-    trainer.add_reference()
+    model.train()
     (drawn,) = trainer.draw(0, [{"rows": rows, "row": torch.arange(4)}])
+    assert all(module.training for module in model.modules())
+    model.eval()
     masks, prompts = drawn["prompt_mask"].bool(), drawn["prompt_ids"]
     assert "29 Feb 2024" in tokenizer.decode(prompts[0][masks[0]]) and not masks.all()
     entropy = 0.0
@@ -615,11 +650,78 @@ def test_a_step_of_answers(tmp_path, monkeypatch):
                 logps = alone(ids).logits[0, -len(answer) - 1 : -1].log_softmax(-1)
             wanted = logps[range(len(answer)), answer]
             assert torch.allclose(drawn[name][number][: len(answer)], wanted, atol=1e-5), name
+            if alone is model:  # each token is the first at which the sum of probabilities exceeds its number
+                sums = logps.double().exp().cumsum(-1)
+                numbers = numbers_of(args.seed, 0, [number], 3)[0, : len(answer), None]
+                assert torch.equal(torch.searchsorted(sums, numbers, right=True)[:, 0], answer)
             entropy -= (logps.exp() * logps).sum().item() if alone is model else 0
     _, with_entropy = trainer.sum_parts(model, drawn)
     trainer.entropy_coef = 0.0
     _, without = trainer.sum_parts(model, drawn)
     assert (without - with_entropy).item() == pytest.approx(0.5 * entropy, rel=1e-4), "it counts once"
+
+
+@pytest.mark.parametrize("flags", [(), ("--multi_objective_aggregation", "normalize_then_sum")], ids=["sum", "each"])
+def test_equal_rewards_move_nothing(tmp_path, monkeypatch, flags):
+    """A group whose answers earn the same has the advantage 0 to the last bit; the others have that of trl."""
+    same, other = [0.1] * 7, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
+    parts = [same + other + same + [None] * 7, [0.35] * 7 + same + other[::-1] + [0.7] * 7]
+    rewards = [Reward(name, lambda part=part, **_: part) for name, part in zip("ab", parts, strict=True)]
+    rows = [{"prompt": [{"role": "user", "content": f"{i // 7}?"}]} for i in range(28)]
+    trainer, model, _ = step_of(tmp_path, monkeypatch, rows, rewards, "--num_generations", 7, *flags)
+    (drawn,) = trainer.draw(0, [{"rows": rows, "row": torch.arange(28)}])
+    found = drawn["advantages"].view(4, 7)
+    shares = {name: trainer._metrics["train"][f"rewards/{name}/none"] for name in "ab"}
+    assert shares == {"a": [0.25], "b": [0.0]}
+    assert not found[0].any() and not found[3].any() and found.dtype == torch.float32
+    wanted = torch.arange(7.0) - 3
+    assert torch.allclose(found[1] / found[1, -1], wanted / 3, atol=1e-5)
+    assert torch.allclose(found[2], -found[1], atol=1e-5)
+    alone = {key: it[:7] if isinstance(it, torch.Tensor) and it.dim() else it for key, it in drawn.items()}
+    trainer.sum_parts(model, alone).sum().backward()
+    assert not any(parameter.grad.any() for parameter in model.parameters())
+
+
+def test_held_out_answers_are_drawn_as_training_draws(tmp_path, monkeypatch):
+    rows = [{"prompt": [{"role": "user", "content": "12?"}]}] * 4
+    flags = ("--top_k", 7, "--top_p", 0.9, "--min_p", 0.1, "--repetition_penalty", 1.3, "--temperature", 0.7)
+    flags += ("--generation_kwargs", '{"min_new_tokens": 2, "typical_p": 0.9}', "--num_generations", 2)
+    trainer, *_ = step_of(tmp_path, monkeypatch, rows, [lambda completions, **_: [0.0] * 4], *flags)
+    given = trainer.run.args.sampling
+    assert {*given} == {*OWN_FLAGS, "min_new_tokens", "typical_p"}
+    assert {name: getattr(trainer.generation_config, name) for name in given} == given
+
+
+def test_an_evaluation_tells_rewards_its_step(tmp_path, monkeypatch, capsys):
+    """And it says which reward is None for how many answers, if others are not."""
+    rows = [{"prompt": [{"role": "user", "content": "12?"}]}] * 4
+    steps, nothing = [], Reward("nothing", lambda prompts, **_: [None] * len(prompts))
+
+    def schedule(prompts, trainer_state):
+        steps.append(trainer_state.global_step / trainer_state.max_steps)
+        return [1.0, *[None] * (len(prompts) - 1)]
+
+    rewards = [Reward("schedule", schedule), nothing]
+    trainer, *_ = step_of(tmp_path, monkeypatch, rows, rewards, "--num_generations", 2)
+    tokenizer, table = trainer.processing_class, datasets.Dataset.from_list(rows)
+    measured = HeldoutAnswers(trainer.run, tokenizer, table, rewards, None).evaluate(3)
+    trainer.draw(6, [{"rows": rows, "row": torch.arange(4)}])
+    assert steps == [3 / 9, 6 / 9]
+    assert measured["rewards/schedule/none"] == 0.75 and measured["rewards/nothing/none"] == 1.0
+    assert "nothing gave None for all 4 " in capsys.readouterr().out
+
+
+def test_which_rewards_differ():
+    """Sums that differ by the rounding of their parts are equal; what differs in fp32 differs."""
+    rewards = torch.tensor([[0.1, 0.4], [0.3, 0.2], [0.1, 0.2], [0.3, 0.0], [1.0, 1.0], [1.0, 1.0 + 1e-6]])
+    nothing = torch.tensor([[torch.nan, torch.nan], [torch.nan, 5.0]])
+    rewards = torch.cat([rewards, nothing]).double()
+    pairs = {each: differ_in_groups(rewards, torch.ones(2), 2, each)[::2].tolist() for each in (False, True)}
+    # Normalized, parts that change places are 1 and -1: their sums are equal.
+    assert pairs == {False: [False, False, True, False], True: [False, False, True, False]}
+    constant = torch.stack([torch.full((7,), 1e6 + 0.1), torch.arange(7.0)], 1).double()
+    opposite = torch.tensor([[i / 10, 1 - i / 10] for i in range(7)]).double()
+    assert [differ_in_groups(one, torch.ones(2), 7, True).all().item() for one in (constant, opposite)] == [True, False]
 
 
 def test_values_are_those_of_trl():

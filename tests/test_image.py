@@ -48,9 +48,8 @@ def wanted_by(name: str, extras: frozenset[str]) -> list[Requirement]:
 def test_lock_holds_what_is_pinned():
     for requirement in pinned():
         version = locked().get(canonicalize_name(requirement.name))
-        assert version and requirement.specifier.contains(version), (
-            f"{requirement}, locked is {version}; run: make lock"
-        )
+        said = f"{requirement}, locked is {version}; run: make lock"
+        assert version and requirement.specifier.contains(version), said
     # Each package has at least one hash, and no index is named.
     entries = re.split(r"^(?=[a-z0-9])", LOCK, flags=re.MULTILINE)[1:]
     form = re.compile(r"[a-z0-9.-]+==\S+( \\\n    --hash=sha256:[0-9a-f]{64})+\n")
@@ -112,12 +111,8 @@ class Buildah:
         if self.run("inspect", "localhost/base").returncode:
             root = tmp_path / "debian"
             packages = "--include=python3,python3-venv,python3-dev,gcc,libc6-dev,ca-certificates"
-            subprocess.run(
-                ["debootstrap", "--variant=minbase", packages, "bookworm", root],
-                check=True,
-                capture_output=True,
-                timeout=900,
-            )
+            command = ["debootstrap", "--variant=minbase", packages, "bookworm", root]
+            subprocess.run(command, check=True, capture_output=True, timeout=900)
             shutil.copy(ssl.get_default_verify_paths().cafile, root / "etc/ssl/certs/ca-certificates.crt")
             container = self.ok("from", "scratch")
             self.ok("copy", container, root, "/")

@@ -14,35 +14,28 @@ import tiny_images
 import torch
 import transformers
 from helpers import CHILDREN
-from image_steps import BOTH_WAYS, TEXTS, documents_of, loss_of
+from image_steps import BOTH_WAYS, OUTPUTS, TEXTS, documents_of, loss_of
 from peft import AutoPeftModel, PeftModel
 from safetensors.torch import load_file, save_file
 from tiny import composite_config, tiny_config
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
 from transformers.utils import is_torchvision_available
-from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes.arguments.adapters import AdapterArgs
 from accelerate_recipes.checkpoint import export
+from accelerate_recipes.checkpoint.base_form import BaseForm
 from accelerate_recipes.checkpoint.files import read_marker
-from accelerate_recipes.checkpoint.processor_files import processor_files
-from accelerate_recipes.data.pictures import Pictures
+from accelerate_recipes.conversations.heads import add_head
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.images.pictures import Pictures, processor_files
+from accelerate_recipes.images.supervised_images import ImageCollator, documents_to_try, flops_of_images
 from accelerate_recipes.metrics import flops_per_token
 from accelerate_recipes.models import IGNORE_INDEX, attention, images
-from accelerate_recipes.models.adapters import targets
+from accelerate_recipes.models.adapter_targets import targets
 from accelerate_recipes.models.attention import beyond_documents, choose, sees_images_whole
 from accelerate_recipes.models.composites import PARTS_OF_WHOLE, freeze, unused_parameters, weights_by_part
 from accelerate_recipes.models.documents import DOCUMENTS
-from accelerate_recipes.models.image_probe import check_whole
+from accelerate_recipes.models.image_probe import check_whole, tiny_of_text
 from accelerate_recipes.models.images import (
     IMAGE_MODELS,
     OF_TOKENS,
@@ -59,8 +52,6 @@ from accelerate_recipes.models.pretrained import check_model, load_config
 from accelerate_recipes.models.probes import mixers_in
 from accelerate_recipes.models.processors import load_processor
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.settings import OUTPUTS
-from accelerate_recipes.posttraining.supervised_images import flops_of_images
 
 FEW = ["gemma3", "llava_next", "mistral3", "qwen3_5", "qwen3_vl", "smolvlm"]
 BEYOND = ("gemma3", "qwen3_5", "qwen3_5_moe", BOTH_WAYS)  # what `documents` does not compute
@@ -97,26 +88,29 @@ def bases(tmp_path_factory):
     return base
 
 
-def prepared(args: SimpleNamespace) -> PreTrainedModel:
+def prepared(args: SimpleNamespace) -> transformers.PreTrainedModel:
     """Load a model as a recipe does."""
     model = load_image_model(args)
-    add_fused_lm_head(model, outputs=OUTPUTS)
+    add_head(model, OUTPUTS, tiny=tiny_of_text)
     unpack_documents(model, mixers_in(model))
     return model.train()
 
 
-def row_of(model: PreTrainedModel, documents: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def row_of(model: transformers.PreTrainedModel, documents: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return join_documents(image_model_on_meta(model.config).base_model, documents)
 
 
-def gradients(model: PreTrainedModel) -> torch.Tensor:
+def gradients(model: transformers.PreTrainedModel) -> torch.Tensor:
     gradient = [p.grad if p.grad is not None else torch.zeros_like(p) for _, p in sorted(model.named_parameters())]
     return torch.cat([value.flatten() for value in gradient]).double()
 
 
 def alone(base: object, documents: list[dict[str, torch.Tensor]]) -> tuple[list[float], torch.Tensor]:
     """Compute each document alone by transformers: the losses, and the gradient of their sum."""
-    model, found = AutoModelForImageTextToText.from_pretrained(base, attn_implementation="eager").train(), []
+    model, found = (
+        transformers.AutoModelForImageTextToText.from_pretrained(base, attn_implementation="eager").train(),
+        [],
+    )
     for document in documents:
         inputs = {name: value for name, value in document.items() if name != "labels"}
         logits = model(**inputs, use_cache=False).logits[0, :-1]
@@ -165,7 +159,38 @@ def test_a_packed_row_computes_what_its_documents_do_alone(name, bases):
         assert distance(gradients(eager), gradient) < 1e-5
 
 
-def grown(name: str) -> PreTrainedConfig:
+@pytest.mark.parametrize("file", ["processor_config", "preprocessor_config", "tokenizer_config", None])
+def test_the_processor_is_that_of_the_checkpoint(file, tmp_path):
+    """A Pixtral is of the type of LLaVA; one of the files names its processor, which its export has too."""
+    base = tiny_images.save_base(tmp_path / "base", "mistral3")
+    whole = tiny_images.config("mistral3")
+    parts = {"text_config": whole.text_config, "vision_config": whole.vision_config, "vision_feature_layer": -1}
+    parts |= {"image_token_index": whole.image_token_id, "vision_feature_select_strategy": "full"}
+    config = transformers.CONFIG_MAPPING["llava"](**parts)
+    config.save_pretrained(base)
+    names = ("processor_config.json", "tokenizer_config.json")
+    saved, of_tokens = (json.loads((base / name).read_text(encoding="utf-8")) for name in names)
+    images = saved.pop("image_processor")
+    saved["spatial_merge_size"] = 1
+    for name, content in zip((*names, "preprocessor_config.json"), (saved, of_tokens, images), strict=True):
+        content.pop("processor_class", None)
+        known = {"processor_config.json": "OfItsOwnCode" if file is None else None, f"{file}.json": "PixtralProcessor"}
+        (base / name).write_text(json.dumps(content | {"processor_class": known.get(name)}), encoding="utf-8")
+    tokenizer = load_tokenizer(str(base))
+    processor = load_processor(str(base), tokenizer)
+    if file is None:  # as that of the type, which has no more to go by
+        assert type(processor).__name__ == "LlavaProcessor"
+        return
+    text, _ = Pictures(processor).of_size(24, 16, False)
+    assert type(processor).__name__ == "PixtralProcessor" and "[IMG_BREAK]" in text and text.endswith("[IMG_END]")
+    out = tmp_path / "export"
+    config.save_pretrained(out)
+    BaseForm(config, tokenizer, processor_files(str(base), processor)).save_pretrained(out)
+    assert type(load_processor(str(out), load_tokenizer(str(out)))).__name__ == "PixtralProcessor"
+    check_whole(config, "base", "sdpa", documents_to_try(ImageCollator(processor, config)))
+
+
+def grown(name: str) -> transformers.PreTrainedConfig:
     """Return the configuration of a family in sizes that a trial must make smaller."""
     config = tiny_images.config(name)
     vision, text = config.vision_config, config.get_text_config()
@@ -185,23 +210,18 @@ def test_a_trial_with_images_agrees(name):
     check_whole(grown(name), "base", "sdpa", documents_of(name))
 
 
-def three_positions(base: PreTrainedModel, documents: list) -> dict[str, torch.Tensor]:
+def three_positions(base: transformers.PreTrainedModel, documents: list) -> dict[str, torch.Tensor]:
     return (row := join_documents(base, documents)) | {"position_ids": row["position_ids"][1:]}
 
 
-@pytest.mark.parametrize(
-    "name, part, broken",
-    [
-        ("gemma3", "images.image_masks", lambda config, batch: {}),
-        ("qwen3_vl", "image_probe.join_documents", three_positions),
-        ("qwen3_5", "image_probe.unpack_documents", lambda model, mixers: None),
-    ],
-)
+@pytest.mark.parametrize("name, part, broken", [
+    ("gemma3", "images.image_masks", lambda config, batch: {}),
+    ("qwen3_vl", "image_probe.join_documents", three_positions),
+    ("qwen3_5", "image_probe.unpack_documents", lambda model, mixers: None),
+])  # fmt: skip
 def test_a_trial_with_images_finds_what_leaks(name, part, broken, monkeypatch):
     monkeypatch.setattr(f"accelerate_recipes.models.{part}", broken)
-    with pytest.raises(
-        ConfigError, match=r"base does not compute .* loss by \d+%, .* vision_tower by \d+%.* language_model"
-    ):
+    with pytest.raises(ConfigError, match=r"does not compute .* by \d+%, .* vision_tower by \d+%.* language_model"):
         check_whole(grown(name), "base", "sdpa", documents_of(name))
 
 
@@ -231,7 +251,7 @@ def test_images_that_are_seen_whole_need_masks_of_our_own(name, bases, monkeypat
     for kernel in (DOCUMENTS, "flex_attention"):
         with pytest.raises(ConfigError, match=r"images whose tokens see each other.* give sdpa"):
             load_image_model(args_of(bases(name), attn_implementation=kernel))
-    assert choose("auto", load_config(str(bases(name))), torch.bfloat16)[0] == "sdpa"
+    assert choose("auto", load_config(str(bases(name))), torch.bfloat16, True)[0] == "sdpa"
     for module in (images, attention):
         monkeypatch.setattr(module, "sees_images_whole", lambda config: False)
     for kernel in ("sdpa", DOCUMENTS):
@@ -273,7 +293,7 @@ def test_parts_are_frozen(name, bases):
 def test_parts_that_hear_are_never_trained():
     settings = tiny_images.config("gemma4")
     sound = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16}
-    settings.audio_config = CONFIG_MAPPING["gemma4_audio"](**sound)
+    settings.audio_config = transformers.CONFIG_MAPPING["gemma4_audio"](**sound)
     model = freeze(image_model_on_meta(settings), args_of(""))
     trained = {name.split(".")[1] for name, parameter in model.named_parameters() if parameter.requires_grad}
     named = {name.split(".")[1] for name, _ in model.named_parameters()}
@@ -313,7 +333,8 @@ def test_ranks_without_images_change_nothing(names, forks, bases, tmp_path):
     for config, name in itertools.product(("fsdp_full", "ddp"), names):
         one, two = (json.loads((tmp_path / place / f"{name}.json").read_text()) for place in ("single", config))
         assert config == "ddp" or len(two["units"]) >= 3  # layers of the text part, of the tower, and the rest
-        assert two["steps"] == [pytest.approx(step, rel=1e-5) for step in one["steps"]], (config, name)
+        # Loss and norm of the gradients, which is 53 for one and differs by 1.2e-5 on some processors.
+        assert two["steps"] == [pytest.approx(step, rel=3e-5) for step in one["steps"]], (config, name)
         weights, expected = (load_file(tmp_path / place / f"{name}.safetensors") for place in (config, "single"))
         assert all(torch.allclose(weights[part], expected[part], atol=1e-5) for part in expected), (config, name)
 
@@ -343,7 +364,7 @@ def exported(forks, tmp_path_factory):
     older(root / "bases" / "qwen3_5-older")
     for name in ("gemma3", "llava_next"):  # with the names of the class
         base = tiny_images.save_base(root / "bases" / f"{name}-own", name)
-        own = AutoModelForImageTextToText.from_pretrained(base)
+        own = transformers.AutoModelForImageTextToText.from_pretrained(base)
         weights = {part: value for part, value in own.state_dict().items() if part not in own.all_tied_weights_keys}
         save_file(weights, base / "model.safetensors", {"format": "pt"})
     folders = sorted((root / "bases").iterdir())
@@ -356,10 +377,10 @@ def test_transformers_reads_the_whole_model_from_the_export(name, exported):
     base, out = exported / "bases" / name, exported / "out" / name / "export"
     before, after = (load_file(folder / "model.safetensors") for folder in (base, out))
     assert {n: (t.shape, t.dtype) for n, t in before.items()} == {n: (t.shape, t.dtype) for n, t in after.items()}
-    model = AutoModelForImageTextToText.from_pretrained(out)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(out)
     trained = load_file(exported / "out" / f"{name}.safetensors")
     assert all(torch.equal(parameter, trained[part]) for part, parameter in model.named_parameters())
-    first = AutoModelForImageTextToText.from_pretrained(base)
+    first = transformers.AutoModelForImageTextToText.from_pretrained(base)
     frozen = {id(p) for p in (*weights_by_part(model)["vision_tower"], *unused_parameters(model))}
     changed = {part for part, p in model.named_parameters() if not torch.equal(p, first.get_parameter(part))}
     assert changed and not {part for part, p in model.named_parameters() if id(p) in frozen} & changed
@@ -376,17 +397,15 @@ def test_transformers_reads_the_whole_model_from_the_export(name, exported):
     text, sizes, _ = TEXTS[1]
     seen = [tiny_images.picture(*size, seed=i) for i, size in enumerate(sizes)]
     written = text.replace("<image>", tiny_images.FAMILIES[name.partition("-")[0]]["written"])
-    theirs = AutoProcessor.from_pretrained(out, backend="pil")(
+    theirs = transformers.AutoProcessor.from_pretrained(out, backend="pil")(
         text=[f"<|im_start|>{written}:"], images=[seen], add_special_tokens=False, return_tensors="pt"
     )
     (document,) = documents_of(name, [(text, sizes, "")])
     values = {part: value for part, value in theirs.items() if part != "attention_mask"}
     assert values.keys() == document.keys() - {"labels"}
     length = values["input_ids"].shape[1]
-    assert all(
-        torch.equal(value, document[part][:, :length] if part in OF_TOKENS else document[part])
-        for part, value in values.items()
-    )
+    whole = {part: value[:, :length] if part in OF_TOKENS else value for part, value in document.items()}
+    assert all(torch.equal(value, whole[part]) for part, value in values.items())
 
 
 def test_an_export_in_bf16_leaves_frozen_parts_as_they_are(exported, tmp_path, monkeypatch):
@@ -398,7 +417,7 @@ def test_an_export_in_bf16_leaves_frozen_parts_as_they_are(exported, tmp_path, m
     frozen = {name for name, weight in weights.items() if weight.dtype == torch.float32}
     assert frozen == {name for name in base if name.startswith("vision_tower.")}
     assert all(torch.equal(weights[name], base[name]) for name in frozen)
-    assert AutoConfig.from_pretrained(tmp_path / "export").dtype == torch.bfloat16
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "export").dtype == torch.bfloat16
     export.export(checkpoint, tmp_path / "asked", dtype=torch.bfloat16)
     assert {weight.dtype for weight in load_file(tmp_path / "asked" / "model.safetensors").values()} == {torch.bfloat16}
 
@@ -410,10 +429,8 @@ def test_processor_files_say_the_most_pixels(bases, tmp_path):
         processor = load_processor(str(base), load_tokenizer(str(base)), max_pixels=512)
         processor.tokenizer.chat_template = "{{ 'new' }}"
         files = processor_files(str(base), processor)
-        assert json.loads(files.get("chat_template.json", b'{"chat_template": ""}'))["chat_template"] in (
-            "",
-            "{{ 'new' }}",
-        )
+        template = json.loads(files.get("chat_template.json", b'{"chat_template": ""}'))
+        assert template["chat_template"] in ("", "{{ 'new' }}")
         for file in ("model.safetensors", "config.json"):
             (tmp_path / f"{name} again").mkdir(exist_ok=True)
             (tmp_path / f"{name} again" / file).symlink_to(base / file)
@@ -459,17 +476,16 @@ def test_adapters_lie_in_the_text_part(forks, bases, tmp_path):
         assert "q_proj" in {part.split(".")[-4] for part in adapters}
         (document,) = documents_of(name, TEXTS[:1])
         inputs = {part: value for part, value in document.items() if part != "labels"}
-        plain = AutoModelForImageTextToText.from_pretrained(base)
+        plain = transformers.AutoModelForImageTextToText.from_pretrained(base)
         before = plain(**inputs).logits
         by_peft = PeftModel.from_pretrained(plain, out / "export")
         loaded = {part.removeprefix("base_model.model."): p for part, p in by_peft.named_parameters()}
         assert all(torch.equal(loaded[part], trained[part]) for part in adapters)
         logits = by_peft(**inputs).logits
         export.export(out / "checkpoint-4", out / "merged", merge_adapter=True)
-        merged = AutoModelForImageTextToText.from_pretrained(out / "merged")
-        assert torch.allclose(merged(**inputs).logits, logits, atol=1e-4) and not torch.allclose(
-            before, logits, atol=1e-2
-        )
+        merged = transformers.AutoModelForImageTextToText.from_pretrained(out / "merged")
+        assert torch.allclose(merged(**inputs).logits, logits, atol=1e-4)
+        assert not torch.allclose(before, logits, atol=1e-2)
         files = [load_file(folder / "model.safetensors") for folder in (base, out / "merged")]
         assert files[0].keys() == files[1].keys()
         tower = [part for part in files[0] if "visual" in part or "vision" in part]
@@ -479,11 +495,8 @@ def test_adapters_lie_in_the_text_part(forks, bases, tmp_path):
 
 def test_adapters_elsewhere_if_they_are_asked_for(bases):
     model = load_image_model(args_of(bases("qwen2_5_vl")))
-    for asked, places in {
-        "q_proj": {"language_model"},
-        "qkv": {"visual"},
-        "visual.blocks.0.mlp.up_proj": {"visual"},
-    }.items():
+    layers = {"q_proj": "language_model", "qkv": "visual", "visual.blocks.0.mlp.up_proj": "visual"}
+    for asked, places in ((layer, {part}) for layer, part in layers.items()):
         given = SimpleNamespace(lora_target_modules=[asked], load_in_4bit=False)
         chosen = targets(model, given)["target_modules"]
         assert {name.split(".")[1] for name in chosen} == places
@@ -494,7 +507,7 @@ def test_adapters_elsewhere_if_they_are_asked_for(bases):
 @pytest.mark.parametrize("name", [name for name in IMAGE_MODELS if name not in ("glm46v", "idefics3")])
 def test_flops_of_images_are_those_that_torch_counts(name, bases):
     (document,) = documents_of(name, [("<image>", [(64, 48)], "")])
-    base = AutoModelForImageTextToText.from_pretrained(bases(name), attn_implementation="eager")
+    base = transformers.AutoModelForImageTextToText.from_pretrained(bases(name), attn_implementation="eager")
     values = {part: v for part, v in document.items() if part not in ("input_ids", "labels") and "type" not in part}
     for trained in (False, True):
         model = freeze(base, args_of("", freeze_vision_tower=not trained))
@@ -519,10 +532,10 @@ def test_flops_of_texts_are_those_of_the_text_part(name, bases):
 def test_the_text_part_is_asked_too():
     """A LLaVA may have any text part: one that ignores positions is refused, and its kernels are those of both."""
     llava = tiny_images.config("llava")
-    llava.text_config = CONFIG_MAPPING["bloom"](hidden_size=32, n_layer=2, n_head=4)
+    llava.text_config = transformers.CONFIG_MAPPING["bloom"](hidden_size=32, n_layer=2, n_head=4)
     with pytest.raises(ConfigError, match=r"base does not compute .*gradient of its language_model"):
         check_whole(llava, "base", "eager", documents_of("llava"))
-    internvl = CONFIG_MAPPING["internvl"](text_config={"model_type": "gpt_oss"})
-    assert choose("auto", internvl, torch.bfloat16) == ("eager", "the model has attention sinks")
+    internvl = transformers.CONFIG_MAPPING["internvl"](text_config={"model_type": "gpt_oss"})
+    assert choose("auto", internvl, torch.bfloat16, True) == ("eager", "the model has attention sinks")
     with pytest.raises(ConfigError, match="does not support it; give eager"):
-        choose("sdpa", internvl, torch.bfloat16)
+        choose("sdpa", internvl, torch.bfloat16, True)

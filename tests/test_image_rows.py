@@ -7,6 +7,7 @@ import os
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import datasets
 import numpy as np
@@ -16,16 +17,25 @@ import torch
 from conversations import TOOL, call
 from PIL import Image
 from tiny_images import picture
+from transformers import AutoImageProcessor
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data import image_rows, image_sizes
-from accelerate_recipes.data.image_places import PLACE, SEEN, undecoded
-from accelerate_recipes.data.image_rows import ImageRowArgs, load_image_sides
-from accelerate_recipes.data.image_sizes import known_sizes
-from accelerate_recipes.data.messages import TEXT
-from accelerate_recipes.data.passes import made_of
-from accelerate_recipes.data.pictures import ORIENTATION, Pictures, checked_image, decoded, image_checksum, upright_size
+from accelerate_recipes.conversations.exported import read_of
+from accelerate_recipes.conversations.messages import TEXT
+from accelerate_recipes.data.passes import map_rows
 from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.images import image_rows, image_sizes
+from accelerate_recipes.images.image_places import PLACE, SEEN, undecoded
+from accelerate_recipes.images.image_rows import ImageRowArgs, load_image_sides
+from accelerate_recipes.images.image_sizes import known_sizes
+from accelerate_recipes.images.pictures import (
+    ORIENTATION,
+    Pictures,
+    checked_image,
+    decoded,
+    image_checksum,
+    upright_size,
+)
 from accelerate_recipes.models.images import patches_of
 
 SIZES = {"a.png": (24, 16), "b.png": (16, 32), "c.png": (40, 20)}
@@ -123,9 +133,6 @@ FORMS = {
         {"images": ["a.png"], "prompt": [user("What?", 1), ANSWER, user("Sure?")], "completion": [ANSWER]},
         [as_parts("user", PLACE, "What?"), CAT | {"weight": 0}, as_parts("user", "Sure?"), CAT], "a",
     ),
-    "question and answer": (
-        {"image": "a.png", "question": "<image>", "answer": "A cat."}, [as_parts("user", PLACE), CAT], "a",
-    ),
     "Alpaca, with what was said before": (
         {"images": ["a.png", "b.png", "c.png"], "system": "Be brief.", "history": [["<image>?", "A dog."]],
          "instruction": "And <image>", "input": "<image>", "output": "A cat."},
@@ -138,11 +145,32 @@ FORMS = {
     ),
     "calls of tools": (
         {"images": ["a.png"], "tools": json.dumps([TOOL]), "messages": [
-            user("Weather?", 1), call("weather", town="Bern"), {"role": "tool", "content": "4"}, ANSWER]},
-        [as_parts("user", PLACE, "Weather?"), call("weather", town="Bern") | {"content": None}, as_parts("tool", "4"), CAT], "a",
+            user("Weather?", 1), call("weather", town=None, at=0.7), {"role": "tool", "content": "4"}, ANSWER]},
+        [as_parts("user", PLACE, "Weather?"), call("weather", town=None, at=0.7) | {"content": None}, as_parts("tool", "4"), CAT],
+        "a",
     ),
     "other columns": (
         asking(images=["a.png"], row=7, checksums="x", pixel_values=[1]), [as_parts("user", PLACE, "What?"), CAT], "a",
+    ),
+    "a column beside texts": (
+        {"images": ["b.png", "a.png"], "messages": [
+            {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What?"}, ANSWER]},
+        [as_parts("system", "Be brief."), as_parts("user", PLACE, PLACE, "What?"), CAT], "ba",
+    ),
+    "LLaVA without a place": (
+        {"image": "a.png", "conversations": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "A cat."}]},
+        [as_parts("user", PLACE, "What?"), CAT], "a",
+    ),
+    "Alpaca with a history, without a place": (
+        {"image": "a.png", "history": [["So?", "A dog."]], "instruction": "And", "input": "now?", "output": "A cat."},
+        [as_parts("user", PLACE, "So?"), as_parts("assistant", "A dog."), as_parts("user", "And\nnow?"), CAT], "a",
+    ),
+    "<image> quoted beside parts": (
+        {"images": ["a.png"], "messages": [
+            {"role": "user", "content": [IMAGE, {"type": "text", "text": "Is <image> HTML?"}]},
+            {"role": "assistant", "content": "<image> is none."}]},
+        [{"role": "user", "content": [IMAGE, {"type": "text", "text": "Is <image> HTML?"}]},
+         {"role": "assistant", "content": [{"type": "text", "text": "<image> is none."}]}], "a",
     ),
     "text alone": ({"messages": [user("Who?"), ANSWER], "images": []}, [as_parts("user", "Who?"), CAT], ""),
 }  # fmt: skip
@@ -165,8 +193,83 @@ def test_forms(name, folder, processor, monkeypatch):
     assert found["checksums"] == [image_checksum((folder / name).read_bytes()) for name in names]
     assert found["row"] == 1 and len(sides["test"]) == 1
     assert found.get("tools") == ([TOOL] if "tools" in row else None)
-    written = [{name: value for name, value in m.items() if value is not None} for m in first[0]["messages"]]
-    assert (written, first[0]["images"], first[0].get("tools")) == (without, found["images"], row.get("tools"))
+    read = read_of(first[0])
+    written = [{name: value for name, value in m.items() if value is not None} for m in read["messages"]]
+    assert (written, read["images"], read["tools"]) == (without, found["images"], found.get("tools"))
+
+
+RAW = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'user' %}{% for p in m.content %}"
+    "{{ '<|image_pad|>' if p.type == 'image' else p.text }}{% endfor %}{% else %}{{ CONTENT }}{% endif %}{% endfor %}"
+)
+OF_PARTS = {"system", "user", "assistant"}
+
+
+@pytest.mark.parametrize("template, as_parts", [
+    (None, OF_PARTS),
+    (tiny_images.PUBLISHED["glm4v"].replace("<|image|>", "<|image_pad|>"), {"user"}),
+    (RAW.replace("CONTENT", "m.content"), {"user"}),
+    (RAW.replace("CONTENT", "m.content | tojson"), {"user"}),
+    (RAW.replace("CONTENT", "'\n' + m.content.strip()"), {"user"}),
+    (RAW.replace("CONTENT", "m.content[0].text"), OF_PARTS),
+    (RAW.replace("CONTENT", "m.content[0].text if m.role == 'assistant' else 'Always.'"), OF_PARTS),
+    (RAW.replace("CONTENT", "m.content if m.role == 'system' else m.content[0].text"), {"user", "assistant"}),
+])  # fmt: skip
+def test_contents_are_parts_where_the_template_renders_parts(template, as_parts, folder, processor, monkeypatch):
+    """Others stay texts, and no part is written as Python code; the side of a row does not depend on it."""
+    names = [f"{number}.png" for number in range(12)]
+    for number, name in enumerate(names):
+        picture(16, 16, number).save(folder / name)
+    systems = [{"role": "system", "content": f"Be {n}."} for n in names]
+    rows = [{"messages": [s, user("What?", 1), ANSWER], "images": [n]} for s, n in zip(systems, names, strict=True)]
+    usual = load(folder, processor, rows, eval_files=[], heldout_share=0.4)[0]
+    if template:
+        monkeypatch.setattr(processor.tokenizer, "chat_template", template)
+    sides, first = load(folder, processor, rows, eval_files=[], heldout_share=0.4)
+    assert [*sides["test"]["row"]] == [*usual["test"]["row"]]
+    for row, as_written in zip(sides["train"], first, strict=False):
+        kinds = {message["role"]: isinstance(message["content"], list) for message in row["messages"]}
+        assert kinds == {role: role in as_parts for role in OF_PARTS} and row["messages"] == as_written["messages"]
+        assert "type" not in processor.tokenizer.apply_chat_template(row["messages"], tokenize=False)
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["data", "data in capitals", "data in percents", "data in a part", "base64 in a part", "file", "file of localhost"],
+)
+def test_uris(way, folder, processor):
+    content = (folder / "a.png").read_bytes()
+    (folder / "a b.png").write_bytes(content)
+    encoded = base64.b64encode(content).decode()
+    uri = {
+        "data in percents": f"DATA:image/png,{quote(content)}",
+        "data in capitals": f"DATA:image/png;BASE64,{encoded}",
+        "file": f"file://{folder}/a%20b.png",
+    }.get(way, f"file://localhost{folder}/a%20b.png" if "localhost" in way else f"data:image/png;base64,{encoded}")
+    if "part" in way:
+        by_url = {"type": "image_url", "image_url": {"url": uri, "detail": None}}
+        named = {"base64": encoded} if "base64" in way else by_url
+        row = {"messages": [{"role": "user", "content": [IMAGE | named]}, ANSWER]}
+    else:
+        row = asking(images=[uri])
+    (found,) = load(folder, processor, [row])[0]["train"]
+    assert found["checksums"] == [image_checksum(content)] and found["widths"] == [24]
+    is_file = way.startswith("file")
+    path, held = (f"{folder}/a b.png", None) if is_file else (None, content)
+    assert found["images"] == [{"path": path, "bytes": held}]
+
+
+def test_what_is_made_of_rows_is_told(folder, processor, capfd):
+    """Fields of images that are not read, and images without a place; each once, with the rows that have it."""
+    by_url = {"type": "image_url", "image_url": {"url": "b.png", "detail": "low"}}
+    named = [IMAGE | {"image": "a.png", "max_pixels": 256}, by_url]
+    usual = [IMAGE | {"image": "a.png"}, {"type": "image_url", "image_url": {"url": "b.png", "detail": "auto"}}]
+    rows = [{"messages": [{"role": "user", "content": parts}, ANSWER]} for parts in (usual, named, named)]
+    load(folder, processor, [*rows, {"messages": [{"role": "user", "content": "What?"}, ANSWER], "image": "c.png"}])
+    said = [line for line in capfd.readouterr().out.splitlines() if "rows.jsonl" in line]
+    for field, number, first in (("'max_pixels'", 2, 2), ("'detail'", 2, 2), ("first question", 1, 4)):
+        (line,) = [line for line in said if field in line]
+        assert f"in {number} rows; the first is row {first}" in line
 
 
 TURNS = datasets.List({"from": TEXT, "value": TEXT})
@@ -184,10 +287,8 @@ def test_parquet(feature, where, folder, processor, monkeypatch):
     if where == "part":
         parts = [{"type": "image", "text": None, "image": value}], [{"type": "text", "text": "A cat.", "image": None}]
         rows = {
-            "messages": [
-                {"role": role, "content": part} for role, part in zip(("user", "assistant"), parts, strict=True)
-            ]
-        }
+            "messages": [{"role": role, "content": part} for role, part in zip(("user", "assistant"), parts, strict=True)],
+        }  # fmt: skip
         content_type = datasets.List({"type": TEXT, "text": TEXT, "image": feature})
         features = {"messages": datasets.List({"role": TEXT, "content": content_type})}
     else:
@@ -216,7 +317,8 @@ WRONG = {
     "no place": (asking(num_images=0, image="a.png"), {}, ["0 places", "1 images"]),
     "a place in a text, no image": (asking("See <image>.", 0), {}, ["1 places", "0 images"]),
     "URL": (asking(images=["https://a.b/c.png"]), {}, ["https://a.b/c.png", "URL"]),
-    "data": (asking(images=["data:image/png;base64," + base64.b64encode(b"12").decode()]), {}, ["data:image", "URL"]),
+    "data that are no image": (asking(images=["data:image/png;base64," + base64.b64encode(b"12").decode()]), {}, ["image 1"]),
+    "data that are cut": (asking(images=["data:image/png;base64,iVBOR"]), {}, ["data:image/png;base64,iVBOR", "base64"]),
     "URL in a part": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}, ANSWER]},
         {}, ["http://a/b", "URL"],
@@ -245,6 +347,7 @@ WRONG = {
     "private character": (asking(f"A{SEEN}", images=["a.png"]), {}, ["e001"]),
     "messages that are a number": ({"messages": 3}, {}, ["3"]),
     "no role": ({"messages": [{"content": "Who?"}, ANSWER]}, {}, ["role"]),
+    "a role that is a list": ({"messages": [{"role": ["user"], "content": "Who?"}, ANSWER], "image": "a.png"}, {}, ["role"]),
 }  # fmt: skip
 
 
@@ -257,20 +360,6 @@ def test_errors_name_file_and_row(name, folder, processor):
         load(folder, processor, [asking("First?", images=["a.png"]), row], **settings)
     for fact in (f"{folder}/rows.jsonl, row 2", *facts):
         assert fact in str(error.value)
-
-
-def test_in_processes(folder, processor, monkeypatch, worker_server):
-    """Rows and errors are the same in several processes."""
-    rows = [asking(f"{number}?", images=["abc"[number % 3] + ".png"]) for number in range(250)]
-    found = []
-    for number in (1, 2):
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / f"cache of {number}")
-        sides, first = load(folder, processor, rows, dataset_num_proc=number)
-        found.append(({name: [*side] for name, side in sides.items()}, first))
-    assert found[0] == found[1]
-    rows[220] = asking(num_images=2, images=["a.png"])
-    with pytest.raises(DataError, match=r"row 221 has 2 places .* 1 images"):
-        load(folder, processor, rows, dataset_num_proc=2)
 
 
 def test_runs_without_images_or_template(folder, processor, monkeypatch):
@@ -390,6 +479,29 @@ def test_images_are_measured_again_once_they_change(folder, processor, monkeypat
         checked_image(image, known, "rows.jsonl, row 1")
 
 
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_rows_with_broken_images_are_left_out(num_proc, folder, processor, capfd, worker_server):
+    """Those that PIL cannot decode to their end, too; the others keep their numbers, images and texts."""
+    whole = (folder / "c.png").read_bytes()
+    broken = {"cut": whole[: len(whole) // 2], "text": b"no", "middle": whole[:200] + b"x" * 100 + whole[300:]}
+    for name, content in broken.items():
+        (folder / f"{name}.png").write_bytes(content)
+    names = ("a.png", "cut.png", "b.png", "gone.png", "text.png")
+    rows = [asking(f"{n}?", images=[name]) for n, name in enumerate(names)]
+    rows += [asking("5?", 2, images=["b.png", "middle.png"]), asking("6?", 2, images=["c.png", "a.png"])]
+    sides, first = load(folder, processor, rows, skip_broken_images=True, dataset_num_proc=num_proc)
+    assert [(row["row"], row["widths"]) for row in sides["train"]] == [(1, [24]), (3, [16]), (7, [40, 24])]
+    assert [row["messages"][0]["content"][-1]["text"] for row in first] == ["0?", "2?", "6?"]
+    names = [[Path(image["path"]).name for image in row["images"]] for row in first]
+    assert names == [["a.png"], ["b.png"], ["c.png", "a.png"]]
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if "left out" in line]
+    assert "4 of 7 rows" in line and f"{folder}/rows.jsonl, row 2" in line and "cut.png" in line
+    with pytest.raises(DataError, match="row 2"):
+        load(folder, processor, rows, dataset_num_proc=num_proc)
+    with pytest.raises(ConfigError, match=r"4 of 4 rows.*row 1, .*cut\.png"):
+        load(folder, processor, [row for row in rows if row["images"][-1] not in SIZES], skip_broken_images=True)
+
+
 # Images of all kinds
 
 
@@ -406,11 +518,7 @@ def turned(kind: str, orientation: int) -> bytes:
 
 SMALL = picture(40, 20)
 KINDS = {
-    **{
-        f"{kind}, turned {way}": turned(kind, way)
-        for kind in ("JPEG", "PNG", "WEBP", "TIFF")
-        for way in (1, 3, 5, 6, 8)
-    },
+    **{f"{kind}, turned {way}": turned(kind, way) for kind in ("JPEG", "PNG", "WEBP", "TIFF") for way in (1, 3, 5, 6, 8)},
     "palette": saved(SMALL.quantize(16), "PNG"),
     "palette with transparency": saved(SMALL.quantize(16), "PNG", transparency=bytes(range(16))),
     "alpha": saved(SMALL.convert("RGBA"), "PNG"),
@@ -421,7 +529,7 @@ KINDS = {
     "one pixel": saved(picture(1, 1), "PNG"),
     "three rows": saved(picture(17, 3), "PNG"),
     "a strip": saved(picture(10_000, 10), "PNG"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -470,13 +578,8 @@ def test_blank_ids_are_real_ids(name):
 @pytest.mark.parametrize("kind", ["truncated", "truncated PNG", "empty", "text", "16 bits", "bomb"])
 def test_broken_images(kind, monkeypatch):
     whole = KINDS["JPEG, turned 1"]
-    content = {
-        "truncated": whole[: len(whole) // 2],
-        "truncated PNG": KINDS["alpha"][:300],
-        "empty": b"",
-        "text": b"no",
-        "16 bits": saved(DEEP, "PNG"),
-    }
+    content = {"truncated": whole[: len(whole) // 2], "truncated PNG": KINDS["alpha"][:300]}
+    content |= {"empty": b"", "text": b"no", "16 bits": saved(DEEP, "PNG")}
     if kind == "bomb":
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     for read in (decoded, upright_size):
@@ -494,6 +597,17 @@ def test_processors_are_sent_to_workers(name):
     assert found.keys() == values.keys() and all((found[key] == values[key]).all() for key in values)
 
 
+@pytest.mark.parametrize("name", tiny_images.FAMILIES)
+def test_pixels_of_an_export_by_pil(name, tmp_path):
+    """What docs/vlm.md names for the pixels of training gives them, for all types of models."""
+    wanted = tiny_images.save_processor(tmp_path, name)
+    tiny_images.config(name).save_pretrained(tmp_path)
+    images = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    assert type(images) is type(wanted.image_processor)
+    pixels = [one([SMALL], return_tensors="pt")["pixel_values"] for one in (images, wanted.image_processor)]
+    assert torch.equal(*pixels)
+
+
 def sized(number: int) -> list[tuple[str, list[tuple[int, int]]]]:
     return [(f"rows.jsonl, row {row}", [(20 + row, 30)] * (1 + row % 2)) for row in range(number)]
 
@@ -504,9 +618,9 @@ def test_sizes_are_made_once(folder, processor, monkeypatch, worker_server):
 
     def counting(rows, *more, **how):
         made.append(len(rows))
-        return made_of(rows, *more, **how)
+        return map_rows(rows, *more, **how)
 
-    monkeypatch.setattr(image_sizes, "made_of", counting)
+    monkeypatch.setattr(image_sizes, "map_rows", counting)
     found = known_sizes(processor, config, sizes, 2)
     one = Pictures(processor)
     assert made == [60] and found[0].of([(21, 30)] * 2) == [one.of_size(21, 30, True)[0]] * 2

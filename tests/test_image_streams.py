@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, png
+from helpers import ROOT, png, write_tar
 from huggingface_hub import constants
 from loopback_hub import LoopbackHub
 from PIL import Image
@@ -25,15 +25,15 @@ from streaming import Ranks, no_retry
 
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.checkpoint.resume import check_arguments
+from accelerate_recipes.checkpoint.resume import settle_arguments
 from accelerate_recipes.data import streams
-from accelerate_recipes.data.augmentation import Augmentation, rand_augment
-from accelerate_recipes.data.image_streams import ImageShards, ImageStreams
-from accelerate_recipes.data.images import ImageArgs, load_images
-from accelerate_recipes.data.tars import stream_images
 from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.images.augmentation import Augmentation, rand_augment
+from accelerate_recipes.images.classifiers import new_image_processor
+from accelerate_recipes.images.image_streams import ImageShards, ImageStreams
+from accelerate_recipes.images.labelled import ImageArgs, load_images
+from accelerate_recipes.images.tars import stream_images
 from accelerate_recipes.launch import requirements
-from accelerate_recipes.vision.classifiers import new_image_processor
 
 pytestmark = pytest.mark.usefixtures("quick_tries", "worker_server")
 
@@ -44,10 +44,8 @@ NOTE = "README-of-images-that-are-not-said-to-be-anything-but-noise.md"  # a nam
 OF_IMAGES = ("row", "pixel_values", "labels", "other_labels", "share")
 PLAIN = Augmentation(crop_area=1, horizontal_flip=False)
 MIXED = Augmentation(crop_area=0.5, mixup_alpha=0.4, cutmix_alpha=1.0)
-FEW, MANY = (
-    (1, 7, 0, 40),
-    (1, 7, 0, 9, 2, 2, 3, 0, 1, 1, 5, 4, 2, 3),
-)  # images in each shard: fewer and more than streams
+# Images in each shard: fewer and more than streams
+FEW, MANY = ((1, 7, 0, 40), (1, 7, 0, 9, 2, 2, 3, 0, 1, 1, 5, 4, 2, 3))
 
 
 @dataclass
@@ -64,11 +62,7 @@ def label_of(shard: int, index: int) -> int:
 
 
 def tar_of(members: list[tuple[str, bytes]], **settings: object) -> bytes:
-    with tarfile.open(fileobj=(out := io.BytesIO()), mode="w", **settings) as tar:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+    write_tar(out := io.BytesIO(), members, **settings)
     return out.getvalue()
 
 
@@ -97,13 +91,12 @@ def streamed(serve, monkeypatch):
 
 def loaders_of(source: ImageShards, world_size: int = 1, num_workers: int = 0) -> list[ImageStreams]:
     args = Args(total_batch_size=BATCH, per_device_train_batch_size=1, seed=SEED, dataloader_num_workers=num_workers)
-    return [
-        ImageStreams(source, args, rank, world_size, num_streams=NUM_STREAMS, block=BLOCK) for rank in range(world_size)
-    ]
+    sizes = {"num_streams": NUM_STREAMS, "block": BLOCK}
+    return [ImageStreams(source, args, rank, world_size, **sizes) for rank in range(world_size)]
 
 
 def run(loaders: list[ImageStreams], num_steps: int) -> list[list[dict]]:
-    names = OF_IMAGES if loaders[0].source.augmentation.mixup_alpha else OF_IMAGES[:3]
+    names = OF_IMAGES if loaders[0].documents[0].augmentation.mixup_alpha else OF_IMAGES[:3]
     return Ranks(loaders, names).run(num_steps)
 
 
@@ -127,9 +120,8 @@ def test_each_image_once_in_an_epoch(streamed, sizes):
     assert all(Counter(epoch) == everything for epoch in epochs[:2]) and not Counter(epochs[2]) - everything
     for row in rows[:total]:
         _, shard, i = row["row"].tolist()
-        pixels = PROCESSOR(Image.open(io.BytesIO(image(shard, i))).convert("RGB"), return_tensors="pt")["pixel_values"][
-            0
-        ]
+        picture = Image.open(io.BytesIO(image(shard, i))).convert("RGB")
+        pixels = PROCESSOR(picture, return_tensors="pt")["pixel_values"][0]
         plain = source.trained((0,), 0, 1, lambda _: (Image.open(io.BytesIO(image(shard, i))), 0))  # noqa: B023
         assert torch.equal(row["pixel_values"], plain["pixel_values"]) and pixels.shape == plain["pixel_values"].shape
         assert row["labels"] == label_of(shard, i)
@@ -173,10 +165,8 @@ def test_chance_is_a_function_of_seed_epoch_and_image(streamed):
     assert all(np.array_equal(a["pixel_values"], b["pixel_values"]) for a, b in zip(drawn[0, SEED + 1][5:], again, strict=True))  # fmt: skip
     assert len({int(row["other_labels"]) for row in first}) == 3
     source.augmentation = Augmentation(crop_area=0.5)
-    rows = [
-        {int(row[0]["row"][2]): row[0]["pixel_values"] for row in source.tokens(0, order)}
-        for order in (documents, documents[::-1])
-    ]
+    orders = [[row for row, *_ in source.tokens(0, order)] for order in (documents, documents[::-1])]
+    rows = [{int(row["row"][2]): row["pixel_values"] for row in order} for order in orders]
     assert all(np.array_equal(rows[0][i], rows[1][i]) for i in range(len(documents))), "its place plays no role"
 
 
@@ -267,26 +257,23 @@ def with_link() -> bytes:
     return out.getvalue()
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        (tar_of(parts(0, 1)[:-1]), r"a.tar: 1 has no label .*1.jpg and 1.cls"),
-        (tar_of(parts(0, 1)[1:]), r"a.tar: 0 has no image beside it"),
-        (tar_of([*parts(0), *parts(1), *parts(0)]), r"a.tar has two images called 0; give each image its own name"),
-        (tar_of([*parts(0), ("0.jpg", b"")]), r"a.tar has two images called 0"),
-        (tar_of(sorted(parts(0, 1), key=lambda part: part[0][-1])), r"a.tar: 0 has no (label|image) beside it"),
-        (tar_of([("0.png", png(0)), ("0.cls", b"\xff")]), r"a.tar: 0.cls is not UTF-8, so no label"),
-        (with_link(), r"a.tar: 1.png is a link.*`tar --dereference"),
-        (gzip.compress(WHOLE), r"a.tar is compressed; unpack it by `gunzip`"),
-        (b"<html>busy</html>", r"a.tar .* byte 0 .*\(truncated header\)"),
-        (b"", r"a.tar .* byte 0 .*\(empty header\)"),
-        (WHOLE[: SECOND + 100], r"a.tar .* byte \d+ .*\(truncated"),
-        (WHOLE[:SECOND], r"a.tar .* byte \d+ .*\(empty"),
-        (WHOLE[: SECOND + 600], r"a.tar is not a whole tar: unexpected end of data"),
-        (WHOLE[:SECOND] + b"\1" + WHOLE[SECOND + 1 :], r"a.tar .* byte \d+ .*\(bad checksum\)"),
-        (WHOLE + WHOLE, r"a.tar is not a whole tar: more follows its end"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("content, message", [
+    (tar_of(parts(0, 1)[:-1]), r"a.tar: 1 has no label .*1.jpg and 1.cls"),
+    (tar_of(parts(0, 1)[1:]), r"a.tar: 0 has no image beside it"),
+    (tar_of([*parts(0), *parts(1), *parts(0)]), r"a.tar has two images called 0; give each image its own name"),
+    (tar_of([*parts(0), ("0.jpg", b"")]), r"a.tar has two images called 0"),
+    (tar_of(sorted(parts(0, 1), key=lambda part: part[0][-1])), r"a.tar: 0 has no (label|image) beside it"),
+    (tar_of([("0.png", png(0)), ("0.cls", b"\xff")]), r"a.tar: 0.cls is not UTF-8, so no label"),
+    (with_link(), r"a.tar: 1.png is a link.*`tar --dereference"),
+    (gzip.compress(WHOLE), r"a.tar is compressed; unpack it by `gunzip`"),
+    (b"<html>busy</html>", r"a.tar .* byte 0 .*\(truncated header\)"),
+    (b"", r"a.tar .* byte 0 .*\(empty header\)"),
+    (WHOLE[: SECOND + 100], r"a.tar .* byte \d+ .*\(truncated"),
+    (WHOLE[:SECOND], r"a.tar .* byte \d+ .*\(empty"),
+    (WHOLE[: SECOND + 600], r"a.tar is not a whole tar: unexpected end of data"),
+    (WHOLE[:SECOND] + b"\1" + WHOLE[SECOND + 1 :], r"a.tar .* byte \d+ .*\(bad checksum\)"),
+    (WHOLE + WHOLE, r"a.tar is not a whole tar: more follows its end"),
+])  # fmt: skip
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_shards_that_are_not_what_they_should_be(tmp_path, content, message, is_wanted):
     """Nothing is left out silently, whether images are read or passed over."""
@@ -335,9 +322,8 @@ def test_a_broken_image_is_named_or_left_out(tmp_path, num_workers):
             list(itertools.islice(loader, BATCH))
         (loader,) = loaders_of(ImageShards(*how, skips_broken=True), num_workers=num_workers)
         first = list(itertools.islice(loader, BATCH))
-        assert {int(row["row"][0, 2]): int(row["labels"]) for row in first} == {
-            i: -100 if i == 3 else 0 for i in range(6)
-        }
+        labels = {int(row["row"][0, 2]): int(row["labels"]) for row in first}
+        assert labels == {i: -100 if i == 3 else 0 for i in range(6)}
 
 
 def test_labels_are_those_of_the_images_to_evaluate_on(tmp_path):
@@ -360,7 +346,7 @@ def test_state_of_other_images_is_refused(streamed):
     source = streamed((1, 2))
     (loader,) = loaders_of(source)
     state = loader.state()
-    assert len(state["streams"]["0"]) == 8 and state["version"].keys() == {"classes"}
+    assert len(state["streams"]["0"][0]) == 8 and state["version"].keys() == {"classes"}
     (other,) = loaders_of(ImageShards(source.shards, ["a", "b"], PROCESSOR, MIXED, SEED))
     with pytest.raises(ConfigError, match=r"the data changed since the checkpoint: classes "):
         other.start_at(1, [state])
@@ -408,16 +394,16 @@ def test_the_number_of_streams_belongs_to_the_run(tmp_path):
     assert found == "" and args.settle({}) == [] and args.num_streams == 120
     args.save(tmp_path / "args.yaml")
     later, _ = problems_of(*streamed, world_size=4)
-    check_arguments(tmp_path, later)
+    settle_arguments(tmp_path, later)
     assert later.num_streams == 120
     with pytest.raises(ConfigError, match="120 is not a multiple of 32 processes"):
-        check_arguments(tmp_path, problems_of(*streamed, world_size=32)[0])
+        settle_arguments(tmp_path, problems_of(*streamed, world_size=32)[0])
     local, _ = problems_of("--train_files", images)
     assert local.settle({}) == [] and local.num_streams == 0 and not local.is_streamed
     values = (tmp_path / "args.yaml").read_text().replace("num_streams: 120", "num_streams: 0")
     (tmp_path / "args.yaml").write_text(values.replace(URL, images))
     local, _ = problems_of(*[images if word == URL else word for word in streamed], world_size=5)
-    check_arguments(tmp_path, local)
+    settle_arguments(tmp_path, local)
     assert local.num_streams == 0
 
 

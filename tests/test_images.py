@@ -3,7 +3,7 @@
 import io
 import os
 import sys
-import tarfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,22 +14,29 @@ import pyarrow as pa
 import pytest
 import torch
 from accelerate import Accelerator
-from datasets import ClassLabel, Dataset, Features, Value, load_dataset
+from datasets import ClassLabel, Dataset, Features, List, Value, load_dataset
 from datasets import Image as ImageColumn
-from helpers import ROOT, png
+from helpers import ROOT, png, write_tar
 from PIL import Image
+from transformers import (
+    BitImageProcessorPil,
+    ConvNextImageProcessorPil,
+    EfficientNetImageProcessorPil,
+    MobileViTImageProcessorPil,
+    ViTImageProcessorPil,
+)
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data import image_sides, prepared
-from accelerate_recipes.data.augmentation import Augmentation, decode, image_size, random_box
+from accelerate_recipes.data import prepared
 from accelerate_recipes.data.files import class_names
-from accelerate_recipes.data.image_sides import Labelled, same_images
-from accelerate_recipes.data.images import ImageArgs, Images, collate_images, load_images
 from accelerate_recipes.data.prepared import check_content
 from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.vision.classifiers import new_image_processor
-from accelerate_recipes.vision.image_metrics import ImageEvaluation
+from accelerate_recipes.images import labelled
+from accelerate_recipes.images.augmentation import Augmentation, Preparation, decode, image_size, random_box
+from accelerate_recipes.images.classifiers import new_image_processor
+from accelerate_recipes.images.image_metrics import ImageEvaluation
+from accelerate_recipes.images.labelled import ImageArgs, Images, Labelled, collate_images, load_images, same_images
 
 pytestmark = pytest.mark.usefixtures("worker_server")
 
@@ -41,13 +48,25 @@ class Args(ImageArgs, TrainArgs):
     """Arguments of a recipe that reads images."""
 
 
+def write_parquet(file: Path, seeds: Iterable[int], labels: list, classes: object, columns=("image", "label")) -> str:
+    """Write images of noise, and their labels, which `classes` describe: their names, or a feature."""
+    kind = ClassLabel(names=classes) if isinstance(classes, list) else classes
+    images = [{"bytes": png(seed), "path": None} for seed in seeds]
+    features = Features(dict(zip(columns, (ImageColumn(), kind), strict=True)))
+    Dataset.from_dict(dict(zip(columns, (images, labels), strict=True)), features=features).to_parquet(file)
+    return str(file)
+
+
+def members(seeds: Iterable[int], label_of: Callable[[int], bytes], name: str = "{:02}") -> list[tuple[str, bytes]]:
+    """List the files of a tar of images of noise: each image, and its label."""
+    parts = ((i, (("png", png(i)), ("cls", label_of(i)))) for i in seeds)
+    return [(f"{name.format(i)}.{suffix}", content) for i, both in parts for suffix, content in both]
+
+
 @pytest.fixture(scope="module")
 def parquet(tmp_path_factory) -> str:
     file = tmp_path_factory.mktemp("parquet") / "images.parquet"
-    rows = {"image": [{"bytes": png(i), "path": None} for i in range(40)], "label": [i % 3 for i in range(40)]}
-    features = Features({"image": ImageColumn(), "label": ClassLabel(names=["a", "b", "c"])})
-    Dataset.from_dict(rows, features=features).to_parquet(file)
-    return str(file)
+    return write_parquet(file, range(40), [i % 3 for i in range(40)], ["a", "b", "c"])
 
 
 def sides(files: list[str], **settings: object):
@@ -170,6 +189,59 @@ def test_nothing_by_chance_is_the_image_itself(parquet, settings):
         assert trained.keys() == evaluated.keys()
 
 
+WIDE, NO_CROP = {"height": 16, "width": 48}, {"do_center_crop": False}
+
+
+@pytest.mark.parametrize("processor", [
+    ViTImageProcessorPil(size=WIDE), ViTImageProcessorPil(size=WIDE, image_mean=0.4, image_std=0.2),
+    BitImageProcessorPil(size={"shortest_edge": 20}, crop_size=WIDE), BitImageProcessorPil(do_resize=False, crop_size=WIDE),
+    ConvNextImageProcessorPil(size={"shortest_edge": 24}), ViTImageProcessorPil(size={"height": 24, "width": 24}),
+], ids=lambda processor: f"{type(processor).__name__[:3]}-{processor.do_resize}-{processor.image_mean == 0.4}")  # fmt: skip
+@pytest.mark.parametrize("mixed", [{}, {"cutmix_alpha": 1.0}])
+def test_training_sees_what_evaluation_sees(parquet, processor, mixed):
+    """Whatever the processor does: images that are not square, not resized, or have one mean for all channels."""
+    side, _, _ = sides([parquet])
+    plain = Args(crop_area=1.0, horizontal_flip=False, **mixed)
+    trained, evaluated = (Images(side, processor, augmentation) for augmentation in (plain, None))
+    for row in range(4):
+        views = trained[row]["pixel_values"], evaluated[row]["pixel_values"]
+        assert views[0].shape[1:] == views[1].shape[1:] == trained.size == evaluated[-1]["pixel_values"].shape[1:]
+        if not mixed:
+            torch.testing.assert_close(*views, atol=1e-5, rtol=0)
+    if processor.do_resize:
+        assert Images(side, processor, Args(crop_area=0.5, **mixed))[0]["pixel_values"].shape[1:] == trained.size
+        return
+    with pytest.raises(ConfigError, match=r"--crop_area 0\.5 .* 16 x 48 pixels.*do_resize.*--crop_area 1"):
+        Images(side, processor, Args(crop_area=0.5))
+
+
+def test_a_processor_that_changes_colours_otherwise():
+    """EfficientNet's normalizes twice; MobileViT's exchanges colours, which training sees only if it processes its images."""
+    for processor, area in ((EfficientNetImageProcessorPil(), 1), (MobileViTImageProcessorPil(), 0.5)):
+        with pytest.raises(ConfigError, match=rf"{type(processor).__name__} .*training would see .* evaluation "):
+            Preparation(processor, Args(crop_area=area))
+    Preparation(MobileViTImageProcessorPil(), Args(crop_area=1))
+
+
+@pytest.mark.parametrize("processor, made", [
+    (ViTImageProcessorPil(size=WIDE, do_resize=False), "20 x 30"),
+    (BitImageProcessorPil(size={"shortest_edge": 10}, **NO_CROP), "10 x 15"),
+])  # fmt: skip
+def test_images_that_keep_their_sizes_are_named(processor, made, tmp_path):
+    """Those of a batch have one size: that of the processor, or it brings them to it."""
+    height, width = image_size(processor)
+    for name, size in (("1.png", (width, height)), ("2.png", (30, 20))):
+        Image.new("RGB", size).save(tmp_path / name)
+    rows = Dataset.from_dict({"image": [{"bytes": None, "path": str(tmp_path / name)} for name in ("1.png", "2.png")]})
+    side = Labelled(rows, np.zeros(2), np.arange(2), "sizes.parquet")
+    for augmentation in (None, Args(crop_area=1), Args(crop_area=0.5)):
+        images = Images(side, processor, augmentation)
+        assert images[0]["pixel_values"].shape[1:] == (height, width)
+        said = images[1]["error"]
+        for fact in ("sizes.parquet, row 2", "20 x 30", made, f"{height} x {width}", "preprocessor_config.json"):
+            assert fact in said
+
+
 def test_every_source_gives_the_same_images(parquet, tmp_path):
     """Parquet, a folder of each class, and tar shards hold the same images, and name their classes."""
     folder, shards = tmp_path / "folder/train", [tmp_path / f"shard-{i}.tar" for i in range(2)]
@@ -177,12 +249,8 @@ def test_every_source_gives_the_same_images(parquet, tmp_path):
         (folder / "abc"[i % 3]).mkdir(parents=True, exist_ok=True)
         (folder / "abc"[i % 3] / f"{i:02}.png").write_bytes(png(i))
     for number, shard in enumerate(shards):
-        with tarfile.open(shard, "w") as tar:
-            for i in range(number * 20, number * 20 + 20):
-                for suffix, content in (("png", png(i)), ("cls", "abc"[i % 3].encode())):
-                    member = tarfile.TarInfo(f"images/{i:02}.{suffix}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+        numbers = range(number * 20, number * 20 + 20)
+        write_tar(shard, members(numbers, lambda i: "abc"[i % 3].encode(), "images/{:02}"))
     found = []
     args = Args(dataset_name=str(tmp_path / "folder"), heldout_share=0.25)
     for train, test, names in (sides([parquet]), sides([str(shard) for shard in shards]), load_images(args)):
@@ -213,21 +281,13 @@ def test_every_source_gives_the_same_images(parquet, tmp_path):
             load_images(Args(dataset_name=args.dataset_name, heldout_share=0.25, skip_broken_images=True))[0].content
         )
     assert folders[0] == folders[2] != folders[1]
-    with tarfile.open(shards[0], "a") as tar:
-        member = tarfile.TarInfo("alone.png")
-        member.size = len(png(1))
-        tar.addfile(member, io.BytesIO(png(1)))
+    write_tar(shards[0], [("alone.png", png(1))], "a")
     with pytest.raises(DataError, match=r"shard-0\.tar: alone has no label .* alone.jpg and alone\.cls"):
         sides([str(shard) for shard in shards])
-    with tarfile.open(shards[1], "a") as tar:
-        tar.addfile(tarfile.TarInfo("images/20.jpg"))
+    write_tar(shards[1], [("images/20.jpg", b"")], "a")
     with pytest.raises(DataError, match=r"shard-1\.tar has two images called images/20; give each image its own"):
         sides([str(shards[1])])
-    with tarfile.open(shards[0], "w") as tar:
-        for suffix, content in (("png", png(1)), ("cls", b"a"), ("cls", b"b")):
-            member = tarfile.TarInfo(f"x.{suffix}")
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+    write_tar(shards[0], [("x.png", png(1)), ("x.cls", b"a"), ("x.cls", b"b")])
     with pytest.raises(DataError, match=r"shard-0\.tar has two labels called x; give each image its own name"):
         sides([str(shards[0])])
 
@@ -235,24 +295,13 @@ def test_every_source_gives_the_same_images(parquet, tmp_path):
 def test_labels_that_are_numbers_are_in_their_order(tmp_path):
     """The texts of a tar give the classes of Parquet's numbers: 2 comes before 10, and what is not a number by its letters."""
     numbers = [0, 1, 2, 10, 11]
-    rows = {"image": [{"bytes": png(i), "path": None} for i in range(20)], "label": [numbers[i % 5] for i in range(20)]}
-    Dataset.from_dict(rows, features=Features({"image": ImageColumn(), "label": Value("int64")})).to_parquet(
-        tmp_path / "images.parquet"
-    )
-    with tarfile.open(tmp_path / "images.tar", "w") as tar:
-        for i in range(20):
-            for suffix, content in (("png", png(i)), ("cls", b"%d" % numbers[i % 5])):
-                member = tarfile.TarInfo(f"{i:02}.{suffix}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+    write_parquet(tmp_path / "images.parquet", range(20), [numbers[i % 5] for i in range(20)], Value("int64"))
+    write_tar(tmp_path / "images.tar", members(range(20), lambda i: b"%d" % numbers[i % 5]))
     of_parquet, of_tar = (sides([str(tmp_path / f"images.{kind}")]) for kind in ("parquet", "tar"))
     assert of_tar[2] == of_parquet[2] == ["0", "1", "2", "10", "11"]
     assert np.array_equal(of_tar[0].labels, of_parquet[0].labels)
-    assert class_names(["b", "10", "2", "10"]) == ["10", "2", "b"] and class_names(["3", "-1", "03"]) == [
-        "-1",
-        "03",
-        "3",
-    ]
+    assert class_names(["b", "10", "2", "10"]) == ["10", "2", "b"]
+    assert class_names(["3", "-1", "03"]) == ["-1", "03", "3"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "parquet"])
@@ -266,9 +315,8 @@ def test_a_split_of_the_dataset_to_evaluate_on(tmp_path, kind):
                 (tmp_path / split / name / f"{i:02}.png").write_bytes(png(i))
         else:
             labels = [i % 3 if split == "train" else 1 + i % 2 for i in places]
-            features = Features({"img": ImageColumn(), "of": ClassLabel(names=["a", "b", "c"])})
-            rows = {"img": [{"bytes": png(i), "path": None} for i in places], "of": labels}
-            Dataset.from_dict(rows, features=features).to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
+            file = tmp_path / f"{split}-00000-of-00001.parquet"
+            write_parquet(file, places, labels, ["a", "b", "c"], ("img", "of"))
     columns = {} if kind == "folder" else {"image_column": "img", "label_column": "of"}
     train, test, names = load_images(Args(dataset_name=str(tmp_path), eval_split="validation", **columns))
     assert names == ["a", "b", "c"] and (len(train.labels), len(test.labels)) == (9, 4)
@@ -283,16 +331,14 @@ def test_images_alike_to_the_bit_lie_on_one_side(tmp_path):
     """The order of the rows plays no role; where all are alike, none is left on a side."""
 
     def heldout(seeds: list[int]) -> list[int]:
-        rows = {"image": [{"bytes": png(seed), "path": None} for seed in seeds], "label": [seed % 2 for seed in seeds]}
-        features = Features({"image": ImageColumn(), "label": ClassLabel(2)})
-        Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "images.parquet")
-        return sorted(seeds[row] for row in sides([str(tmp_path / "images.parquet")])[1].rows)
+        file = write_parquet(tmp_path / "images.parquet", seeds, [seed % 2 for seed in seeds], ClassLabel(2))
+        return sorted(seeds[row] for row in sides([file])[1].rows)
 
     seeds = [*range(60), *range(30)]
     found = heldout(seeds)
     assert 8 < len(found) < 40 and sorted(seed for seed in seeds if seed in found) == found
     assert heldout(seeds[::-1]) == found
-    with pytest.raises(ConfigError, match=r"none of the 20 images .* is left to .*--heldout_share 0.25"):
+    with pytest.raises(ConfigError, match=r"none of the 20 images .* is left to .*--heldout_share .*0\.25"):
         heldout([1] * 20)
 
 
@@ -302,20 +348,14 @@ def test_images_on_both_sides(kind, tmp_path, capsys):
     sides_of = {"train": range(12), "validation": [*range(10, 14)]}
     for split, numbers in sides_of.items():
         if kind == "tar":
-            with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
-                for i in numbers:
-                    for suffix, content in (("png", png(i)), ("cls", b"ab"[i % 2 : i % 2 + 1])):
-                        member = tarfile.TarInfo(f"{split}{i:02}.{suffix}")
-                        member.size = len(content)
-                        tar.addfile(member, io.BytesIO(content))
+            parts = members(numbers, lambda i: b"ab"[i % 2 : i % 2 + 1], split + "{:02}")
+            write_tar(tmp_path / f"{split}.tar", parts)
         elif kind == "folder":
             for i in numbers:
                 (tmp_path / split / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
                 (tmp_path / split / "ab"[i % 2] / f"{split}{i:02}.png").write_bytes(png(i))
         else:
-            rows = {"image": [{"bytes": png(i), "path": None} for i in numbers], "label": [i % 2 for i in numbers]}
-            features = Features({"image": ImageColumn(), "label": ClassLabel(names=["a", "b"])})
-            Dataset.from_dict(rows, features=features).to_parquet(tmp_path / f"{split}.parquet")
+            write_parquet(tmp_path / f"{split}.parquet", numbers, [i % 2 for i in numbers], ["a", "b"])
     if kind == "folder":
         assert len(load_images(Args(dataset_name=str(tmp_path), eval_split="validation"))[1].labels) == 4
         assert "2 of 4 images of " in capsys.readouterr().out
@@ -337,17 +377,14 @@ def test_images_that_are_not_compared(monkeypatch):
     images += [{"bytes": None, "path": None}, {"bytes": None, "path": "none.png"}]
     side = Labelled(Dataset(pa.table({"image": images})), np.zeros(15), np.arange(15), "")
     assert same_images(side, side) == ([*range(13)], 15)
-    monkeypatch.setattr(image_sides, "MOST_COMPARED", 5)
+    monkeypatch.setattr(labelled, "MOST_COMPARED", 5)
     assert same_images(side, side)[1] < 15
 
 
 @pytest.fixture
 def others(tmp_path) -> str:
     """File of the same classes with other images."""
-    features = Features({"image": ImageColumn(), "label": ClassLabel(names=["a", "b", "c"])})
-    rows = {"image": [{"bytes": png(i), "path": None} for i in range(40, 80)], "label": [i % 3 for i in range(40)]}
-    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "others.parquet")
-    return str(tmp_path / "others.parquet")
+    return write_parquet(tmp_path / "others.parquet", range(40, 80), [i % 3 for i in range(40)], ["a", "b", "c"])
 
 
 @pytest.fixture
@@ -377,9 +414,8 @@ def test_a_broken_image_is_named_or_left_out(broken, others):
             loader.first_batch(40)
         images = Images(train, PROCESSOR, augmentation, skips_broken=True)
         loader = make_train_loader(images, args, 0, 1, collate_fn=collate_images, order_class=EpochOrder)
-        found = {
-            int(row): int(label) for b in islice(loader, 10) for row, label in zip(b["row"], b["labels"], strict=True)
-        }
+        pairs = (zip(b["row"], b["labels"], strict=True) for b in islice(loader, 10))
+        found = {int(row): int(label) for batch in pairs for row, label in batch}
         assert [row for row, label in found.items() if label < 0] == [7] and len(found) == 40
     assert sum(len(side.images) for side in sides([broken])[:2]) == 40
 
@@ -424,24 +460,16 @@ def test_columns_and_labels_are_checked(parquet, tmp_path):
         sides([parquet], image_column="img")
     with pytest.raises(DataError, match=r"'label' holds .*, not images"):
         sides([parquet], image_column="label")
-    file = str(tmp_path / "test.parquet")
-    rows = load_dataset("parquet", data_files=parquet, split="train")
-    features = Features({"image": ImageColumn(), "label": ClassLabel(names=["a", "b", "c", "d"])})
-    images = rows.cast_column("image", ImageColumn(decode=False))["image"][:2]
-    Dataset.from_dict({"image": images, "label": [0, 3]}, features=features).to_parquet(file)
+    file = write_parquet(tmp_path / "test.parquet", range(2), [0, 3], ["a", "b", "c", "d"])
     with pytest.raises(DataError, match=r"has the classes a, b, c, d \(4\), but those trained on are a, b, c \(3\)"):
         sides([parquet], eval_files=[file])
-    other = [{"bytes": png(i), "path": None} for i in (100, 101)]
     for classes in (["c", "a", "b"], ["c", "a"]):  # the same in another order; a part of them
-        features = Features({"image": ImageColumn(), "label": ClassLabel(names=classes)})
-        Dataset.from_dict({"image": other, "label": [0, 1]}, features=features).to_parquet(file)
+        write_parquet(file, (100, 101), [0, 1], classes)
         assert sides([parquet], eval_files=[file])[1].labels.tolist() == [2, 0]
-    Dataset.from_dict(
-        {"image": images, "label": ["a", "d"]}, features=Features({"image": ImageColumn(), "label": Value("string")})
-    ).to_parquet(file)
+    write_parquet(file, range(2), ["a", "d"], Value("string"))
     with pytest.raises(DataError, match=r"test\.parquet, row 2: the label 'd' .* 3 classes"):
         sides([parquet], eval_files=[file])
-    Dataset.from_dict({"image": images, "label": [[0], [0, 1]]}).cast_column("image", ImageColumn()).to_parquet(file)
+    write_parquet(file, range(2), [[0], [0, 1]], List(Value("int64")))
     with pytest.raises(DataError, match=r"'label' holds .*, not one name or number"):
         sides([file])
     with pytest.raises(ConfigError, match=r"none of the 40 images of .* is left to evaluate on"):
@@ -454,7 +482,9 @@ def test_content_notices_other_images(parquet, broken, others):
 
 
 def test_size_of_processors():
-    assert image_size(new_image_processor(20)) == 20
+    assert image_size(new_image_processor(20)) == (20, 20)
+    with pytest.raises(ConfigError, match=r"max_height.* no height and width"):
+        image_size(ViTImageProcessorPil(size={"max_height": 20, "max_width": 30}))
     assert Path(ROOT / "data/fashion/train.parquet").stat().st_size < 5e6
 
 

@@ -2,34 +2,24 @@
 
 import json
 import re
-from functools import partial
 
 import datasets
 import pytest
 import torch
-from helpers import ROOT, log_of, losses, read_metrics
+from helpers import ROOT, log_of, losses, read_metrics, write_rows
 from simulations import job
-from tiny import save_base, tiny_model
+from tiny import save_base
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
+from trl.trainer.utils import disable_dropout_in_model
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.data.judged import judged_answers
+from accelerate_recipes.conversations.settings import switch_off_dropout
+from accelerate_recipes.conversations.unpaired import WithNeighbours, advice_on_weights, judged_answers
 from accelerate_recipes.data.rows import rows_of_step
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.posttraining.settings import switch_off_dropout
-from accelerate_recipes.posttraining.unpaired import (
-    NeighbourRows,
-    UnpairedLoss,
-    WithNeighbours,
-    advice_on_weights,
-    judged_batch,
-    with_answer_of,
-)
 
 SCRIPT = ROOT / "recipes/kto.py"
 
@@ -46,7 +36,7 @@ def arguments(base, tmp_path_factory) -> tuple:
     """Arguments of a run on judged answers of several lengths; two thirds are good."""
     file = tmp_path_factory.mktemp("judged") / "judged.jsonl"
     rows = [{"prompt": f"{a}+7=", "completion": str(a)[0] * (1 + a % 4), "label": a % 3 > 0} for a in range(10, 99)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(file, rows)
     return (
         "--model_name_or_path", base, "--train_files", file, "--heldout_share", 0.2, "--max_steps", 6, "--save_steps", 3,
         "--logging_steps", 1, "--learning_rate", 1e-2, "--total_batch_size", 12, "--per_device_train_batch_size", 2,
@@ -60,19 +50,14 @@ def test_kto(killed_and_resumed, forks, arguments, base, tmp_path):
     first, *_, after = read_metrics(whole)
     assert losses(whole)[1] == pytest.approx(0.5, abs=1e-6) and first["eval_loss"] == pytest.approx(0.5, abs=1e-6)
     assert max(record.get("kl", 0) for record in read_metrics(whole)) > 0.1, "else its division would not be seen"
-    for name, given in {
-        "alone": {"num_processes": 1, "config": "single"},
-        "three": {"num_processes": 3, "config": "ddp"},
-    }.items():
+    places = {"alone": {"num_processes": 1, "config": "single"}, "three": {"num_processes": 3, "config": "ddp"}}
+    for name, given in places.items():
         size = 12 if name == "alone" else 1
         more = ("--per_device_train_batch_size", size, "--per_device_eval_batch_size", size, "--save_steps", 0)
         forks.succeed(tmp_path / name, *arguments, *more, **given)
         for one, other in zip(read_metrics(whole), read_metrics(tmp_path / name), strict=True):
-            said = {
-                key: value
-                for key, value in one.items()
-                if key.startswith(("eval_", "rewards", "loss", "kl", "entropy"))
-            }
+            asked = ("eval_", "rewards", "loss", "kl", "entropy")
+            said = {key: value for key, value in one.items() if key.startswith(asked)}
             assert len(said) > 3 and {key: other[key] for key in said} == pytest.approx(said, rel=2e-5, abs=2e-5), name
 
     module = shipped.load(SCRIPT)
@@ -102,52 +87,12 @@ def log_prob(model, tokenizer, prompt: str, answer: str) -> torch.Tensor:
     return found[range(begin - 1, len(ids) - 1), ids[begin:]].sum()
 
 
-def test_excluded_answers(excluded_and_skipped, arguments):
-    excluded_and_skipped(SCRIPT, *arguments)
+def test_a_skipped_step(skips_a_step, arguments):
+    skips_a_step(SCRIPT, *arguments)
 
 
-def test_a_place_without_an_answer(base, arguments, tmp_path):
-    """Rows that are excluded are no neighbours; loss, divergence and gradient are those of the other rows alone."""
-    module = shipped.load(SCRIPT)
-    (file := tmp_path / "rows.json").write_text('{"rows": [0, 3, 4, 7]}')
-    args = parse(
-        module.Args, [*map(str, arguments), "--exclude_rows", str(file), "--total_batch_size", "4"], world_size=1
-    )
-    order = WithNeighbours(8, args, 0, 1)
-    steps = [[-1 if n < 0 else divmod(n, 8) for n in order.rows(step)] for step in range(99)]
-    for step in steps:
-        left = [own for _, own in step if own not in (0, 3, 4, 7)]
-        assert [(before, own) for before, own in step if own in left] == [
-            *zip(left[-1:] + left[:-1], left, strict=True)
-        ]
-    assert any(len([own for _, own in step if own in (0, 3, 4, 7)]) == 4 for step in steps), "a whole step"
-
-    ids = ([1, 2, 3, 4], [5, 6, 7], [8, 9, 1, 2, 3], [4, 5])
-    rows = [{"input_ids": i, "labels": [-100, *i[1:]], "label": n % 2 > 0} for n, i in enumerate(ids)]
-    model, reference = (tiny_model(vocab_size=15, initializer_range=0.3, seed=seed) for seed in (1, 0))
-    for one in (model, reference):
-        add_fused_lm_head(one, outputs=("log_probs", "entropy"))
-    loss = UnpairedLoss(args, model.config)
-    loss.reference = reference
-    collate = partial(judged_batch, DataCollatorForLanguageModeling(pad_token_id=0), None)
-    given, found = NeighbourRows(rows, with_answer_of), []
-    for numbers in ((4 + 0, 1), (4 + 0, -1, 1, -1), (-1, -1)):
-        model.zero_grad()
-        (batch,) = loss.add_references(model, [collate([given[number] for number in numbers])])
-        sums = loss.sum_parts(model, batch)
-        sums.sum().backward()
-        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-        found.append((sums[0].item(), batch["kl"].item(), gradient, loss.values(1), loss.count_parts(batch).tolist()))
-    (alone, kl, gradient, values, counts), among, none = found
-    assert kl > 0 and among[3] == pytest.approx(values, rel=1e-5)
-    assert among[:2] == pytest.approx((alone, kl), rel=1e-5)
-    assert (gradient - among[2]).norm() < 1e-5 * gradient.norm() and among[4] == counts and none[4] == [0, 0]
-    assert none[:2] == (0, 0) and not none[2].any()
-
-
-def test_the_reference_of_adapters(forks, arguments, tmp_path):
+def test_the_reference_of_adapters(forks, arguments, out):
     """It is the base alone: adapters that say the same at first give a loss of a half."""
-    out = tmp_path / "out"
     forks.succeed(out, *arguments, "--use_peft", "--lora_r", 2, "--max_steps", 2, "--loss_type", "apo_zero_unpaired")
     assert log_of(out).count("Strategy: FSDP2 full shard") == 1, "no second model"
     first, last = losses(out).values()
@@ -158,9 +103,9 @@ def test_the_reference_of_adapters(forks, arguments, tmp_path):
 def test_neighbours(arguments):
     """Each prompt is read with the answer of another row of its step; in a step, each answer is read twice."""
     args = parse(shipped.load(SCRIPT).Args, [*map(str, arguments)], world_size=1)
-    (order,) = (WithNeighbours(50, args, rank, 1) for rank in range(1))
+    order = WithNeighbours(50, args, 0, 1)
     for step in range(9):
-        before, own = zip(*(divmod(number, 50) for number in order.rows(step)), strict=True)
+        own, before = zip(*order.rows(step), strict=True)
         assert list(own) == rows_of_step(step, 12, 50, args.seed)
         assert before == (own[-1], *own[:-1])
 
@@ -169,14 +114,32 @@ def rows_of(*rows: dict) -> datasets.Dataset:
     return datasets.Dataset.from_list(list(rows))
 
 
-def test_labels():
-    """Labels are bools, numbers or texts, as CSV files have them; others are refused by row."""
+PAIRS_OF_LABELS = [
+    ("up", "down"), ("like", "dislike"), ("Thumbs up", "Thumbs down"), ("thumbs_up", "thumbs_down"), ("thumbs-up", "thumbs-down"),
+    ("yes", "No"), ("good", "bad"), (1, -1), (1.0, -1.0), ("1", "-1"),
+]  # fmt: skip
+
+
+def test_labels(capsys):
+    """Labels are bools, numbers or texts, as CSV files have them, of which one pair stands in all rows; others are refused."""
     row = {"prompt": "1+1=", "completion": "2"}
     for good, bad in ((True, False), (1, 0), (1.0, 0.0), ("True", "false"), ("1", "0")):
         found = judged_answers(rows_of(row | {"label": good}, row | {"label": bad}), "x")
         assert found["label"][:] == [True, False], (good, bad)
+    assert not capsys.readouterr().out
+    for good, bad in PAIRS_OF_LABELS:
+        found = judged_answers(rows_of(*(row | {"label": label} for label in (good, bad, good))), "x")
+        assert found["label"][:] == [True, False, True], (good, bad)
+        said = capsys.readouterr().out
+        assert said.index("good") < said.index("bad") and said.startswith("x: ")
+        assert str(bad).split(".")[0].lower()[-2:] in said
+    for wrong, beside in (("up", "dislike"), ("ok", "up"), ("0", "-1")):
+        with pytest.raises(
+            DataError, match=rf"x, row \d: 'label' is '({wrong}|{beside})', '({wrong}|{beside})' in row \d"
+        ):
+            judged_answers(rows_of(row | {"label": beside}, row | {"label": wrong}), "x")
     for wrong in (None, "good", 0.5, 2):
-        with pytest.raises(DataError, match=rf"x, row 2: 'label' is '{str(wrong).lower()}'; it must be true or false"):
+        with pytest.raises(DataError, match=rf"row 2: 'label' is '{str(wrong).lower()}', '1' in row 1; it must"):
             labels = [1 if isinstance(wrong, int) else 1.0 if isinstance(wrong, float) else "1", wrong]
             judged_answers(rows_of(*(row | {"label": label} for label in labels)), "x")
 
@@ -192,24 +155,27 @@ def test_the_last_answer_of_a_conversation_is_judged():
 
 def test_what_is_refused(arguments, tmp_path, capsys):
     argv, module = [str(part) for part in arguments], shipped.load(SCRIPT)
-    with pytest.raises(
-        ConfigError, match=r"--total_batch_size 1: KTO reads each prompt with the answer of another row"
-    ):
+    with pytest.raises(ConfigError, match=r"--total_batch_size 1: KTO reads each prompt with the answer of another"):
         parse(module.Args, [*argv, "--total_batch_size", "1", "--per_device_train_batch_size", "1"], world_size=1)
     with pytest.raises(ConfigError, match=r"--packing .* is not an argument of the recipe: remove it"):
         parse(module.Args, [*argv, "--packing"], world_size=1)
     args = parse(module.Args, argv, world_size=1)
+    for weight, good, kind in (("desirable", 7, "good"), ("undesirable", 0, "bad")):
+        said = rf"all 7 answers to train on are {kind}, and with --{weight}_weight 0"
+        with pytest.raises(ConfigError, match=said):
+            advice_on_weights(parse(module.Args, [*argv, f"--{weight}_weight", "0"], world_size=1), good, 7)
     assert advice_on_weights(args, 4, 7) == "", "a third more good answers than bad ones"
     assert advice_on_weights(args, 3, 7).endswith("--desirable_weight 1.33 to 1.78")
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "1+1=", "completion": "2", "kto_tag": True}) + "\n")
     with pytest.raises(ConfigError, match="prompt and completion, with a label: prompt, completion, label"):
         recipe.prepare_data([str(SCRIPT), *argv[:2], "--train_files", str(file), "--output_dir", str(tmp_path)])
+    (text := tmp_path / "text.csv").write_text("text,label\nQ: 2+2? A: 4,up\nQ: 2+2? A: 5,down\n")
+    with pytest.raises(ConfigError, match=r"columns text, label; .*a text .* prompt and completion"):
+        recipe.prepare_data([str(SCRIPT), *argv[:2], "--train_files", str(text), "--output_dir", str(tmp_path)])
     recipe.prepare_data([str(SCRIPT), *argv, "--output_dir", str(tmp_path / "out")])
     shown = capsys.readouterr().out
-    assert re.search(r"answers to train on, \d+ of them good; \d+ held out; good ones count \d\.\d+ times", shown), (
-        shown
-    )
+    assert re.search(r"answers to train on, \d+ of them good; \d+ held out; good ones count \d\.\d+ times", shown)
     assert "target | 1|1|1|1|</s>" in shown or "target | 2|2|2|2|</s>" in shown, shown[:3000]
 
 
@@ -230,16 +196,7 @@ def test_plan(simulator, base, arguments):
     APO-zero reads one; a row alone has no padding, and no mask.
     """
     argv = [str(SCRIPT), *map(str, arguments), "--max_length", "32"]
-    kto, apo = simulator(
-        [
-            job("fsdp_full", argv, device="cpu", micro_batches=2),
-            job(
-                "fsdp_full",
-                [*argv, "--loss_type", "apo_zero_unpaired", "--per_device_train_batch_size", "1"],
-                device="cpu",
-                micro_batches=2,
-            ),
-        ]
-    )
+    ways = (), ("--loss_type", "apo_zero_unpaired", "--per_device_train_batch_size", "1")
+    kto, apo = simulator([job("fsdp_full", [*argv, *flags], device="cpu", micro_batches=2) for flags in ways])
     assert not isinstance(kto, Exception), kto
     assert kto.flops / apo.flops == pytest.approx(6 / 4, rel=0.02)

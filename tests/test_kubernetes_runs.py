@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import CHILDREN, ROOT, SMALL_CHESS, losses, read_metrics
+from helpers import CHILDREN, ROOT, losses, read_metrics
 from pods import Pods
 
-from accelerate_recipes.launch.job_args import CHECKPOINTS
+from recipe_tools.kubernetes import CHECKPOINTS
 
 SCRIPT = CHILDREN / "toy.py"
 JOB = ["--image", "registry.example/accelerate-recipes:1.0", "--checkpoints-pvc", "claim", "--nodes", "2"]
@@ -17,8 +17,6 @@ TWO, ONE = [*JOB, "2"], [*JOB, "1"]  # processes of a pod
 FP32 = ["accelerate_configs/fsdp_full.yaml", "--mixed_precision", "no"]
 OUT = ["--output_dir", f"{CHECKPOINTS}/out"]
 TOY = [str(SCRIPT.relative_to(ROOT)), "--per_device_train_batch_size", "2", "--num_train_epochs", "4"]  # 20 steps
-CHESS = ["recipes/chess.py", "--config", "recipes/configs/chess/laptop.yaml", "--per_device_train_batch_size", "4"]
-CHESS += ["--max_steps", "6", "--logging_steps", "1", *SMALL_CHESS]
 
 
 pytestmark = pytest.mark.usefixtures("at_the_root")
@@ -78,25 +76,6 @@ def test_a_pod_is_deleted_and_a_node_is_lost(toy_losses, tmp_path, node):
     assert_undisturbed(pods, toy_losses)
 
 
-@pytest.fixture(scope="module")
-def chess_losses(forks, tmp_path_factory) -> dict[int, float]:
-    """Losses of the chess recipe on two processes of one machine, without Kubernetes."""
-    out = tmp_path_factory.mktemp("chess") / "out"
-    forks.succeed(out, *CHESS[1:], "--data_cache_dir", out.parent / "cache", script=ROOT / CHESS[0])
-    return losses(out)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
-def test_chess(chess_losses, tmp_path, kind):
-    with Pods(kind, tmp_path, *ONE, *FP32, *CHESS, *OUT) as pods:
-        pods.finish()
-    log = pods.log.read_text()
-    assert pods.restarts == 0 and log.count("Strategy: ") == 1 and "FSDP2 full shard | 2 x cpu" in log
-    assert re.search(r"^Step 6/6 Loss: ", log, re.MULTILINE), "which HyperPod looks for"
-    assert_undisturbed(pods, chess_losses)
-
-
 def slow_save(tmp_path: Path, step: int, seconds: int) -> dict[str, str]:
     """Delay the first save at this step by some seconds, just before it is complete; a file says when this begins."""
     # The launcher also signals everything that its processes have started.
@@ -116,20 +95,6 @@ def test_a_pod_is_deleted_during_a_long_save(toy_losses, tmp_path):
         assert stopped["state"] == "stopped" and stopped["longest_save_seconds"] > 31
         pods.finish(deleted=1)
     assert resumed_from(pods) == [stopped["step"]]
-    assert_undisturbed(pods, toy_losses)
-
-
-@pytest.mark.long
-def test_the_grace_period_is_too_short(toy_losses, tmp_path):
-    """If the time is too short for the second save, the first one is used; the other pod notices the loss."""
-    job = [*ONE, "--grace-seconds", "30"]
-    with Pods("pytorchjob", tmp_path, *job, *FP32, *TOY, *OUT, **slow_save(tmp_path, 6, 25)) as pods:
-        pods.wait_until((tmp_path / "saving").exists)
-        assert 14 < pods.delete(0) < 25, "killed by the launcher, before the kubelet would"
-        assert pods.processes[1].wait(timeout=60) != 0
-        assert status(pods)["state"] == "running" and not (pods.out / "checkpoint-6").exists()
-        pods.finish(deleted=0)
-    assert resumed_from(pods) == [3]
     assert_undisturbed(pods, toy_losses)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import lock, stop
+from accelerate_recipes.life.status import is_known_dead, this_owner
 
 HEARTBEAT = lock.HEARTBEAT
 OTHER = {"host": "elsewhere", "process": 1, "job": "17", "restarts": 0, "run": "other"}
@@ -56,9 +57,8 @@ def test_a_second_living_run_is_an_error(tmp_path):
     assert not (tmp_path / "lock.json").exists()
 
 
-def test_a_lock_of_another_host_counts_while_it_is_touched(tmp_path):
-    file = tmp_path / "lock.json"
-    file.write_text(json.dumps(OTHER))
+def touched_meanwhile(file) -> tuple[threading.Event, threading.Thread]:
+    """Touch a file until the event is set, as its owner does."""
     owner_is_dead = threading.Event()
 
     def keep() -> None:
@@ -67,11 +67,39 @@ def test_a_lock_of_another_host_counts_while_it_is_touched(tmp_path):
 
     owner = threading.Thread(target=keep)
     owner.start()
+    return owner_is_dead, owner
+
+
+def test_a_lock_of_another_host_counts_while_it_is_touched(tmp_path):
+    file = tmp_path / "lock.json"
+    file.write_text(json.dumps(OTHER))
+    owner_is_dead, owner = touched_meanwhile(file)
     with pytest.raises(ConfigError, match=r"in use by process 1 on elsewhere \(job 17\), which is alive"):
         lock.take(tmp_path)
     owner_is_dead.set()
     owner.join()
     lock.take(tmp_path)  # nobody touched it for SILENCE
+    assert owner_of(tmp_path)["process"] == os.getpid()
+
+
+@pytest.mark.parametrize("text", [None, "[]", "{", json.dumps(OTHER | {"restarts": "1"}), "[" * 100_000])
+def test_an_owner_of_whom_nothing_is_known_counts_while_it_touches_its_lock(tmp_path, text):
+    """In a container with this host's name, a process is not dead because its number is none here; nor if its lock is damaged."""
+    file = tmp_path / "lock.json"
+    own = this_owner()
+    assert is_known_dead(dead(), own) and not is_known_dead(
+        OTHER | {"process": os.getppid(), "namespace": own["namespace"]}, own
+    )
+    file.write_text(text or json.dumps(dead() | {"host": own["host"], "namespace": own["namespace"] + "0"}))
+    owner_is_dead, owner = touched_meanwhile(file)
+    try:
+        host = "an unknown host" if text else own["host"]
+        with pytest.raises(ConfigError, match=f"process .* on {host}.*, which is alive"):
+            lock.take(tmp_path)
+    finally:
+        owner_is_dead.set()
+        owner.join()
+    lock.take(tmp_path)
     assert owner_of(tmp_path)["process"] == os.getpid()
 
 
@@ -106,7 +134,7 @@ def dead() -> dict:
     """Owner on this host whose process is gone."""
     with subprocess.Popen(["true"]) as process:
         process.wait()
-    return OTHER | {"host": socket.gethostname(), "process": process.pid}
+    return OTHER | {"process": process.pid, "namespace": this_owner()["namespace"]}
 
 
 def test_one_of_several_takes_a_dead_owners_place(tmp_path):

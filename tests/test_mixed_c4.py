@@ -1,6 +1,5 @@
 """Tests of pretraining on a mixture: killed and resumed across the end of a source and a phase, longer rows, bad input."""
 
-import gzip
 import json
 import math
 import re
@@ -9,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import ROOT, TIMES, log_of, losses, read_metrics
+from helpers import ROOT, TIMES, log_of, losses, read_metrics, write_rows
+from streaming import write_web
 
 from accelerate_recipes.args import resolve
 from accelerate_recipes.arguments import shipped
@@ -33,16 +33,8 @@ PHASE = {"from": 8, "weights": {"few": 1, "notes": 3, "web": 1}, "lr_factor": 0.
 def folder(tmp_path_factory) -> Path:
     """Folder with a dataset, a file with eight documents, and texts, some of which are also in the dataset."""
     folder = tmp_path_factory.mktemp("sources")
-    pages = []
-    for file in sorted((ROOT / "data/c4_pydoc/en").glob("*.json.gz")):
-        with gzip.open(file, "rt") as lines:
-            pages.append([json.loads(line)["text"][:900] for _, line in zip(range(16), lines, strict=False)])
-    (folder / "web/en").mkdir(parents=True)
-    for name, texts in (("train.0", pages[0]), ("train.1", pages[1]), ("validation.0", pages[-1])):
-        with gzip.open(folder / f"web/en/c4-{name}.json.gz", "wt") as out:
-            out.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-    few = "".join(json.dumps({"content": text[:100]}) + "\n" for text in pages[2])
-    (folder / "few.jsonl").write_text(few)
+    pages = write_web(folder / "web", 16)
+    write_rows(folder / "few.jsonl", ({"content": text[:100]} for text in pages[2]))
     (folder / "notes").mkdir()
     for number, text in enumerate(pages[3][:8] + pages[0][:8]):
         (folder / f"notes/{number:02}.txt").write_text(text)
@@ -86,11 +78,9 @@ def arguments(write) -> tuple:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(forks, arguments, tmp_path_factory) -> Path:
+def undisturbed(run) -> Path:
     """Output of a whole run on 2 ranks."""
-    out = tmp_path_factory.mktemp("undisturbed") / "out"
-    forks.succeed(out, *arguments)
-    return out
+    return run()
 
 
 def test_sources_in_the_log(undisturbed):
@@ -101,9 +91,6 @@ def test_sources_in_the_log(undisturbed):
         assert sum(record[f"{name}_rows"] for name in names) == 24 * record["step"]
         assert sum(record[f"{name}_share"] for name in names) == pytest.approx(1)
         assert sum(record[f"{name}_tokens"] for name in names) == record["tokens_seen"] == 24 * 32 * record["step"]
-        targets = {name: record[f"{name}_targets"] for name in names}
-        weighted = sum(targets[name] * record.get(f"{name}_loss", 0) for name in names)
-        assert record["loss"] == pytest.approx(weighted / sum(targets.values()), rel=1e-5)
     first, *_, before, last = records
     assert before["few_rows"] == last["few_rows"] > first["few_rows"], "the source has ended"
     assert abs(records[3]["web_share"] - records[3]["web_asked"]) < 0.1 and last["notes_epochs"] > 0
@@ -140,6 +127,7 @@ def assert_same_sources(found: Path, wanted: Path) -> None:
                 assert one[name] == pytest.approx(other[name], rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_resumed_where_ranks_share_rows(forks, arguments, killed, undisturbed, tmp_path):
     """As one reader of the streams; the two ranks of each row find losses and targets of the sources in their parts."""
     shutil.copytree(killed, tmp_path / "out")
@@ -180,12 +168,12 @@ def test_steps_for_which_flops_are_counted(write):
 
 def test_what_one_source_holds_out_none_trains_on(write, folder):
     args, problems = resolve(shipped.load(C4).Args, ["--mixture", str(write("held")), "--max_steps", "9"])
-    assert problems == [] and args.share_left_out == 0.3
-    few, notes, web = ([*one.train_texts()] for one in args.alone)
+    assert problems == [] and args.sources[0].share_left_out == 0.3
+    few, notes, web = ([*one.train_texts()] for one in args.sources)
     assert few and notes and web and not any(falls_under(text, 0.3) for text in (*few, *notes, *web))
-    assert [bool(one.share_heldout) for one in args.alone] == [True, True, False]
-    assert args.alone[1].validation_text.__self__.validation_shards() == args.alone[1].train_shards()
-    mixed = [*args.train_texts()]
+    assert [bool(one.share_heldout) for one in args.sources] == [True, True, False]
+    assert args.sources[1].validation_text.__self__.validation_shards() == args.sources[1].train_shards()
+    mixed = [*args.texts_in_turns()]
     assert sorted(mixed) == sorted([*few, *notes, *web]), "a new tokenizer reads them all"
     assert abs(sum(text in few for text in mixed[:9]) - 3) <= 1, "in turns"
 

@@ -51,7 +51,7 @@ def make(name: str, **changes: object) -> PreTrainedModel:
     for field, value in changes.items():
         setattr(config, field, value)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=choose("auto", config, torch.float32)[0])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=choose("auto", config, torch.float32, True)[0])
     unpack_documents(model, mixers_in(model))
     return model
 
@@ -76,10 +76,8 @@ def test_documents_are_found_and_put_back():
 
 
 # Convolutions inside an attention with a window, so that the attention is what computes each document by itself.
-WINDOWED = {
-    "zaya": ZayaConfig(layer_types=["hybrid", "hybrid_sliding"], num_hidden_layers=2, sliding_window=9),
-    "inkling": InklingTextConfig(),
-}
+ZAYA = ZayaConfig(layer_types=["hybrid", "hybrid_sliding"], num_hidden_layers=2, sliding_window=9)
+WINDOWED = {"zaya": ZAYA, "inkling": InklingTextConfig()}
 
 
 @pytest.mark.parametrize(
@@ -98,9 +96,8 @@ def test_documents_longer_than_the_window(name, attention):
     assert any("Attention" in name for name in classes) and unpack_documents(model, classes)
     told = boundaries(places) if attention == "documents" else {}
     with torch.no_grad():
-        found = model(
-            input_ids=ids, position_ids=places, use_cache=False, **boundary_arguments(config, told) if told else {}
-        )
+        more = boundary_arguments(config, told) if told else {}
+        found = model(input_ids=ids, position_ids=places, use_cache=False, **more)
         begins = [0, 17, 30, 35, 59, 60]
         for begin, end in itertools.pairwise(begins):
             alone = plain(input_ids=ids.flatten()[None, begin:end], use_cache=False).logits[0]
@@ -110,11 +107,8 @@ def test_documents_longer_than_the_window(name, attention):
 
 def test_a_mask_that_cannot_be_cut():
     with pytest.raises(ConfigError, match=r"flex_attention.*cannot be cut; give sdpa, or auto"):
-        mixers.mask_taken(
-            torch.Size([1, 4]),
-            torch.arange(4)[None],
-            create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4, "cpu"),
-        )
+        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4, "cpu")
+        mixers.mask_taken(torch.Size([1, 4]), torch.arange(4)[None], mask)
 
 
 @pytest.mark.parametrize("name", all_but("Qwen3.5", "Falcon-H1"))
@@ -210,10 +204,8 @@ def test_minimax_generates_from_padded_prompts():
 
     def padded_as_alone() -> bool:
         mask = (ids > 0).long()
-        texts = (
-            model.generate(ids, attention_mask=mask, **settings)[:1, 5:],
-            model.generate(ids[:1, 2:], **settings)[:, 3:],
-        )
+        padded = model.generate(ids, attention_mask=mask, **settings)
+        texts = (padded[:1, 5:], model.generate(ids[:1, 2:], **settings)[:, 3:])
         return torch.equal(*texts)
 
     assert not padded_as_alone()
@@ -241,9 +233,7 @@ def test_ranks_cannot_share_their_rows(name):
     assert problems and all(ARCHITECTURES[name].model_type in problem for problem in problems)
 
 
-@pytest.mark.parametrize(
-    "config", [RecurrentGemmaConfig(), RwkvConfig(), xLSTMConfig()], ids=lambda config: config.model_type
-)
+@pytest.mark.parametrize("config", [RecurrentGemmaConfig(), RwkvConfig(), xLSTMConfig()], ids=lambda it: it.model_type)
 def test_models_that_are_refused(tmp_path, config):
     """Their padded prompts would be read as texts."""
     config.save_pretrained(tmp_path)

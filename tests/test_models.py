@@ -21,16 +21,10 @@ PRESETS = ROOT / "recipes/configs/c4"
 LONG_CONTEXT = (ROOT / "docs/long-context.md").read_text()
 # Numbers of parameters as published with the models' weights.
 PARAMETERS = {
-    "llama2_7b": 6_738_415_616,
-    "llama2_13b": 13_015_864_320,
-    "llama2_70b": 68_976_648_192,
-    "llama3_1_8b": 8_030_261_248,
-    "llama3_1_70b": 70_553_706_496,
-    "llama3_2_1b": 1_235_814_400,
-    "llama3_2_3b": 3_212_749_824,
-    "mistral_7b": 7_248_023_552,
+    "llama2_7b": 6_738_415_616, "llama2_13b": 13_015_864_320, "llama2_70b": 68_976_648_192, "llama3_1_8b": 8_030_261_248,
+    "llama3_1_70b": 70_553_706_496, "llama3_2_1b": 1_235_814_400, "llama3_2_3b": 3_212_749_824, "mistral_7b": 7_248_023_552,
     "mixtral_8x7b": 46_702_792_704,
-}
+}  # fmt: skip
 
 
 def parsed(*argv: str):
@@ -47,21 +41,6 @@ def test_published_models(name):
     assert f"{PARAMETERS[name]:,}" in (PRESETS / f"{name}.yaml").read_text()
     assert model.config.tie_word_embeddings == name.startswith("llama3_2")
     assert model.config.eos_token_id == (128001 if name.startswith("llama3") else 2)
-
-
-def test_llama3_stretches_its_rotary_waves():
-    """Long waves are stretched by the factor, short ones not at all. Source: the config.json of Llama 3.1 and 3.2."""
-    for name, factor in (("llama3_1_8b", 8.0), ("llama3_2_1b", 32.0)):
-        assert new_config(parsed("--config", str(PRESETS / f"{name}.yaml"))).rope_parameters == {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-    default = new_config(parsed("--config", str(PRESETS / "llama2_7b.yaml"))).rope_parameters
-    assert default == {"rope_type": "default", "rope_theta": 10000.0}
 
 
 TINY = {
@@ -115,17 +94,14 @@ def test_a_field_of_a_preset_can_be_overridden():
     assert one.config_overrides["rope_parameters.rope_theta"] == 5.0 and "rope_parameters" not in one.config_overrides
 
 
-@pytest.mark.parametrize(
-    "model_type, overrides, expected",
-    [
-        ("qwen3", ["num_attention_heads=4", "num_key_value_heads=2"], {"head_dim": 128}),
-        ("gemma3_text", ["num_attention_heads=4", "sliding_window=8"], {"layer_types": ["sliding_attention"] * 4}),
-        ("qwen3_next", ["num_attention_heads=4", "num_key_value_heads=2", "num_experts=4", "num_experts_per_tok=2"],
-         {"layer_types": [*["linear_attention"] * 3, "full_attention"]}),
-        ("gpt_neox", ["num_attention_heads=4", "rms_norm_eps=1"], "a gpt_neox has no field rms_norm_eps"),
-        ("gpt2", ["n_head=4"], "a gpt2 has no field intermediate_size"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("model_type, overrides, expected", [
+    ("qwen3", ["num_attention_heads=4", "num_key_value_heads=2"], {"head_dim": 128}),
+    ("gemma3_text", ["num_attention_heads=4", "sliding_window=8"], {"layer_types": ["sliding_attention"] * 4}),
+    ("qwen3_next", ["num_attention_heads=4", "num_key_value_heads=2", "num_experts=4", "num_experts_per_tok=2"],
+     {"layer_types": [*["linear_attention"] * 3, "full_attention"]}),
+    ("gpt_neox", ["num_attention_heads=4", "rms_norm_eps=1"], "a gpt_neox has no field rms_norm_eps"),
+    ("gpt2", ["n_head=4"], "a gpt2 has no field intermediate_size"),
+])  # fmt: skip
 def test_any_architecture(model_type, overrides, expected, tmp_path):
     """Sizes are the user's, also under other names; lists that follow are the class's, and so is the rest."""
     argv = (*SMALL, *overrides, "--model_type", model_type, "--max_length", "128", "--max_steps", "1")
@@ -165,49 +141,43 @@ def test_values_are_yaml(tmp_path):
     assert new_config(args).rope_parameters == rope and new_config(args).sliding_window is None
 
 
-@pytest.mark.parametrize(
-    "flags, reason",
-    [
-        (["hidden_size=100", "num_attention_heads=8"], r"hidden size \(100\) is not a multiple .* heads \(8\)"),
-        (["hidden_size=160"], "even rotary dimension, but got `head_dim`=5"),
-        (["num_key_value_heads=5"], "num_attention_heads 32 .* num_key_value_heads 5"),
-        (["hidden_size=96", "num_attention_heads=3", "num_key_value_heads=4"], "heads 3 is not a multiple of num_key_value_heads 4"),
-        (["sliding_window=4096"], "a llama has no field sliding_window"),
-        (["dtype=bfloat16", "hiden_size=8"], r"no field dtype(.|\n)*no field hiden_size; did you mean 'hidden_size'"),
-        (["hidden_size=wide"], "'hidden_size' expected int, got str"),
-        (["num_hidden_layers=-1"], "num_hidden_layers is -1; it must be at least 1"),
-        (["num_hidden_layers=10001"], "num_hidden_layers is 10001; it must be at most 10000"),
-        (["attention_dropout=1.5"], "attention_dropout is 1.5; it must be at least 0, and below 1"),
-        (["rms_norm_eps=.nan"], "rms_norm_eps is nan; it must be a finite number"),
-        (["rope_parameters.factr=2"], "Unrecognized keys in `rope_parameters` .*factr"),
-        (["rope_parameters.rope_type=llama3", "rope_parameters.factor=8.0"], "Missing required keys in `rope_parameters`"),
-        (["hidden_size"], "'hidden_size' is not NAME=VALUE"),
-        (["hidden_size=[1"], r"the value in 'hidden_size=\[1' is not YAML"),
-        (["x", "--max_length", "8192"], "'x' is not NAME=VALUE"),
-        (["vocab_size=32000", "--max_length", "8192"], "--max_length is 8192, .* 4096"),
-        (["vocab_size=32000", "--hidden_size", "64"], "unknown argument 'hidden_size' .* given by --config_overrides hidden_size="),
-        (["vocab_size=32000", "--model_type", "qwen33"], "transformers has no ModelForCausalLM of this type; did you mean 'qwen3'"),
-        (["vocab_size=32000", "--model_type", "gemma3"], "also reads images or sound|no field"),
-        (["vocab_size=32000", "--from_scratch", "--model_name_or_path", "m"], "--from_scratch .* or --model_name_or_path"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("flags, reason", [
+    (["hidden_size=100", "num_attention_heads=8"], r"hidden size \(100\) is not a multiple .* heads \(8\)"),
+    (["hidden_size=160"], "even rotary dimension, but got `head_dim`=5"),
+    (["num_key_value_heads=5"], "num_attention_heads 32 .* num_key_value_heads 5"),
+    (["hidden_size=96", "num_attention_heads=3", "num_key_value_heads=4"], "heads 3 is not a multiple of num_key_value_heads 4"),
+    (["sliding_window=4096"], "a llama has no field sliding_window"),
+    (["dtype=bfloat16", "hiden_size=8"], r"no field dtype(.|\n)*no field hiden_size; did you mean 'hidden_size'"),
+    (["hidden_size=wide"], "'hidden_size' expected int, got str"),
+    (["num_hidden_layers=-1"], "num_hidden_layers is -1; it must be at least 1"),
+    (["num_hidden_layers=10001"], "num_hidden_layers is 10001; it must be at most 10000"),
+    (["attention_dropout=1.5"], "attention_dropout is 1.5; it must be at least 0, and below 1"),
+    (["rms_norm_eps=.nan"], "rms_norm_eps is nan; it must be a finite number"),
+    (["rope_parameters.factr=2"], "Unrecognized keys in `rope_parameters` .*factr"),
+    (["rope_parameters.rope_type=llama3", "rope_parameters.factor=8.0"], "Missing required keys in `rope_parameters`"),
+    (["hidden_size"], "'hidden_size' is not NAME=VALUE"),
+    (["hidden_size=[1"], r"the value in 'hidden_size=\[1' is not YAML"),
+    (["x", "--max_length", "8192"], "'x' is not NAME=VALUE"),
+    (["vocab_size=32000", "--max_length", "8192"], "--max_length is 8192, .* 4096"),
+    (["vocab_size=32000", "--hidden_size", "64"], "unknown argument 'hidden_size' .* given by --config_overrides hidden_size="),
+    (["vocab_size=32000", "--model_type", "qwen33"], "transformers has no ModelForCausalLM of this type; did you mean 'qwen3'"),
+    (["vocab_size=32000", "--model_type", "gemma3"], "also reads images or sound|no field"),
+    (["vocab_size=32000", "--from_scratch", "--model_name_or_path", "m"], "--from_scratch .* or --model_name_or_path"),
+])  # fmt: skip
 def test_mistakes(flags, reason):
     with pytest.raises(ConfigError, match=reason):
         parsed(*PRESET, "--config_overrides", *flags)
 
 
-@pytest.mark.parametrize(
-    "model_type, overrides, reason",
-    [
-        ("mixtral", ["num_local_experts=8", "num_experts_per_tok=9"], "num_experts_per_tok is 9, .* 8"),
-        ("qwen3_moe", ["num_experts=8", "num_experts_per_tok=9"], "num_experts_per_tok is 9, but num_experts is 8"),
-        ("gemma3_text", ["layer_types=[full_attention]"], r"`num_hidden_layers` \(2\) .* `layer_types` \(1\)"),
-        ("gpt2", ["n_embd=8", "hidden_size=8"], "n_embd is set under two names"),
-        ("gpt2", ["n_embd=8", "n_head=3"], "`embed_dim` must be divisible by num_heads .*8 and `num_heads`: 3"),
-        ("bert", [], "bert whose attention sees the tokens that it is to predict"),
-        ("llama", ["hidden_act=nonsense"], "no llama can be made with this configuration: KeyError: 'nonsense'"),
-    ],
-)
+@pytest.mark.parametrize("model_type, overrides, reason", [
+    ("mixtral", ["num_local_experts=8", "num_experts_per_tok=9"], "num_experts_per_tok is 9, .* 8"),
+    ("qwen3_moe", ["num_experts=8", "num_experts_per_tok=9"], "num_experts_per_tok is 9, but num_experts is 8"),
+    ("gemma3_text", ["layer_types=[full_attention]"], r"`num_hidden_layers` \(2\) .* `layer_types` \(1\)"),
+    ("gpt2", ["n_embd=8", "hidden_size=8"], "n_embd is set under two names"),
+    ("gpt2", ["n_embd=8", "n_head=3"], "`embed_dim` must be divisible by num_heads .*8 and `num_heads`: 3"),
+    ("bert", [], "bert whose attention sees the tokens that it is to predict"),
+    ("llama", ["hidden_act=nonsense"], "no llama can be made with this configuration: KeyError: 'nonsense'"),
+])  # fmt: skip
 def test_mistakes_of_other_architectures(model_type, overrides, reason):
     """Those that only show when the model is made are told by preflight, which makes it without weights."""
     with pytest.raises(ConfigError, match=reason):
@@ -216,7 +186,7 @@ def test_mistakes_of_other_architectures(model_type, overrides, reason):
         shipped.load(ROOT / "recipes/c4.py").requirements(args).new_model()
 
 
-@pytest.mark.parametrize("max_length", [64, 200_000])
+@pytest.mark.parametrize("max_length", [64, pytest.param(200_000, marks=pytest.mark.slow)])
 def test_every_decoder_is_new_or_refused_by_name(max_length):
     """With the defaults of its class, whatever its padding token and rotary embedding; images make it no decoder."""
     refused = {}
@@ -229,9 +199,8 @@ def test_every_decoder_is_new_or_refused_by_name(max_length):
     sees = {name for name, message in refused.items() if "also reads images or sound" in message}
     assert sees >= {"fuyu", "emu3", "gemma4_unified", "mllama", "git"}
     # Those that no class of configurations can make: of their own defaults, or as transformers 5.23 reads them.
-    other = (
-        refused.keys() - sees - {n for n, m in refused.items() if re.search("has an encoder|is_decoder|the padding", m)}
-    )
+    told = {name for name, said in refused.items() if re.search("has an encoder|is_decoder|the padding", said)}
+    other = refused.keys() - sees - told
     broken = {"cohere_compass_text", "dots3_note_text", "gemma4_assistant"}
     stretched = {"gpt_oss", "apertus", "cwm", "ministral3"}
     assert other <= broken | (stretched if max_length > 64 else set())
@@ -241,12 +210,8 @@ def test_models_are_made_of_what_is_taken():
     """With each nasty value in a number of its config.json, a model can be made, or the user is told why not."""
     of_attention = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": 0.0, "head_dim": 8}
     small = {"hidden_size": 16, "vocab_size": 9, "intermediate_size": 4, "num_hidden_layers": 1} | of_attention
-    experts = {
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "initializer_range": 0.02,
-        "rope_parameters.factor": 1.0,
-    }
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    experts |= {"initializer_range": 0.02, "rope_parameters.factor": 1.0}
     linear = {"rope_parameters.rope_type": "linear"}
     nasty = (-1, -0.5, 0, 1e-300, 0.5, 1, 3, 5_000_000_000, 1e308, 10**30, float("inf"), True, None, "ten", [1])
     made, refused = set(), 0
@@ -263,26 +228,20 @@ def test_models_are_made_of_what_is_taken():
     assert made == small.keys() | experts.keys() and refused > 60
 
 
-def test_a_pretrained_model_has_no_overrides():
-    """A preset of a new model also continues with a pretrained one: its sizes are left out."""
-    args = parsed(*PRESET, "--model_name_or_path", "m")
-    assert args.base_model == "m" and not {"model_type", "config_overrides"} & args.values().keys()
-
-
 def test_a_vocabulary_that_does_not_fit():
     tokenizer = new_word_tokenizer([f"w{i}" for i in range(96)])  # 100 tokens; <s> is 1, </s> is 2
 
     def config(**overrides):
         return new_config(Architecture(config_overrides=overrides), tokenizer, 4096)
 
-    check_belong_together(config(vocab_size=100), tokenizer, 4096)
-    check_belong_together(config(vocab_size=128), tokenizer, 4096)
+    check_belong_together(config(vocab_size=100), tokenizer)
+    check_belong_together(config(vocab_size=128), tokenizer)
     ids = new_config(Architecture(), new_bpe_tokenizer(["a"], 300))
     assert (ids.bos_token_id, ids.eos_token_id, ids.pad_token_id) == (0, 1, None)
     with pytest.raises(ConfigError, match=r"100 tokens, .* vocab_size is 99"):
-        check_belong_together(config(vocab_size=99), tokenizer, 4096)
-    with pytest.raises(ConfigError, match=r"eos_token_id is 2, .* 3(.|\n)*--max_length is 4097, .* 4096"):
-        check_belong_together(config(eos_token_id=3), tokenizer, 4097)
+        check_belong_together(config(vocab_size=99), tokenizer)
+    with pytest.raises(ConfigError, match=r"eos_token_id is 2, .* 3"):
+        check_belong_together(config(eos_token_id=3), tokenizer)
 
 
 def test_a_new_encoder_decoder_depends_on_the_seed_alone():
@@ -303,11 +262,8 @@ def test_other_encoder_decoders(model_type):
         "--train_files", str(ROOT / "data/en_fr/libreoffice.jsonl"), "--from_scratch", "--model_type", model_type,
         "--dropout_rate", "0",
     )  # fmt: skip
-    args = parse(
-        t5.Args,
-        [*argv, "--max_source_length", "24", "--max_target_length", "32", "--config_overrides", *sizes],
-        world_size=1,
-    )
+    lengths = ["--max_source_length", "24", "--max_target_length", "32"]
+    args = parse(t5.Args, [*argv, *lengths, "--config_overrides", *sizes], world_size=1)
     tokenizer = new_bpe_tokenizer(["a"], 280, "$A </s>")
     config = t5.make_model(args, tokenizer).config
     assert config.vocab_size == len(tokenizer) and config.decoder_start_token_id == config.pad_token_id == 2

@@ -5,56 +5,37 @@ import inspect
 import itertools
 import json
 import re
+from types import SimpleNamespace
+from unittest.mock import Mock
 
-import combinations
 import models_table
 import pytest
 import torch
 import toy
-from combinations import LEVERS, MACHINES, RECIPES, STRATEGIES, arguments, environment, generic, strategy_problems
+import transformers
+from combinations import LEVERS, MACHINES, RECIPES, STRATEGIES, arguments, generic, strategy_problems
 from helpers import ROOT
-from models_table import (
-    ARCHITECTURES,
-    CELLS,
-    COMPOSITES,
-    ENCODER_DECODERS,
-    IN_PROCESS,
-    NAMED,
-    REFUSED,
-    ROWS,
-    SIZES,
-    WORKS,
-    Model,
-    cell,
-    page,
-)
+from models_table import CELLS, COMPOSITES, ENCODER_DECODERS, IN_PROCESS, REFUSED, ROWS, SIZES, WORKS, Model, cell, page
 from tiny import tiny_config
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    BloomForCausalLM,
-    GraniteMoeConfig,
-    GraniteMoeHybridConfig,
-    JambaConfig,
-    LlamaConfig,
-    MarianConfig,
-    T5Config,
-)
 from trl.trainer.utils import add_fused_lm_head
 
+from accelerate_recipes import losses
 from accelerate_recipes.arguments import shipped
+from accelerate_recipes.conversations.answers import add_positions
+from accelerate_recipes.conversations.heads import add_head, say_once
+from accelerate_recipes.conversations.supervised_loss import SupervisedLoss
 from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch.preflight import check
 from accelerate_recipes.losses import next_token_loss
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.composites import text_part
 from accelerate_recipes.models.encoder_decoders import load_encoder_decoder
+from accelerate_recipes.models.head_probe import raise_logits, tiny_and_tokens
 from accelerate_recipes.models.loading import made
 from accelerate_recipes.models.positions import check_length
-from accelerate_recipes.posttraining.answers import add_positions
-from accelerate_recipes.posttraining.settings import weight_of_balance
+from accelerate_recipes.models.probes import router_of
+from recipe_tools.preflight import check
 
 RESULT = json.loads(models_table.RESULT.read_text())
 
@@ -72,10 +53,10 @@ def models(fork_server, tmp_path_factory):
     return model
 
 
-# Others are tried by the slow tests, as further hybrids are.
+# Others are tried by the slow tests: those that compute as Llama 3 does, newer ones, and further hybrids.
 SAMPLE = [
-    *list(ARCHITECTURES)[: list(ARCHITECTURES).index("Llama 4")], *ENCODER_DECODERS, "Llama 4", "Qwen3-Next", "Qwen3.5", "LFM2",
-    "Granite 4", "Falcon-H1", "Mamba",
+    "Llama 3", "Qwen3-MoE", "Mixtral", "Gemma 2", "Gemma 3", "GPT-2", "GPT-OSS", "DeepSeek V3", *ENCODER_DECODERS, "Llama 4",
+    "Qwen3-Next", "Qwen3.5", "LFM2", "Granite 4", "Falcon-H1", "Mamba",
 ]  # fmt: skip
 
 
@@ -127,13 +108,15 @@ FURTHER = {
     "OPT": tiny_config("opt"),
     "PhiMoE": tiny_config("phimoe", num_local_experts=4),
     "OLMoE": tiny_config("olmoe", num_experts=4, num_experts_per_tok=2),
-    "Granite 4, dense": GraniteMoeHybridConfig(
+    "Granite 4, dense": transformers.GraniteMoeHybridConfig(
         **SIZES | {"layer_types": ["full_attention"] * 2},
         **models_table.MAMBA_2,
         num_local_experts=0,
         shared_intermediate_size=16,
     ),
-    "Jamba, dense": JambaConfig(**SIZES, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, num_experts=1),
+    "Jamba, dense": transformers.JambaConfig(
+        **SIZES, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, num_experts=1
+    ),
 }
 NOT_BALANCED = {"Llama 4", "Llama 4, composite", "Granite 4, dense", "Jamba, dense"}
 TRIED = {
@@ -156,7 +139,7 @@ def test_a_class_is_trained_by_trl_with_its_own_defaults(tmp_path, name, kind):
     trial = module.trial(module.Args(**size, **TRIED[kind]))
     torch.manual_seed(0)
     attention, _ = choose("auto", trial.config, torch.float32, False)
-    model = made(AutoModelForCausalLM, trial.config, attn_implementation=attention)
+    model = made(transformers.AutoModelForCausalLM, trial.config, attn_implementation=attention)
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
     batch = {k: torch.randint(5, 90, v.shape) if k.endswith("_ids") else v for k, v in trial.batch.items()}
     torch.manual_seed(1)
@@ -189,7 +172,7 @@ def test_answers_to_padded_prompts_are_as_probable_as_alone(tmp_path, name):
     trainer = module.trial(module.Args(model_name_or_path=str(tmp_path), **TRIED["grpo"])).loss_fn.__self__
     attention, _ = choose("auto", config, torch.float32, False)
     torch.manual_seed(0)
-    model = made(AutoModelForCausalLM, config, attn_implementation=attention).eval()
+    model = made(transformers.AutoModelForCausalLM, config, attn_implementation=attention).eval()
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     add_positions(model)
     rows = [torch.randint(5, 90, (1, length)) for length in (10, 6)]
@@ -200,37 +183,139 @@ def test_answers_to_padded_prompts_are_as_probable_as_alone(tmp_path, name):
     assert torch.allclose(found, torch.cat(alone), atol=1e-5), (found - torch.cat(alone)).abs().max()
 
 
+DBRX = transformers.DbrxConfig(
+    attn_config={"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 5e5}, ffn_config={"moe_num_experts": 16, "moe_top_k": 4}
+)
+# What a class computes between its last hidden states and its logits, or how it balances experts, that trl does not know.
+UNKNOWN_TO_TRL = {
+    "layers": transformers.ModernBertDecoderConfig(),
+    "layers of BERT": transformers.BertConfig(is_decoder=True),
+    "a width": transformers.RoFormerConfig(is_decoder=True, embedding_size=64),
+    "a factor, and rows that are no words": transformers.InklingTextConfig(unpadded_vocab_size=200058),
+    "a factor that is trained": transformers.DoryConfig(),
+    "a cap": transformers.RecurrentGemmaConfig(),
+    "a number of experts": DBRX,
+    "a balance of pairs": transformers.DogeConfig(is_moe=True),
+}
+KNOWN = {
+    "a known cap": transformers.Gemma2Config(), "a known factor": transformers.CohereConfig(), "another name of experts": transformers.DeepseekV4Config(),
+    "another name of the weight": transformers.JetMoeConfig(),
+}  # fmt: skip
+OUTPUTS = ("log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs")
+
+
+IN_HEAD = {
+    "the output layer alone": transformers.LlamaConfig(),
+    "a bias": transformers.PhiConfig(),
+    "experts": transformers.Qwen3MoeConfig(),
+}
+
+
+@pytest.mark.parametrize("name", [*UNKNOWN_TO_TRL, *KNOWN, *IN_HEAD])
+def test_the_head_that_trains_is_that_of_the_class(name, capsys, monkeypatch):
+    """What a loss reads are values of the class's logits, and trains what these train."""
+    config, is_sum = (UNKNOWN_TO_TRL | KNOWN | IN_HEAD)[name], name in IN_HEAD
+    temperature, outputs = (1.0, ("loss", *OUTPUTS[:3])) if is_sum else (0.7, OUTPUTS)
+    model, tokens = tiny_and_tokens(config)
+    words = model.get_output_embeddings().weight.shape[0]
+    monkeypatch.setattr(losses, "BYTES_OF_A_CHUNK", 4 * 4 * words)  # chunks of four targets, in parts of three
+    monkeypatch.setattr(losses, "LOGITS_IN_FP32", 3 * words)
+    raise_logits(model, tokens)
+    labels = tokens.clone()
+    labels[0, 3] = -100
+    router = router_of(model, tokens)
+    mask = labels[:, 1:] != -100
+    output = model(input_ids=tokens, use_cache=False, **router)
+    logits = output.logits[:, :-1].double() / temperature
+    log_probs = logits.log_softmax(-1)
+    wanted = {
+        "log_probs": log_probs.gather(-1, tokens[:, 1:, None]).squeeze(-1), "is_top1": logits.argmax(-1) == tokens[:, 1:],
+        "entropy": -(log_probs.exp() * log_probs).sum(-1), "mean_logits": logits.mean(-1),
+        "log_sum_sq_probs": (2 * log_probs).logsumexp(-1),
+    }  # fmt: skip
+    own = gradients_by_name(model, (wanted["log_probs"] * mask).sum() + (output.aux_loss if router else 0))
+    say_once.cache_clear()
+    add_head(model, outputs, temperature)
+    assert ("whole logits" in capsys.readouterr().out) == (name in UNKNOWN_TO_TRL)
+    found = model(input_ids=tokens, labels=labels, fused_lm_head=True, **router)
+    for key in OUTPUTS[: 3 if is_sum else 5]:
+        assert torch.allclose(found[key].double(), (wanted[key] * mask).double(), rtol=1e-4, atol=1e-4), key
+    assert not router or found.aux_loss.item() == pytest.approx(output.aux_loss.item(), rel=1e-5)
+    log_probs = -found.loss if is_sum else found.log_probs.sum()
+    trained = gradients_by_name(model, log_probs + (found.aux_loss if router else 0))
+    assert trained.keys() == own.keys()
+    # Of some parameters, such as biases of keys, the gradient is nothing but rounding.
+    one, other = (torch.cat([gradients[key].flatten() for key in sorted(own)]) for gradients in (own, trained))
+    assert (one - other).norm() <= 1e-4 * one.norm()
+
+
+def test_the_sum_in_the_head_without_a_target_and_with_shifted_labels():
+    """A micro-batch without targets has a loss of 0 with gradients of 0; ranks that share rows shift the labels themselves."""
+    model, tokens = tiny_and_tokens(transformers.LlamaConfig())
+    add_head(model, ("loss", "log_probs", "entropy", "is_top1"))
+    none = model(input_ids=tokens, labels=torch.full_like(tokens, -100), fused_lm_head=True)
+    assert none.loss.item() == 0 and not any(value.any() for value in gradients_by_name(model, none.loss).values())
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+    shifted = model(input_ids=tokens, shift_labels=labels, fused_lm_head=True)
+    found = model(input_ids=tokens, labels=tokens, fused_lm_head=True)
+    assert shifted.loss == found.loss and torch.equal(shifted.log_probs[:, :-1], found.log_probs)
+    assert shifted.log_probs.shape == tokens.shape and model(input_ids=tokens).logits.ndim == 3
+
+
+def gradients_by_name(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("given", [None, 0.0, 0.01])
+@pytest.mark.parametrize("config, own", [
+    (transformers.DeepseekV4Config(), 0.001), (transformers.JetMoeConfig(), 0.01), (DBRX, 0.01), (transformers.DogeConfig(is_moe=True), 0.001),
+    (transformers.DogeConfig(), None), (transformers.DeepseekV3Config(), None), (transformers.Glm4MoeLiteConfig(), None), (transformers.AXK1Config(), None),
+    (transformers.Qwen3MoeConfig(mlp_only_layers=[*range(24)]), None), (tiny_config("mixtral", router_aux_loss_coef=0.0), 0.0),
+    (transformers.LlamaConfig(), None), (FURTHER["Granite 4, dense"], None), (text_part(ROWS["Llama 4"]), None),
+], ids=lambda value: getattr(value, "model_type", None))  # fmt: skip
+def test_experts_of_any_class_are_balanced_with_a_weight_or_refused(config, own, given):
+    """By the loss of the class, with its weight or the given one; a class without such a loss refuses one that is not 0."""
+    args = SimpleNamespace(loss_type="nll", router_aux_loss_coef=given)
+    if own is None and given:
+        with pytest.raises(ConfigError, match=f"--router_aux_loss_coef 0.01: .* {config.model_type} "):
+            SupervisedLoss(args, config)
+        return
+    loss = SupervisedLoss(args, config)
+    model, tokens = tiny_and_tokens(config)
+    weight = given if own is not None and given is not None else own or 0.0
+    assert loss.balance == weight
+    add_head(model, loss.outputs)
+    parts = loss.sum_parts(model, {"input_ids": tokens, "labels": tokens})
+    assert len(parts) == 1 + bool(weight) and parts.requires_grad
+    if weight:
+        balance = model(input_ids=tokens, use_cache=False, output_router_logits=True).aux_loss
+        assert parts[0].item() == pytest.approx(weight * balance.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["PhiMoE", "OLMoE", "Granite 4, dense", "Jamba, dense", "Llama 4"])
 def test_experts_are_balanced_in_pretraining(name):
     """Our own loss has the balance of the class too, and none where the class computes none."""
     config = with_defaults(name)
-    attention, _ = choose("auto", config, torch.float32)
-    model = made(AutoModelForCausalLM, config, attn_implementation=attention)
+    attention, _ = choose("auto", config, torch.float32, True)
+    model = made(transformers.AutoModelForCausalLM, config, attn_implementation=attention)
     batch = collate([PackedRows(toy.make_rows(1), toy.LENGTH, 0, document_mask=True)[0]])
     losses = [next_token_loss(model.train(mode), batch).item() for mode in (True, False)]
     assert (losses[0] > losses[1]) == (name not in NOT_BALANCED)
 
 
-def test_a_weight_that_is_given():
-    """It takes the place of the model's, also of 0; where nothing can be balanced, it is refused."""
-    mixture, given = tiny_config("mixtral", router_aux_loss_coef=0.0), 0.5
-    assert weight_of_balance(mixture, given) == 0.5 and weight_of_balance(mixture, None) == 0
-    assert weight_of_balance(tiny_config("mixtral"), 0.0) == 0
-    for config in (LlamaConfig(), FURTHER["Granite 4, dense"], text_part(ROWS["Llama 4"])):
-        with pytest.raises(ConfigError, match=rf"--router_aux_loss_coef 0.5: this {config.model_type} "):
-            weight_of_balance(config, given)
-        assert weight_of_balance(config, None) == weight_of_balance(config, 0.0) == 0
-
-
 def test_upstream_still_has_other_names():
     """When this fails, `upstream.name_backbone`, or the second name in `weight_of_balance`, can go."""
-    assert not re.search(r"num_experts\b(?!_per)", inspect.getsource(GraniteMoeConfig).replace("num_local_experts", ""))
+    assert not re.search(
+        r"num_experts\b(?!_per)", inspect.getsource(transformers.GraniteMoeConfig).replace("num_local_experts", "")
+    )
     assert "text_config.num_experts" in inspect.getsource(add_fused_lm_head)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(text_part(ROWS["Llama 4"]))
+        model = transformers.AutoModelForCausalLM.from_config(text_part(ROWS["Llama 4"]))
     assert model.base_model is model
     tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
-    assert model(input_ids=tokens, output_router_logits=True).aux_loss is None  # else `sequence.UNBALANCED` can go
+    assert model(input_ids=tokens, output_router_logits=True).aux_loss is None
 
 
 # GPT-OSS: a mask of ours, sinks, experts in one weight. DeepSeek V3: a buffer that is saved, named layers. BART: a buffer,
@@ -240,14 +325,12 @@ THROUGH_RANKS = [
     ("BART", "FSDP2 x 2"), ("BART", "export"), ("BART", "generation"), ("Qwen3.5", "FSDP2 x 2"),
 ]  # fmt: skip
 SLOW = [
-    ("GPT-OSS", "kill, resume"), ("GPT-OSS", "LoRA"), ("DeepSeek V3", "export"), ("BART", "recomputation"),
+    ("GPT-OSS", "kill, resume"), ("GPT-OSS", "LoRA"), ("mT5", "LoRA"), ("DeepSeek V3", "export"), ("BART", "recomputation"),
     ("BART", "kill, resume"), ("mT5", "export"), ("Granite 4", "recomputation"), ("Granite 4", "kill, resume"), ("Jamba", "LoRA"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, title", [*THROUGH_RANKS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)]
-)
+@pytest.mark.parametrize("name, title", [*THROUGH_RANKS, *(pytest.param(*p, marks=pytest.mark.slow) for p in SLOW)])
 def test_through_ranks(models, name, title):
     assert cell(models(name), title) == RESULT["cells"][name][title]
 
@@ -262,14 +345,11 @@ def test_refusals(models, name, title):
     assert RESULT["cells"][name][title].endswith(models_table.first_line(caught.value))
 
 
-@pytest.mark.parametrize(
-    "config, said",
-    [
-        (MarianConfig(), "is a marian, not one of t5, mt5, umt5, bart"),
-        (LlamaConfig(), "is a llama, not one of t5, mt5, umt5, bart"),
-        (T5Config(), r"has no decoder_start_token_id, .* here 0\)"),
-    ],
-)
+@pytest.mark.parametrize("config, said", [
+    (transformers.MarianConfig(), "is a marian, not one of t5, mt5, umt5, bart"),
+    (transformers.LlamaConfig(), "is a llama, not one of t5, mt5, umt5, bart"),
+    (transformers.T5Config(), r"has no decoder_start_token_id, .* here 0\)"),
+])  # fmt: skip
 def test_encoder_decoders_that_are_refused(tmp_path, config, said):
     """Other models, and one that does not say how a text begins, are refused before their weights are read."""
     config.save_pretrained(tmp_path)
@@ -310,49 +390,33 @@ def test_every_cell_is_there_and_none_is_empty():
             if title != "attention" and said != WORKS:
                 is_without = name in ENCODER_DECODERS and said.startswith(("not packed: ", "not offered: "))
                 assert is_without or (name, title) in REFUSED, f"{name}, {title}: {said}"
-    for name in NAMED:
-        assert RESULT["cells"][name]["LoRA"].startswith(f"{WORKS} with `--lora_target_modules ")
 
 
 def test_a_red_cell_fails_the_command(monkeypatch, tmp_path, capsys):
     """A fault, an unexpected refusal and a refusal that no longer comes are red; then nothing is written."""
-
-    def raises(error: Exception):
-        def check(model):
-            raise error
-
-        return check
-
-    monkeypatch.setattr(models_table, "ForkServer", lambda *_: type("Server", (), {"close": lambda _: None})())
-    monkeypatch.setattr(models_table, "RESULT", tmp_path / "result.json")
-    monkeypatch.setattr(models_table, "PAGE", tmp_path / "page.md")
-    monkeypatch.setattr(models_table, "ROWS", {"GPT-2": ROWS["GPT-2"]})
-    checks = {
-        "export": raises(AssertionError("losses differ by 1")),
-        "generation": raises(ConfigError("no")),
-        "LoRA": lambda model: None,
-        "recomputation": lambda model: None,
-    }
-    monkeypatch.setattr(models_table, "CELLS", checks)
+    checks = dict.fromkeys(("LoRA", "recomputation"), lambda model: None)
+    checks["export"] = Mock(side_effect=AssertionError("losses differ by 1"))
+    checks["generation"] = Mock(side_effect=ConfigError("no"))
+    files = {"RESULT": tmp_path / "result.json", "PAGE": tmp_path / "page.md"}
+    replaced = files | {"ForkServer": Mock(), "ROWS": {"GPT-2": ROWS["GPT-2"]}, "CELLS": checks}
+    for name, value in replaced.items():
+        monkeypatch.setattr(models_table, name, value)
     monkeypatch.setattr(models_table.sys, "argv", ["models_table.py"])
     with pytest.raises(SystemExit) as ended:
         models_table.main()
     said = capsys.readouterr().err
     assert ended.value.code == 1 and not list(tmp_path.iterdir())
-    for red in (
-        "export: AssertionError: losses differ by 1",
-        "generation: AssertionError: refused: no",
-        "LoRA: .*works now",
-    ):
+    for red in ("export: .*losses differ by 1", "generation: .*refused: no", "LoRA: .*works now"):
         assert re.search(f"^GPT-2, {red}", said, re.MULTILINE), said
     assert "recomputation" not in said and "3 cells are red" in said
 
 
-def test_preflight_refuses_them_too(models, monkeypatch, tmp_path):
+def test_preflight_refuses_them_too(models, at_the_root, tmp_path):
     """An attention that a class does not support, rows that it cannot keep apart, a loss that needs whole logits."""
-    monkeypatch.chdir(ROOT)
     gemma, crosses = str(models("Gemma 2").base), tmp_path / "bloom"
-    BloomForCausalLM(BloomConfig(vocab_size=100, hidden_size=32, n_layer=2, n_head=4)).save_pretrained(crosses)
+    transformers.BloomForCausalLM(
+        transformers.BloomConfig(vocab_size=100, hidden_size=32, n_layer=2, n_head=4)
+    ).save_pretrained(crosses)
     where = ("--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--max_length", "32")
     chess = ("recipes/chess.py", "--train_files", "data/chess/games_20k.parquet", *where)
     c4 = ("recipes/c4.py", "--train_files", "data/en_fr/libreoffice.jsonl", *where, "--model_name_or_path", gemma)
@@ -361,18 +425,11 @@ def test_preflight_refuses_them_too(models, monkeypatch, tmp_path):
             *chess, "--model_name_or_path", gemma, "--attn_implementation", "sdpa",
         ): "gemma2 does not support it; give eager",
         (*chess, "--model_name_or_path", str(crosses)): "bloom models do not keep attention inside a document",
-        c4: "gemma2 has final_logit_softcapping 30.0 behind .* give --whole_logits",
+        c4: "without whole logits, the loss of a tiny gemma2 is .* off; give --whole_logits",
     }  # fmt: skip
     for command, said in refused.items():
         _, problems = check(["accelerate_configs/fsdp_full.yaml", *command])
         assert re.search(said, " ".join(problems)), problems
-    for command in ((*chess, "--model_name_or_path", gemma), (*c4, "--whole_logits")):
-        _, problems = check(["accelerate_configs/fsdp_full.yaml", *command])
-        assert not re.search("does not support it|behind its output layer|keep attention", " ".join(problems)), problems
-    _, problems = check(
-        ["accelerate_configs/fsdp_full.yaml", *chess, "--model_name_or_path", str(crosses), "--no_document_mask"]
-    )
-    assert "do not keep attention" not in " ".join(problems)
 
 
 def test_three_are_refused_where_two_are():
@@ -387,10 +444,3 @@ def test_three_are_refused_where_two_are():
                 assert len(whole) == (strategy == "fsdp_long" and not args.shares_rows)
                 found.add(tuple(said for said in refusals if said not in whole))
         assert len(found) == 1, (machine, strategy, flags, found)
-
-
-def test_every_shipped_strategy_starts_alone():
-    for machine, strategy in itertools.product(MACHINES, STRATEGIES):
-        assert isinstance(environment(strategy, MACHINES[machine], ()), dict)
-    on_gpus = combinations.by_strategy("8 GPUs")
-    assert not any(on_gpus["", strategy] for strategy in STRATEGIES)

@@ -21,7 +21,7 @@ from accelerate_recipes.arguments.declaring import read_preset
 from accelerate_recipes.arguments.help import recipe_parser
 from accelerate_recipes.launch.settings import parse_flags
 
-LIBRARY = REPOSITORY / "src/accelerate_recipes"
+SRC = REPOSITORY / "src"
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
 
@@ -49,21 +49,14 @@ def test_what_is_named_is_found(tmp_path, monkeypatch):
     assert shipped.found_command(["chess", "--config", "laptop"])[2] == "laptop"
     (tmp_path / "chess").write_text("")
     assert shipped.found_command(["chess", "--dataset_name", "laptop"]) == ["chess", "--dataset_name", "laptop"]
-    for words in (
-        ["mine.py", "--config", "laptop.yaml"],
-        ["c4", "--config", "none"],
-        ["../chess", "--config"],
-        ["..", "--config", ".."],
-    ):
+    for line in ("mine.py --config laptop.yaml", "c4 --config none", "../chess --config", ".. --config .."):
+        words = line.split()
         assert shipped.found_command(words)[1:] == words[1:]
     assert shipped.found_command(["../chess"]) == ["../chess"] and shipped.config_file("none") == "none"
     # In a clone they are as one types them there.
     monkeypatch.chdir(home)
-    assert shipped.found_command(["c4", "--config", "laptop"]) == [
-        "recipes/c4.py",
-        "--config",
-        "recipes/configs/c4/laptop.yaml",
-    ]
+    found = shipped.found_command(["c4", "--config", "laptop"])
+    assert found == ["recipes/c4.py", "--config", "recipes/configs/c4/laptop.yaml"]
 
 
 def test_data_of_a_shipped_preset(tmp_path, monkeypatch):
@@ -104,14 +97,11 @@ def test_wheel(wheel, tmp_path):
     """It holds what is shipped, with licences, and no more; outside of a clone it trains by names alone."""
     names = {name.removeprefix("accelerate_recipes/") for name in zipfile.ZipFile(wheel).namelist()}
     for folder in ("recipes", "accelerate_configs", "data"):
-        here = {
-            str(p.relative_to(REPOSITORY))
-            for p in (REPOSITORY / folder).rglob("*")
-            if p.is_file() and "__pycache__" not in p.parts
-        }
+        paths = [path for path in (REPOSITORY / folder).rglob("*") if path.is_file()]
+        here = {str(path.relative_to(REPOSITORY)) for path in paths if "__pycache__" not in path.parts}
         assert here == {name.partition("/")[2] for name in names if name.startswith(f"shipped_files/{folder}/")}
-    library = {str(path.relative_to(LIBRARY)) for path in LIBRARY.rglob("*.py")}
-    assert library == {name for name in names if name.endswith(".py") and not name.startswith("shipped_files/")}
+    packages = {str(path.relative_to(SRC)).removeprefix("accelerate_recipes/") for path in SRC.rglob("*.py")}
+    assert packages == {name for name in names if name.endswith(".py") and not name.startswith("shipped_files/")}
     for page in ("README.md", "docs/start.md"):  # what they tell to install
         text = " ".join((REPOSITORY / page).read_text().split())
         assert f"`pip install {wheel.name}`" in text.replace("VERSION", PROJECT["version"]), page

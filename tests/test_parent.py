@@ -74,13 +74,10 @@ subprocess.run([*command, sys.executable, "-c", sys.argv[-1]], env=env, check=Tr
 """
 
 
-@pytest.mark.parametrize(
-    "threads, flags, chosen",
-    [
-        (None, (), False), ("1", (), True), ("3", (), True), (None, ("--num_cpu_threads_per_process", "1"), True),
-        (None, ("--num-cpu-threads-per-process=1",), True), (None, ("--no_python",), False), ("1", ("--no_python",), True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("threads, flags, chosen", [
+    (None, (), False), ("1", (), True), ("3", (), True), (None, ("--num_cpu_threads_per_process", "1"), True),
+    (None, ("--num-cpu-threads-per-process=1",), True), (None, ("--no_python",), False), ("1", ("--no_python",), True),
+])  # fmt: skip
 def test_who_has_chosen_the_threads(threads, flags, chosen):
     """A launcher's limit of one thread differs from the same number in the environment of the user."""
     env = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", *parent.LAUNCHED)}

@@ -15,42 +15,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import CONFIGS, ROOT
-from simulations import (
-    BF16,
-    C4,
-    CHESS_DPO,
-    CHESS_GRPO,
-    DEEPVIT,
-    DPO,
-    FP32,
-    GRPO,
-    RECOMPUTE,
-    SFT,
-    STEP,
-    T5,
-    TEMPLATE,
-    command_of,
-    job,
-)
+from simulations import BF16, C4, DEEPVIT, DPO, FP32, GRPO, RECOMPUTE, SFT, STEP, T5, TEMPLATE, command_of, job
 from torch.nn.attention.varlen import varlen_attn
 from torch.optim.adamw import adamw
 from transformers import LlamaConfig
 
-from accelerate_recipes.__main__ import main
 from accelerate_recipes.arguments.gpus import EFFICIENCY, GIB, GPUS, OUTSIDE, check_gpu, known_as
 from accelerate_recipes.arguments.shipped import load as load_recipe
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch import planning
-from accelerate_recipes.launch import preflight as preflight_module
-from accelerate_recipes.launch.planning import job_of, plan
-from accelerate_recipes.launch.preflight import preflight
-from accelerate_recipes.launch.request import launch_environment, read_request
-from accelerate_recipes.plan.allocator import reserved
-from accelerate_recipes.plan.layers import predict_outcomes, sizes_of
-from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Clock, Event, Ledger, attended_share
-from accelerate_recipes.plan.predict import Prediction
-from accelerate_recipes.plan.search import Change, Search, in_words, prediction_of, reason_of, savings, speedups
-from accelerate_recipes.plan.simulate import (
+from accelerate_recipes.trial import NotSimulatedError, config_of
+from recipe_tools import planning
+from recipe_tools import preflight as preflight_module
+from recipe_tools.commands import main
+from recipe_tools.plan.allocator import reserved
+from recipe_tools.plan.layers import predict_outcomes, sizes_of
+from recipe_tools.plan.ledger import ACTIVATIONS, HOST, Clock, Event, Ledger, attended_share
+from recipe_tools.plan.predict import Prediction
+from recipe_tools.plan.search import Change, Search, in_words, prediction_of, reason_of, savings, speedups
+from recipe_tools.plan.simulate import (
     MICRO_BATCHES,
     Job,
     Outcome,
@@ -58,8 +40,11 @@ from accelerate_recipes.plan.simulate import (
     Simulator,
     add_ddp,
     load_trial,
+    simulations_take,
 )
-from accelerate_recipes.trial import NotSimulatedError, config_of
+from recipe_tools.planning import job_of, plan
+from recipe_tools.preflight import preflight
+from recipe_tools.request import launch_environment, read_request
 
 aten = torch.ops.aten
 CUDA_C4 = [
@@ -97,12 +82,10 @@ GPU_COMMANDS = {
     "dpo with adapters": ([*WIDE_DPO, *ADAPTERS], 72),
     "grpo": (WIDE_GRPO, 178),  # with three passes that draw
     "grpo with adapters": ([*WIDE_GRPO, *ADAPTERS, "--beta", "0.1"], 177),
-    "chess_dpo": ([*CHESS_DPO, "WIDE"], 75),
-    "chess_grpo": ([*CHESS_GRPO, "WIDE"], 178),
     "vit": (DEEPVIT, 51),
 }
 # Waits for numbers that trl logs, in each micro-batch.
-WAITS = {"dpo": 15, "dpo with adapters": 15, "chess_dpo": 15, "grpo": 8, "grpo with adapters": 9, "chess_grpo": 8}
+WAITS = {"dpo": 15, "dpo with adapters": 15, "grpo": 8, "grpo with adapters": 9}
 COPIES = ("_to_copy", "copy_", "clone", "cat")
 SEES_DOCUMENTS = ("c4", "chess", "sft with packed rows")  # their rows have 72 tokens
 
@@ -117,12 +100,12 @@ def test_the_path_of_gpus_without_a_gpu(simulator):
     assert masked.value_reads == found.value_reads + min(masked.micro_batches, MICRO_BATCHES)
 
 
+@pytest.mark.slow
 def test_a_second_model_on_gpus(simulator, bases):
     """A reference beside the model is simulated too: its shard, a quarter of its weights in fp32, is there in the step."""
     command = command_of(bases, WIDE_DPO)
-    alone, beside = simulator(
-        [on_four("fsdp_full", [*command, "--precompute_ref_log_probs", at]) for at in ("true", "false")]
-    )
+    flag = "--precompute_ref_log_probs"
+    alone, beside = simulator([on_four("fsdp_full", [*command, flag, at]) for at in ("true", "false")])
     assert isinstance(beside, Outcome), beside
     assert beside.peak >= alone.peak + beside.parameters and beside.flops > alone.flops
 
@@ -135,9 +118,8 @@ def check_path(name: str, config: str, found: Outcome | Exception) -> None:
     assert found.value_reads == 6 + WAITS.get(name, 0) * min(found.micro_batches, MICRO_BATCHES), case
     if name in SEES_DOCUMENTS:
         assert not [shape for shape in found.shapes if shape.count(72) > 1], case
-    if (
-        name == "grpo"
-    ):  # of 2 rows with 19 places for a target, 9 are of the answer: trl multiplies no others, in one tile
+    # Of 2 rows with 19 places for a target, 9 are of the answer: trl multiplies no others, in one tile
+    if name == "grpo":
         assert {shape[0] for shape in found.shapes if shape[1:] == [2**15]} == {18}, case
     assert (found.host_peak > 2**14) == (config == "fsdp_offload"), case
     if config == "single":
@@ -168,14 +150,11 @@ IN_TURN = dict(zip(WITHOUT_ADAPTERS, itertools.cycle(("fsdp_hybrid", "fsdp_offlo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, configs",
-    [
-        *(pytest.param(name, [*FSDP2[:1], IN_TURN[name]], id=name) for name in WITHOUT_ADAPTERS[1:]),
-        pytest.param("c4", FSDP2, id="c4 under all"),
-        *(pytest.param(n, FSDP2, id=f"{n} under all", marks=pytest.mark.long) for n in GPU_COMMANDS if n != "c4"),
-    ],
-)
+@pytest.mark.parametrize("name, configs", [
+    *(pytest.param(name, [*FSDP2[:1], IN_TURN[name]], id=name) for name in WITHOUT_ADAPTERS[1:]),
+    pytest.param("c4", FSDP2, id="c4 under all"),
+    *(pytest.param(n, FSDP2, id=f"{n} under all", marks=pytest.mark.long) for n in GPU_COMMANDS if n != "c4"),
+])  # fmt: skip
 def test_the_path_of_gpus_of_each_recipe(simulator, bases, name, configs):
     """Each recipe with a trial runs on tensors of GPUs under FSDP2's configs, and in bf16 on one GPU."""
     command = command_of(bases, GPU_COMMANDS[name][0])
@@ -190,14 +169,11 @@ def test_the_path_of_gpus_of_each_recipe(simulator, bases, name, configs):
     assert alone.peak < single.peak < alone.peak + 2 * single.parameters + single.at_peak["activations"] // 2
 
 
-@pytest.mark.parametrize(
-    "command, flags",
-    [
-        pytest.param([*T5, "DEEP", *ADAPTERS], RECOMPUTE, id="two stacks", marks=pytest.mark.long),
-        pytest.param([*GRPO, "TALL"], [], id="many sums", marks=pytest.mark.slow),
-        pytest.param([*GRPO, "TALL", "--total_batch_size", "512"], [], id="answers", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("command, flags", [
+    pytest.param([*T5, "DEEP", *ADAPTERS], RECOMPUTE, id="two stacks", marks=pytest.mark.long),
+    pytest.param([*GRPO, "TALL"], [], id="many sums", marks=pytest.mark.slow),
+    pytest.param([*GRPO, "TALL", "--total_batch_size", "512"], [], id="answers", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_deep_models_with_more_than_two_passes(simulator, bases, command, flags):
     """A model is extrapolated to the byte from two stacks of layers, and with passes that draw answers, also if they decide."""
     deep = on_four("fsdp_full", command_of(bases, command), *flags)
@@ -257,34 +233,6 @@ def test_deep_models_follow_from_shallow_ones(simulator, flags, more, depth):
     for key, counts in whole.collectives.items():
         assert found.collectives[key] == pytest.approx(counts, rel=1e-3 if key.startswith("all_reduce") else 1e-12), key
     assert found.seconds == pytest.approx(whole.seconds, rel=0.02)
-
-
-@pytest.mark.long
-def test_the_search_makes_it_fit(simulator, monkeypatch):
-    """What is proposed fits, what keeps the trajectory comes first, and a pair is found where no single change is enough."""
-    sizes = ["hidden_size=2048", "intermediate_size=4096", "vocab_size=16000", "max_position_embeddings=1024"]
-    command = [*CUDA_C4, "--config_overrides", *sizes, "--max_length", "1024"]
-    argv = [str(CONFIGS / "fsdp_grad_op.yaml"), "--num_processes", "4", "--num_machines", "1", *command]
-    request = read_request(argv)
-    first = job_of(request, "h100")
-    before = planning.simulated(simulator, first)
-    assert before.fits
-
-    told: list[str] = []
-
-    def planned(memory: int) -> dict:
-        monkeypatch.setitem(planning.GPUS, "h100", replace(GPUS["h100"], memory=memory))
-        prediction = planning.simulated(simulator, first)
-        return prediction.facts() | planning.searched(simulator, prediction, first, request, told.append)[1]
-
-    facts = planned(before.needed - 1)
-    assert not facts["memory"]["fits"] and facts["fits_with"]
-    kept = [proposal["keeps_trajectory"] for proposal in facts["fits_with"]]
-    assert kept == sorted(kept, reverse=True)
-    assert all(proposal["needed"] < before.needed for proposal in facts["fits_with"])
-    best = min(p["needed"] for p in facts["fits_with"] if p["keeps_trajectory"])
-    pairs = planned(best - 1)["fits_with"]
-    assert pairs and all(p["needed"] < best for p in pairs)
 
 
 def outcome(needed: int) -> Outcome:
@@ -368,10 +316,8 @@ def test_the_reason_of_an_error():
     """Of a list the first item, else the first line."""
     assert reason_of(ConfigError("This launch cannot work:\n  - no GPU\n  - no CPU")) == "no GPU"
     assert reason_of(SimulationError("it failed: KeyError: 'a'\nTraceback:\n  File")) == "it failed: KeyError: 'a'"
-    assert (
-        reason_of(ConfigError("no: such file")) == "no: such file"
-        and reason_of(SimulationError("")) == "SimulationError"
-    )
+    assert reason_of(ConfigError("no: such file")) == "no: such file"
+    assert reason_of(SimulationError("")) == "SimulationError"
 
 
 def test_what_the_search_could_not_try_is_said():
@@ -382,9 +328,8 @@ def test_what_the_search_could_not_try_is_said():
     }
 
     def simulate(jobs: list[Job]) -> list:
-        return [
-            next((a for flags, a in answers.items() if flags in " ".join(j.command)), outcome(3 * GIB)) for j in jobs
-        ]
+        commands = [" ".join(job.command) for job in jobs]
+        return [next((a for flags, a in answers.items() if flags in c), outcome(3 * GIB)) for c in commands]
 
     def make_job(changes: Sequence[Change]) -> Job:
         if any(change.kind == "offload" for change in changes):
@@ -412,26 +357,21 @@ def test_what_the_search_could_not_try_is_said():
         "--optim adafactor": "the simulation failed: no such operator",
     }
     lines = planning.failures(search)
-    assert (
-        lines[0] == "These could not be tried:"
-        and "  --optim adafactor: the simulation failed: no such operator" in lines
-    )
+    assert lines[0] == "These could not be tried:"
+    assert "  --optim adafactor: the simulation failed: no such operator" in lines
 
 
 # Kinds of changes that only this config proposes. The others differ from those of fsdp_grad_op in nothing that is simulated.
 OWN_KINDS = {"fsdp_hybrid": ("shard", "config"), "fsdp_long": ("row", "nodes", "recompute", "shard")}
 
 
-@pytest.mark.parametrize(
-    "config, command, refused",
-    [
-        ("fsdp_grad_op", CUDA_C4, []),
-        ("fsdp_hybrid", CUDA_C4, []),
-        ("fsdp_long", CUDA_C4, []),
-        ("ddp", CUDA_C4, ["--optim adamw_8bit"]),
-        ("single", [*SFT, "LLAMA"], ["--optim adamw_8bit"]),
-    ],
-)
+@pytest.mark.parametrize("config, command, refused", [
+    ("fsdp_grad_op", CUDA_C4, []),
+    ("fsdp_hybrid", CUDA_C4, []),
+    ("fsdp_long", CUDA_C4, []),
+    ("ddp", CUDA_C4, ["--optim adamw_8bit"]),
+    pytest.param("single", [*SFT, "LLAMA"], ["--optim adamw_8bit"], marks=pytest.mark.long),
+])  # fmt: skip
 @pytest.mark.slow
 def test_all_that_the_search_proposes_can_be_launched(simulator, bases, config, command, refused):
     """Each change is one that the launcher, the recipe and the strategy accept; the 8-bit optimizer is not simulated."""
@@ -455,17 +395,10 @@ def test_all_that_the_search_proposes_can_be_launched(simulator, bases, config, 
     assert all(needs[change] < before.outcome.peak for change in whole)
 
 
-@pytest.mark.parametrize(
-    "config, flags, expected",
-    [
-        (
-            "fsdp_hybrid",
-            ["--parallelism_config_dp_replicate_size", "4", "--parallelism_config_dp_shard_size", "1"],
-            (2, 2),
-        ),
-        ("fsdp_hybrid", HYBRID, (1, 4)),
-    ],
-)
+@pytest.mark.parametrize("config, flags, expected", [
+    ("fsdp_hybrid", ["--parallelism_config_dp_replicate_size", "4", "--parallelism_config_dp_shard_size", "1"], (2, 2)),
+    ("fsdp_hybrid", HYBRID, (1, 4)),
+])  # fmt: skip
 def test_fewer_replicas_have_more_shards(config, flags, expected):
     first = job(config, C4, *flags, num_processes=4)
     args, _ = load_trial(first)
@@ -482,14 +415,8 @@ def test_pairs_on_the_named_machines_come_before_more_machines():
 
     def simulate(jobs: list[Job]) -> list[Outcome]:
         """Two of the changes save a GiB each; with twice as many GPUs the run needs 3."""
-        return [
-            outcome(
-                3 * GIB
-                if one.env["WORLD_SIZE"] == "4"
-                else (5 - sum(word in ("false", "adafactor") for word in one.command)) * GIB
-            )
-            for one in jobs
-        ]
+        saved = [sum(word in ("false", "adafactor") for word in one.command) for one in jobs]
+        return [outcome((3 if o.env["WORLD_SIZE"] == "4" else 5 - n) * GIB) for o, n in zip(jobs, saved, strict=True)]
 
     request = read_request([str(CONFIGS / "fsdp_full.yaml"), "--num_processes", "2", *C4, "--whole_logits", "true"])
     first = job_of(request, "l4")
@@ -504,15 +431,12 @@ def test_pairs_on_the_named_machines_come_before_more_machines():
     assert " and " in told[at + 1] and told[at + 1].count("Tried ") == 1
 
 
-@pytest.mark.parametrize(
-    "flags, change",
-    [
-        (["--num_processes", "2"], Change("rows", (), ("--per_device_train_batch_size", "1"))),
-        (["--num_processes", "2", *RECOMPUTE], Change("recompute", ("--fsdp_activation_checkpointing", "false"))),
-        (["--nodes", "2", "--gpus-per-node", "4"], Change("nodes", more_nodes=2)),
-        (["--num_processes", "4"], Change("config", ("--num_processes", "4"), config="ddp.yaml")),
-    ],
-)
+@pytest.mark.parametrize("flags, change", [
+    (["--num_processes", "2"], Change("rows", (), ("--per_device_train_batch_size", "1"))),
+    (["--num_processes", "2", *RECOMPUTE], Change("recompute", ("--fsdp_activation_checkpointing", "false"))),
+    (["--nodes", "2", "--gpus-per-node", "4"], Change("nodes", more_nodes=2)),
+    (["--num_processes", "4"], Change("config", ("--num_processes", "4"), config="ddp.yaml")),
+])  # fmt: skip
 def test_a_proposal_can_be_pasted(flags, change):
     """The command is the run that was simulated, and names nothing twice."""
     request = read_request([str(CONFIGS / "fsdp_full.yaml"), *flags, *C4, "--config_overrides", "hidden_size=64"])
@@ -559,9 +483,7 @@ def test_the_first_answer_comes_at_once(monkeypatch):
     assert "Nothing that keeps the loss trajectory makes it fit" in last
     at = last.index("It fits with these changes (another loss trajectory):")
     assert last[at + 1].startswith("  --optim adafactor: 3.00 GiB")
-    assert last[at + 2].startswith("    accelerate launch --config_file ") and last[at + 2].endswith(
-        "--optim adafactor"
-    )
+    assert re.fullmatch("    accelerate launch --config_file .*--optim adafactor", last[at + 2])
     told.clear()
     plan(["--no_search", "--gpu", "l4", *argv], told.append)
     assert [text for text in told if text.endswith(" jobs")] == ["1 jobs"]
@@ -677,12 +599,8 @@ def test_flags_may_stand_before_the_config(monkeypatch, capsys, flags):
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["--nodes", "2", "--shell", "a.yaml", "b.py"],
-        ["--shell", "--nodes=2", "a.yaml", "b.py"],
-        ["a.yaml", "--shell", "b.py"],
-    ],
-)
+    [["--nodes", "2", "--shell", "a.yaml", "b.py"], ["--shell", "--nodes=2", "a.yaml", "b.py"], ["a.yaml", "--shell", "b.py"]],
+)  # fmt: skip
 def test_shell_may_stand_anywhere(monkeypatch, capsys, words):
     monkeypatch.setattr("sys.argv", ["accelerate_recipes", "preflight", *words])
     monkeypatch.setattr(preflight_module, "preflight", lambda argv: ("said", " ".join(argv)))
@@ -698,15 +616,12 @@ def test_the_usage_names_the_command():
         read_request([])
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        (["--json", "{tmp}"], "--json {tmp}: it is a folder; name a file"),
-        (["--json", "{tmp}/file/plan.json"], "--json {tmp}/file/plan.json: Not a directory"),
-        (["--json", "/proc/nowhere/plan.json"], "--json /proc/nowhere/plan.json: No such file or directory"),
-        (["--json", "{tmp}/gone/plan.json"], "{tmp}/gone is a link to nowhere, which is not there"),
-    ],
-)
+@pytest.mark.parametrize("flags, said", [
+    (["--json", "{tmp}"], "--json {tmp}: it is a folder; name a file"),
+    (["--json", "{tmp}/file/plan.json"], "--json {tmp}/file/plan.json: Not a directory"),
+    (["--json", "/proc/nowhere/plan.json"], "--json /proc/nowhere/plan.json: No such file or directory"),
+    (["--json", "{tmp}/gone/plan.json"], "{tmp}/gone is a link to nowhere, which is not there"),
+])  # fmt: skip
 def test_what_cannot_be_written_is_told_before_the_first_simulation(flags, said, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     (tmp_path / "gone").symlink_to("nowhere")
@@ -717,26 +632,29 @@ def test_what_cannot_be_written_is_told_before_the_first_simulation(flags, said,
 
 
 def test_a_line_for_each_simulation(simulator, monkeypatch):
-    """Each is told when it is there, with what is left."""
+    """Each is told when it is there, with what is left, behind a line at the start."""
     told: list[str] = []
     monkeypatch.setattr(simulator, "tell", told.append)
-    arriving = simulator([job("fsdp_full", [*C4, "--lerning_rate", "1"])] * 3)
-    for done in (1, 2, 3):
-        assert isinstance(next(arriving), ConfigError) and len(told) == done
-        assert re.fullmatch(rf"Simulated {done} of 3{'; about [0-9]+ s left' if done < 3 else ''}", told[-1])
+    found = [*simulator([job("fsdp_full", [*C4, "--lerning_rate", "1"])] * 3)]
+    assert len(found) == 3 and all(isinstance(error, ConfigError) for error in found)
+    begun, *lines = told
+    assert begun.startswith("Simulating 3 steps, ") and len(lines) == 3
+    for done, line in enumerate(lines, 1):
+        assert re.fullmatch(rf"Simulated {done} of 3 in \d+ s(; about \d+ s left)?", line) and ("left" in line) == (
+            done < 3
+        )
 
 
 def test_the_first_line_needs_no_library():
-    code = "import sys; from accelerate_recipes import __main__ as m; sys.argv = ['x', 'plan']; sys.modules['torch'] = None; m.main()"
+    code = "import sys; from recipe_tools import commands as m; sys.argv = ['x', 'plan']; sys.modules['torch'] = None; m.main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("Planning: "), done
     assert "torch" in done.stderr  # which could not be imported
 
 
 @pytest.mark.slow
-def test_the_command(monkeypatch, capsys, tmp_path):
+def test_the_command(at_the_root, capsys, tmp_path):
     """`plan` prints a report and writes JSON; what cannot be simulated, it names."""
-    monkeypatch.chdir(ROOT)
     laptop = ["accelerate_configs/fsdp_full.yaml", "--nodes", "2", "--gpus-per-node", "8", "recipes/c4.py"]
     laptop += [
         "--config", "recipes/configs/c4/laptop.yaml", "--total_batch_size", "16", "--per_device_train_batch_size",
@@ -747,9 +665,8 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     assert "Memory of a GPU: " in found and "fits" in found
     facts = json.loads((tmp_path / "plan.json").read_text())
     memory = facts["memory"]
-    assert (
-        memory["needed"] == memory["in_use"] + memory["allocator"] + OUTSIDE <= memory["of_gpu"] == GPUS["a100"].memory
-    )
+    assert memory["needed"] == memory["in_use"] + memory["allocator"] + OUTSIDE <= memory["of_gpu"]
+    assert memory["of_gpu"] == GPUS["a100"].memory
     assert sum(memory["by_kind"].values()) == memory["in_use"]
     assert facts["gpus"] == 16 and facts["step"]["collectives"]["allgather_base 16"]["inside_node"] is False
     with pytest.raises(ConfigError, match="--gpu tpu: not known; known are a10g"):
@@ -759,15 +676,14 @@ def test_the_command(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.long
-def test_the_page_shows_what_the_command_prints(monkeypatch):
+def test_the_page_shows_what_the_command_prints(at_the_root):
     """The example of docs/plan.md, a model of 8 billion parameters on 32 GPUs, is what its command prints."""
-    monkeypatch.chdir(ROOT)
     page = (ROOT / "docs/plan.md").read_text()
     (command,) = re.findall(r"^python -m accelerate_recipes plan (.*)$", page, re.M)
     shown = page.split("```\n")[2].splitlines()
     told: list[str] = []
     plan(shlex.split(command), told.append)
-    lines = "\n".join(text for text in told if not text.startswith(("Simulated ", "Tried "))).splitlines()
+    lines = "\n".join(text for text in told if not text.startswith(("Simulat", "Tried "))).splitlines()
     assert lines[:-1] == shown[:-1]
 
 
@@ -817,21 +733,18 @@ def test_preflight_refuses_what_does_not_fit(simulator, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "config, command, said",
-    [
-        ("fsdp1_full", C4, "FSDP1"),
-        ("fsdp_fp8", C4, "mixed_precision: fp8"),
-        ("ddp", [*C4, "--optim", "muon"], "--optim muon under DDP"),
-        ("fsdp_full", [str(ROOT / "recipes/template.py")], "template.py: it defines no trial(args)"),
-        ("fsdp_full", [str(ROOT / "recipes/sft_vlm.py"), *SFT[1:], "."], "take two steps (--max_steps 2)"),
-        ("fsdp_full", [*GRPO, ".", "--max_prompt_length", "0"], "GRPO with --max_prompt_length 0"),
-        ("fsdp_full", [*GRPO, ".", "--use_vllm"], "GRPO with --use_vllm"),
-        ("fsdp_full", [*DPO, ".", "--precompute_ref_batch_size", "4"], "DPO with --precompute_ref_batch_size 4"),
-        ("fsdp_full", [*T5, "BART"], "BART: whether its decoder uses a mask depends on values"),
-        ("fsdp_full", [*SFT, ".", "--loss_type", "dft"], "SFT with --loss_type dft"),
-    ],
-)
+@pytest.mark.parametrize("config, command, said", [
+    ("fsdp1_full", C4, "FSDP1"),
+    ("fsdp_fp8", C4, "mixed_precision: fp8"),
+    ("ddp", [*C4, "--optim", "muon"], "--optim muon under DDP"),
+    ("fsdp_full", [str(ROOT / "recipes/template.py")], "template.py: it defines no trial(args)"),
+    ("fsdp_full", [str(ROOT / "recipes/sft_vlm.py"), *SFT[1:], "."], "take two steps (--max_steps 2)"),
+    ("fsdp_full", [*GRPO, ".", "--max_prompt_length", "0"], "GRPO with --max_prompt_length 0"),
+    ("fsdp_full", [*GRPO, ".", "--use_vllm"], "GRPO with --use_vllm"),
+    ("fsdp_full", [*DPO, ".", "--precompute_ref_batch_size", "4"], "DPO with --precompute_ref_batch_size 4"),
+    ("fsdp_full", [*T5, "BART"], "BART: whether its decoder uses a mask depends on values"),
+    ("fsdp_full", [*SFT, ".", "--loss_type", "dft"], "SFT with --loss_type dft"),
+])  # fmt: skip
 def test_what_is_not_simulated_is_named(simulator, bases, config, command, said):
     flags = [] if config == "fsdp_fp8" else FP32
     (found,) = simulator([job(config, command_of(bases, command), *flags)])
@@ -842,6 +755,23 @@ def test_a_simulator_that_is_killed():
     with pytest.raises(ConfigError, match="ended with exit code -9, perhaps for want of memory"), Simulator() as killed:
         killed.child.kill()
         list(killed([Job({}, [])]))
+
+
+@pytest.mark.parametrize("number", [2, 3, 7, 12])
+@pytest.mark.parametrize("at_once", [1, 2, 8])
+def test_the_time_that_simulations_still_take(number, at_once):
+    """Of simulations that differ by a third, some at once, each estimate is less than two times off, or half of one."""
+    durations = [30.0 + 10 * (i * 5 % 3) / 2 for i in range(number)]
+    free, ends = [0.0] * at_once, []
+    for seconds in durations:
+        core = min(range(at_once), key=free.__getitem__)
+        free[core] += seconds
+        ends.append(free[core])
+    for done in range(1, number):
+        told = max(ends[:done])  # results come in order
+        left = max(ends) - told
+        found = simulations_take(durations[:done], told, number, at_once)
+        assert left / 2 - 20 <= found <= 2 * left + 20, (done, left, found)
 
 
 def test_allocator():

@@ -17,9 +17,9 @@ import yaml
 from helpers import ROOT, environment
 
 from accelerate_recipes.arguments.gpus import GIB
-from accelerate_recipes.plan.layers import predict_outcomes
-from accelerate_recipes.plan.ledger import COPIED_BY_GLOO
-from accelerate_recipes.plan.simulate import Simulator
+from recipe_tools.plan.layers import predict_outcomes
+from recipe_tools.plan.ledger import COPIED_BY_GLOO
+from recipe_tools.plan.simulate import Simulator
 
 PLANS = json.loads(plans.RESULT.read_text())["plans"]
 CHEAP = "c4/llama3_2_1b.yaml"
@@ -50,9 +50,8 @@ def test_presets_for_gpus():
 
 def test_presets_of_sft():
     """Ten models, each trained as a whole or with adapters; a run has a folder of its own, and what it needs fits easily."""
-    of_sft = {
-        name: yaml.safe_load((plans.PRESETS / name).read_text()) for name in plans.presets() if name.startswith("sft/")
-    }
+    names = [name for name in plans.presets() if name.startswith("sft/")]
+    of_sft = {name: yaml.safe_load((plans.PRESETS / name).read_text()) for name in names}
     assert len({chosen["model_name_or_path"] for chosen in of_sft.values()}) == 10
     assert len({chosen["output_dir"] for chosen in of_sft.values()}) == len(of_sft)
     for name, chosen in of_sft.items():
@@ -79,8 +78,7 @@ def test_plan_says_the_same(name, tmp_path):
 def test_published_runs():
     """At least ten, each with a source; where `plan` is off by 3 % of memory or 10 % of time, the page has a note on it."""
     assert len(plans.RUNS) >= 10 and len({run.command for run in plans.RUNS}) == len(plans.RUNS)
-    page = (ROOT / "docs/plan.md").read_text()
-    section = page.split("## Beside published runs")[1].split("\n## ")[0]
+    section = (ROOT / "docs/development/published.md").read_text()
     assert all(f"[{run.source}](https://github.com/" in section for run in plans.RUNS)
     notes = {note for run in plans.RUNS for note in (*run.otherwise, *run.slower)}
     assert notes == set(re.findall(r"^- (\w)[:,] ", section, re.M))
@@ -98,12 +96,8 @@ def test_what_has_changed():
     """`--check` finds a changed byte, a figure that is gone, and a time that differs by more than a hundredth."""
     facts = PLANS[plans.of_preset(CHEAP)]
     assert not plans.differs(facts | {"seconds": facts["seconds"] * 1.005}, facts)
-    for changed in (
-        {"seconds": facts["seconds"] * 1.02},
-        {"in_use": facts["in_use"] + 1},
-        {"by_kind": {}},
-        {"more": 1},
-    ):
+    more = {"seconds": facts["seconds"] * 1.02, "in_use": facts["in_use"] + 1, "by_kind": {}, "more": 1}
+    for changed in ({name: value} for name, value in more.items()):
         assert plans.differs(facts | changed, facts)
     assert plans.differs(facts, None)
 
@@ -125,7 +119,7 @@ def test_the_page_says_what_shapes_have_shown():
     assert len(shapes) == 12 and all(shape["simulated"] == shape["real"] for shape in shapes)
     differences = [abs(shape["simulated"] / shape["resident"] - 1) for shape in shapes]
     assert max(differences) < 0.01
-    page = " ".join((ROOT / "docs/plan.md").read_text().split())
+    page = " ".join((ROOT / "docs/development/testing.md").read_text().split())
     assert f"a resident peak that differs from it by {max(differences):.1%} at most".replace("%", " %") in page
     # The ledger counts a whole copy of what gloo gathers and reduces.
     copies = {name: round(share, 1) for name, share in found["copied_by_gloo"].items()}

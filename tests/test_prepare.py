@@ -13,22 +13,22 @@ import pyarrow as pa
 import pytest
 from conversations import save_base, template_of
 from datasets import Features, Value
-from helpers import ROOT, SMALL_CHESS
+from helpers import ROOT, SMALL_CHESS, write_rows
 
-from accelerate_recipes.chess.games import GamesArgs, prepare_games
-from accelerate_recipes.chess.rules import all_uci_moves
 from accelerate_recipes.data import passes
 from accelerate_recipes.data.files import read_files
-from accelerate_recipes.data.passes import made_of, num_processes
-from accelerate_recipes.data.text_pairs import PairArgs, prepare_pairs
+from accelerate_recipes.data.passes import map_rows, num_processes
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import workers
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer, new_word_tokenizer
+from accelerate_recipes.text.text_pairs import PairArgs, prepare_pairs
+from chess_games.games import GamesArgs, prepare_games
+from chess_games.rules import all_uci_moves
 
 # What `python -m accelerate_recipes` does, in a process that is no rank.
 PREPARE = """import os
 
-from accelerate_recipes.__main__ import main
+from recipe_tools.commands import main
 
 del os.environ["RANK"], os.environ["LOCAL_RANK"]
 main()
@@ -41,24 +41,25 @@ SMALL_T5 = ("--config_overrides", "vocab_size=400", "d_model=32", "d_kv=8", "d_f
 def arguments(tmp_path, games_file) -> dict[str, tuple]:
     """Return arguments of each recipe that tokenises its rows into files before it trains."""
 
-    def write(name: str, rows: list[dict]) -> Path:
-        file = tmp_path / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return file
-
     base = save_base(tmp_path / "base", template_of("qwen2_5"), "<|im_end|>")
     messages = [[{"role": "user", "content": f"Question {i}?"}] for i in range(40)]
     answer = {"role": "assistant", "content": "Yes."}
-    chats = write("chats", [{"messages": [*asked, answer]} for asked in messages])
+    chats = write_rows(tmp_path / "chats.jsonl", [{"messages": [*asked, answer]} for asked in messages])
     pairs = [{"prompt": a, "chosen": [answer], "rejected": [answer | {"content": "No."}]} for a in messages]
     with (ROOT / "data/en_fr/libreoffice.jsonl").open() as lines:
-        texts = write("texts", [json.loads(line) for line in islice(lines, 100)])
+        texts = write_rows(tmp_path / "texts.jsonl", [json.loads(line) for line in islice(lines, 100)])
     loaded = ("--model_name_or_path", base, "--heldout_share", 0.2, "--max_length", 400)
     kept = ("--data_cache_dir", tmp_path / "rows")
     return {
         "sft": (*loaded, "--train_files", chats),
         # Log-probabilities of the reference, which the run keeps with the pairs, need its weights.
-        "dpo": (*loaded, "--train_files", write("pairs", pairs), "--precompute_ref_log_probs", "false"),
+        "dpo": (
+            *loaded,
+            "--train_files",
+            write_rows(tmp_path / "pairs.jsonl", pairs),
+            "--precompute_ref_log_probs",
+            "false",
+        ),
         "chess": ("--from_scratch", "--train_files", games_file, "--max_length", 64, *kept, *SMALL_CHESS),
         "t5": ("--from_scratch", "--train_files", texts, "--heldout_share", 0.2, *kept, *SMALL_T5),
     }
@@ -103,27 +104,26 @@ def numbered(table: pa.Table, first: int, refused: int, log: str) -> pa.Table:
 
 def test_a_pass_in_several_processes(worker_server, tmp_path, monkeypatch):
     """It makes the rows that one process makes, in their order, once; what fails leaves no file, and ends no other pass."""
-    write_rows = tmp_path / "rows.jsonl"
-    write_rows.write_text("".join(json.dumps({"text": f"{i}"}) + "\n" for i in range(2000)))
-    rows = read_files([str(write_rows)], tmp_path).select(range(1999, -1, -1))  # each is a chunk
+    file = write_rows(tmp_path / "rows.jsonl", ({"text": f"{i}"} for i in range(2000)))
+    rows = read_files([str(file)], tmp_path).select(range(1999, -1, -1))  # each is a chunk
     features, log = Features(dict(rows.features) | {"number": Value("int64")}), tmp_path / "log"
     given = {"refused": -1, "log": str(log)}
-    monkeypatch.setattr(passes, "BATCH", 100)
-    made = made_of(rows, partial(numbered, **given), features, num_proc=2)
+    monkeypatch.setattr(passes, "ROWS_TOGETHER", 100)
+    made = map_rows(rows, partial(numbered, **given), features, num_proc=2)
     assert made["text"][:] == [f"{i}" for i in range(1999, -1, -1)] and made["number"][:] == [*range(2000)]
     processes = log.read_text().split()
     assert len(processes) == 20 and len({*processes}) <= 2 and str(os.getpid()) not in processes
-    assert made_of(rows, partial(numbered, **given), features)["number"][:] == [*range(2000)]
+    assert map_rows(rows, partial(numbered, **given), features)["number"][:] == [*range(2000)]
     assert len(log.read_text().split()) == 20, "it is found again, whatever the number of processes"
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(DataError, match="row 1234"):
-        made_of(rows, partial(numbered, **given | {"refused": 1234}), features, num_proc=2)
+        map_rows(rows, partial(numbered, **given | {"refused": 1234}), features, num_proc=2)
     with pytest.raises(ConfigError, match=r"one of 2 processes .* was ended, .* --dataset_num_proc"):
-        made_of(rows, partial(numbered, **given | {"refused": -2}), features, num_proc=2)
+        map_rows(rows, partial(numbered, **given | {"refused": -2}), features, num_proc=2)
     assert sorted(tmp_path.rglob("*")) == before
     monkeypatch.setattr(workers, "_has_fork_server", False)
     log.unlink()
-    alone = made_of(rows, partial(numbered, **given | {"log": str(tmp_path / "other")}), features, num_proc=2)
+    alone = map_rows(rows, partial(numbered, **given | {"log": str(tmp_path / "other")}), features, num_proc=2)
     assert alone["number"][:] == [*range(2000)] and {*(tmp_path / "other").read_text().split()} == {str(os.getpid())}
 
 
@@ -138,9 +138,8 @@ def test_pairs_and_games_are_equal_from_any_number_of_processes(kind, worker_ser
 
     def prepare(folder: Path) -> Path:
         if kind == "games":
-            games = GamesArgs(
-                train_files=[str(games_file)], heldout_share=0.2, num_positions=3, data_cache_dir=str(folder)
-            )
+            files = {"train_files": [str(games_file)], "data_cache_dir": str(folder)}
+            games = GamesArgs(heldout_share=0.2, num_positions=3, **files)
             return prepare_games(new_word_tokenizer(all_uci_moves()), games, max_length=64, seed=0)
         texts = ROOT / "data/en_fr/libreoffice.jsonl"
         tokenizer = new_bpe_tokenizer(texts.read_text().splitlines()[:100], 400, "$A </s>")
@@ -154,8 +153,8 @@ def test_pairs_and_games_are_equal_from_any_number_of_processes(kind, worker_ser
         names = ("facts.json", "key.json", "*/*.arrow")
         made.append({file.relative_to(folder): file.read_bytes() for name in names for file in folder.glob(name)})
     assert made[0] == made[1] and len(made[0]) == 4
-    passes_of_one = {"pairs": 1, "games": 2}[kind]
-    assert asked == [1] * passes_of_one + [3] * passes_of_one
+    packing = [1, 1]  # both sides, always by one process
+    assert asked == {"pairs": [1, 3], "games": [1, 1, *packing, 3, 3, *packing]}[kind]
 
 
 def test_processes_of_a_pass(monkeypatch):

@@ -21,10 +21,10 @@ from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.launch import requirements
-from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models.loading import load_model
 from accelerate_recipes.models.pretrained import model_checksum
 from accelerate_recipes.models.tokenizers import load_tokenizer, new_word_tokenizer
+from recipe_tools.preflight import preflight
 
 SIZES = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
 DATA = {
@@ -122,9 +122,8 @@ def test_what_a_model_cannot_do_is_known_before_the_data_are_prepared(said, copy
     c4 = shipped.load(ROOT / "recipes/c4.py")
     command = [*DATA["c4"], "--model_name_or_path", str(folder), "--max_steps", "1", *flags, "--data_only", "true"]
     args = parse(c4.Args, command, world_size=1)
-    assert (
-        requirements.check_models(args, c4.requirements(args))[1] == []
-    )  # data may be prepared where the package is not
+    # Data may be prepared where the package is not
+    assert requirements.check_models(args, c4.requirements(args))[1] == []
 
 
 def test_a_launch_checks_adapters_without_peft(models, monkeypatch):
@@ -151,27 +150,24 @@ def wrapped(part: str):
     return lambda weights: {re.sub(r"(layers\.\d+\.)", rf"\1{part}", name): weight for name, weight in weights.items()}
 
 
-@pytest.mark.parametrize(
-    "name, by, change, reasons",
-    [
-        ("tied", "c4", without("1.mlp.up_proj.weight"), ["random values: model.layers.1.mlp.up_proj.weight"]),
-        ("tied", "c4", lambda weights: weights | {"v_head.weight": torch.ones(2)}, ["not in such a model: v_head.weight"]),
-        ("tied", "c4", lambda weights: weights | {"model.norm.weight": torch.ones(9)}, ["model.norm.weight (9,) instead of (16,)"]),
-        ("tied", "c4", prefixed("_orig_mod."), ["_orig_mod., which they have from torch.compile", "and 12 more", "random values"]),
-        ("tied", "c4", wrapped("_fsdp_wrapped_module."), ["hold _fsdp_wrapped_module., which they have from FSDP: remove it"]),
-        ("tied", "c4", wrapped("_checkpoint_wrapped_module."), ["hold _checkpoint_wrapped_module., which they have from activation checkpointing"]),
-        ("tied", "c4", wrapped("_orig_mod."), ["hold _orig_mod., which they have from torch.compile"]),
-        ("tied", "c4", prefixed("module."), ["module., which they have from DDP"]),
-        ("tied", "c4", prefixed("base_model.model."), ["from PEFT: save what `model.merge_and_unload()` returns"]),
-        ("mixtral", "c4", without("lm_head.weight"), ["random values: lm_head.weight"]),
-        ("mixtral", "c4", without("1.block_sparse_moe.experts.1.w2.weight"), ["1.mlp.experts.down_proj (1, 16, 16) instead of (2, 16, 16)"]),
-        ("mixtral", "c4", without("1.block_sparse_moe.experts.0.w1.weight"), ["MixtralForCausalLM joins weights of a layer"]),
-        ("t5", "t5", without("SelfAttention.q.weight"), ["random values: decoder.block.0.layer.0.SelfAttention.q.weight"]),
-        ("bert", "template", without("1.output.dense.weight"), ["random values: bert.encoder.layer.1.output.dense.weight"]),
-        ("vit", "vit", without("layernorm.weight"), ["random values: vit.layernorm.weight"]),
-        ("vit", "vit", lambda weights: weights | {"encoder.layer.9.x": torch.ones(1)}, ["not in such a model"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, by, change, reasons", [
+    ("tied", "c4", without("1.mlp.up_proj.weight"), ["random values: model.layers.1.mlp.up_proj.weight"]),
+    ("tied", "c4", lambda weights: weights | {"v_head.weight": torch.ones(2)}, ["not in such a model: v_head.weight"]),
+    ("tied", "c4", lambda weights: weights | {"model.norm.weight": torch.ones(9)}, ["model.norm.weight (9,) instead of (16,)"]),
+    ("tied", "c4", prefixed("_orig_mod."), ["_orig_mod., which they have from torch.compile", "and 12 more", "random values"]),
+    ("tied", "c4", wrapped("_fsdp_wrapped_module."), ["hold _fsdp_wrapped_module., which they have from FSDP: remove it"]),
+    ("tied", "c4", wrapped("_checkpoint_wrapped_module."), ["hold _checkpoint_wrapped_module., which they have from activation checkpointing"]),
+    ("tied", "c4", wrapped("_orig_mod."), ["hold _orig_mod., which they have from torch.compile"]),
+    ("tied", "c4", prefixed("module."), ["module., which they have from DDP"]),
+    ("tied", "c4", prefixed("base_model.model."), ["from PEFT: save what `model.merge_and_unload()` returns"]),
+    ("mixtral", "c4", without("lm_head.weight"), ["random values: lm_head.weight"]),
+    ("mixtral", "c4", without("1.block_sparse_moe.experts.1.w2.weight"), ["1.mlp.experts.down_proj (1, 16, 16) instead of (2, 16, 16)"]),
+    ("mixtral", "c4", without("1.block_sparse_moe.experts.0.w1.weight"), ["MixtralForCausalLM joins weights of a layer"]),
+    ("t5", "t5", without("SelfAttention.q.weight"), ["random values: decoder.block.0.layer.0.SelfAttention.q.weight"]),
+    ("bert", "template", without("1.output.dense.weight"), ["random values: bert.encoder.layer.1.output.dense.weight"]),
+    ("vit", "vit", without("layernorm.weight"), ["random values: vit.layernorm.weight"]),
+    ("vit", "vit", lambda weights: weights | {"encoder.layer.9.x": torch.ones(1)}, ["not in such a model"]),
+])  # fmt: skip
 def test_weights_of_another_model(said, copy, name, by, change, reasons):
     """A weight that is missing, left over or of another shape is an error that names it, and what has changed the names."""
     folder = copy(name)
@@ -213,56 +209,47 @@ def cut(folder: Path, name: str, size: int = -8) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
 
-def index_of(folder: Path, change) -> None:
-    file = folder / "model.safetensors.index.json"
-    content = json.loads(file.read_text())
-    change(content)
-    file.write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize(
-    "name, change, reason",
-    [
-        ("llama", lambda folder: next(folder.glob(f"{SHARD}*")).unlink(), "but lacks model-00002-of-"),
-        ("llama", lambda folder: next(folder.glob(f"{SHARD}*")).write_text(POINTER), "git-LFS pointer; `git lfs pull` gets"),
-        ("llama", lambda folder: cut(folder, SHARD), "cannot be read: .*; it has .* bytes"),
-        ("llama", lambda folder: cut(folder, "model.safetensors.index", 20), "is no index of weights"),
-        ("llama", lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "is no index of weights"),
-        ("llama", lambda folder: (folder / "model.safetensors.index.json").write_text(POINTER), "index.json .it is a git-LFS"),
-        ("tied", lambda folder: cut(folder, "model.safetensors"), "cannot be read: .*; it has .* bytes, and is cut, damaged"),
-        ("tied", lambda folder: cut(folder, "model.safetensors", 3), "cannot be read: .*; it has .* bytes, and is cut, damaged"),
-        ("tied", lambda folder: cut(folder, "model.safetensors", 0), "cannot be read: .*; it has 0 bytes, and is cut, damaged"),
-        ("tied", lambda folder: (folder / "model.safetensors").write_text(POINTER), "lacks model.safetensors .it is a git-LFS"),
-        ("tied", lambda folder: (folder / "model.safetensors").unlink(), "but lacks model.safetensors"),
-        ("llama", lambda folder: (folder / "model.safetensors.index.json").unlink(), r"lacks model.safetensors.index.json .*model-00001-of-"),
-        ("tied", lambda folder: (folder / "model.safetensors").rename(folder / "consolidated.00.pth"), r"lacks model.safetensors \(consolidated.00.pth is in a format"),
-        ("tied", lambda folder: (folder / "model.safetensors").rename(folder / "Q4_K_M.gguf"), r"lacks model.safetensors \(Q4_K_M.gguf is for llama.cpp; give the same"),
-        ("tied", lambda folder: [(folder / name).write_text(POINTER) for name in ("pytorch_model.bin", "rust_model.onnx")], "^$"),  # not read
-        ("tied", lambda folder: (folder / "tokenizer.json").write_text(POINTER), "lacks tokenizer.json .it is a git-LFS"),
-        ("tied", lambda folder: cut(folder, "tokenizer.json", 100), "the tokenizer of .* cannot be loaded"),
-        ("tied", lambda folder: (folder / "tokenizer.json").unlink(), "the tokenizer of .* cannot be loaded"),
-        ("tied", lambda folder: cut(folder, "config.json", 30), "config.json of .* cannot be read"),
-        ("tied", lambda folder: set_config(folder, model_type="nobody"), "config.json of .* cannot be used: .*nobody"),
-        ("tied", lambda folder: set_config(folder, hidden_size="wide"), "config.json of .* cannot be used"),
-        ("tied", lambda folder: set_config(folder, hidden_size=15), "config.json of .* cannot be used"),
-        ("tied", lambda folder: set_config(folder, num_hidden_layers=1), "not in such a model: model.layers.1.input_layernorm"),
-        ("tied", lambda folder: set_config(folder, quantization_config={"quant_method": "fp8"}), r"are quantised \(fp8; "),
-        ("tied", lambda folder: set_config(folder, quantization_config={"quant_method": "gptq", "bits": 4}), r"quantised \(gptq; "),
-        ("tied", lambda folder: set_config(folder, quantization_config={"load_in_4bit": True}), r"quantised"),
-        ("tied", lambda folder: (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "other"}'), r"holds adapters \(adapter_config"),
-        ("tied", lambda folder: ((folder / "config.json").rename(folder / "adapter_config.json"), (folder / "model.safetensors").unlink()), "holds adapters: .*export --merge_adapter"),
-        ("tied", lambda folder: set_config(folder, is_encoder_decoder=True), "which has an encoder"),
-        ("tied", lambda folder: (folder / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}'), "temperature"),
-        ("tied", lambda folder: (folder / "generation_config.json").write_text('{"max_new_tokens": -1}'), "`max_new_tokens` must be"),
-        ("tied", lambda folder: (folder / "generation_config.json").write_text("{"), "generation_config.json of .* cannot be used"),
-        ("t5", lambda folder: set_config(folder, quantization_config={"quant_method": "awq"}), r"quantised \(awq; "),
-        ("t5", lambda folder: (folder / "generation_config.json").write_text('{"top_p": 0.6}'), "top_p"),
-        ("t5", lambda folder: (folder / "generation_config.json").write_text('{"early_stopping": true}'), "^$"),
-        ("bert", lambda folder: cut(folder, "model.safetensors"), "cannot be read: .*; it has .* bytes, and is cut, damaged"),
-        ("vit", lambda folder: (folder / "preprocessor_config.json").unlink(), "preprocessor_config.json of .* cannot be used"),
-        ("vit", lambda folder: set_config(folder, model_type="bert"), "not one of deepvit, vit"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, change, reason", [
+    ("llama", lambda folder: next(folder.glob(f"{SHARD}*")).unlink(), "but lacks model-00002-of-"),
+    ("llama", lambda folder: next(folder.glob(f"{SHARD}*")).write_text(POINTER), "git-LFS pointer; `git lfs pull` gets"),
+    ("llama", lambda folder: cut(folder, SHARD), "cannot be read: .*; it has .* bytes"),
+    ("llama", lambda folder: cut(folder, "model.safetensors.index", 20), "is no index of weights"),
+    ("llama", lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "is no index of weights"),
+    ("llama", lambda folder: (folder / "model.safetensors.index.json").write_text(POINTER), "index.json .it is a git-LFS"),
+    ("tied", lambda folder: cut(folder, "model.safetensors"), "cannot be read: .*; it has .* bytes, and is cut, damaged"),
+    ("tied", lambda folder: cut(folder, "model.safetensors", 3), "cannot be read: .*; it has .* bytes, and is cut, damaged"),
+    ("tied", lambda folder: cut(folder, "model.safetensors", 0), "cannot be read: .*; it has 0 bytes, and is cut, damaged"),
+    ("tied", lambda folder: (folder / "model.safetensors").write_text(POINTER), "lacks model.safetensors .it is a git-LFS"),
+    ("tied", lambda folder: (folder / "model.safetensors").unlink(), "but lacks model.safetensors"),
+    ("llama", lambda folder: (folder / "model.safetensors.index.json").unlink(), r"lacks model.safetensors.index.json .*model-00001-of-"),
+    ("tied", lambda folder: (folder / "model.safetensors").rename(folder / "consolidated.00.pth"), r"lacks model.safetensors \(consolidated.00.pth is in a format"),
+    ("tied", lambda folder: (folder / "model.safetensors").rename(folder / "Q4_K_M.gguf"), r"lacks model.safetensors \(Q4_K_M.gguf is for llama.cpp; give the same"),
+    ("tied", lambda folder: [(folder / name).write_text(POINTER) for name in ("pytorch_model.bin", "rust_model.onnx")], "^$"),  # not read
+    ("tied", lambda folder: ((folder / "model.safetensors").unlink(), torch.save({"a": print}, folder / "pytorch_model.bin")), r"\.bin cannot be read: it names \S*print, which would run"),
+    ("tied", lambda folder: (folder / "tokenizer.json").write_text(POINTER), "lacks tokenizer.json .it is a git-LFS"),
+    ("tied", lambda folder: cut(folder, "tokenizer.json", 100), "the tokenizer of .* cannot be loaded"),
+    ("tied", lambda folder: (folder / "tokenizer.json").unlink(), "the tokenizer of .* cannot be loaded"),
+    ("tied", lambda folder: cut(folder, "config.json", 30), "config.json of .* cannot be read"),
+    ("tied", lambda folder: set_config(folder, model_type="nobody"), "config.json of .* cannot be used: .*nobody"),
+    ("tied", lambda folder: set_config(folder, hidden_size="wide"), "config.json of .* cannot be used"),
+    ("tied", lambda folder: set_config(folder, hidden_size=15), "config.json of .* cannot be used"),
+    ("tied", lambda folder: set_config(folder, num_hidden_layers=1), "not in such a model: model.layers.1.input_layernorm"),
+    ("tied", lambda folder: set_config(folder, quantization_config={"quant_method": "fp8"}), r"are quantised \(fp8; "),
+    ("tied", lambda folder: set_config(folder, quantization_config={"quant_method": "gptq", "bits": 4}), r"quantised \(gptq; "),
+    ("tied", lambda folder: set_config(folder, quantization_config={"load_in_4bit": True}), r"quantised"),
+    ("tied", lambda folder: (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "other"}'), r"holds adapters \(adapter_config"),
+    ("tied", lambda folder: ((folder / "config.json").rename(folder / "adapter_config.json"), (folder / "model.safetensors").unlink()), "holds adapters: .*export --merge_adapter"),
+    ("tied", lambda folder: set_config(folder, is_encoder_decoder=True), "which has an encoder"),
+    ("tied", lambda folder: (folder / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}'), "temperature"),
+    ("tied", lambda folder: (folder / "generation_config.json").write_text('{"max_new_tokens": -1}'), "`max_new_tokens` must be"),
+    ("tied", lambda folder: (folder / "generation_config.json").write_text("{"), "generation_config.json of .* cannot be used"),
+    ("t5", lambda folder: set_config(folder, quantization_config={"quant_method": "awq"}), r"quantised \(awq; "),
+    ("t5", lambda folder: (folder / "generation_config.json").write_text('{"top_p": 0.6}'), "top_p"),
+    ("t5", lambda folder: (folder / "generation_config.json").write_text('{"early_stopping": true}'), "^$"),
+    ("bert", lambda folder: cut(folder, "model.safetensors"), "cannot be read: .*; it has .* bytes, and is cut, damaged"),
+    ("vit", lambda folder: (folder / "preprocessor_config.json").unlink(), "preprocessor_config.json of .* cannot be used"),
+    ("vit", lambda folder: set_config(folder, model_type="bert"), "not one of deepvit, vit"),
+])  # fmt: skip
 def test_files_that_are_no_model(said, copy, name, change, reason):
     """What is cut, a pointer, quantised or contradicts itself is one message, the same from preflight and a launch."""
     folder = copy(name)
@@ -298,20 +285,17 @@ def test_files_of_torch_are_read_too(said, copy, models):
             file.unlink()
 
 
-@pytest.mark.parametrize(
-    "change, reason",
-    [
-        (lambda folder: as_bin(folder), ""),
-        (lambda folder: (as_bin(folder), cut(folder, "pytorch_model.bin")), "cannot be read"),
-        (lambda folder: (as_bin(folder, 2), cut(folder, "pytorch_model-1.bin", 100)), "pytorch_model-1.bin cannot be read"),
-        (lambda folder: (as_bin(folder, 2), (folder / "pytorch_model-1.bin").unlink()), "lacks pytorch_model-1.bin"),
-        (lambda folder: (as_bin(folder), (folder / "pytorch_model.bin").write_text(POINTER)), "it is a git-LFS pointer"),
-        (lambda folder: (rewrite(folder, without("q_proj.weight")), as_bin(folder, 2)), "random values: model.layers.0"),
-        (lambda folder: (as_bin(folder), torch.save([1], folder / "pytorch_model.bin")), "cannot be read"),
-        (lambda folder: (as_bin(folder), torch.save({"state_dict": {}}, folder / "pytorch_model.bin")), "pytorch_model.bin holds state_dict, which is no weight"),
-        (lambda folder: (as_bin(folder), torch.save(Path(), folder / "pytorch_model.bin")), "cannot be read"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, reason", [
+    (lambda folder: as_bin(folder), ""),
+    (lambda folder: (as_bin(folder), cut(folder, "pytorch_model.bin")), "cannot be read"),
+    (lambda folder: (as_bin(folder, 2), cut(folder, "pytorch_model-1.bin", 100)), "pytorch_model-1.bin cannot be read"),
+    (lambda folder: (as_bin(folder, 2), (folder / "pytorch_model-1.bin").unlink()), "lacks pytorch_model-1.bin"),
+    (lambda folder: (as_bin(folder), (folder / "pytorch_model.bin").write_text(POINTER)), "it is a git-LFS pointer"),
+    (lambda folder: (rewrite(folder, without("q_proj.weight")), as_bin(folder, 2)), "random values: model.layers.0"),
+    (lambda folder: (as_bin(folder), torch.save([1], folder / "pytorch_model.bin")), "cannot be read"),
+    (lambda folder: (as_bin(folder), torch.save({"state_dict": {}}, folder / "pytorch_model.bin")), "pytorch_model.bin holds state_dict, which is no weight"),
+    (lambda folder: (as_bin(folder), torch.save(Path(), folder / "pytorch_model.bin")), "cannot be read"),
+])  # fmt: skip
 def test_damaged_files_of_torch(said, copy, change, reason):
     folder = copy("tied")
     change(folder)
@@ -331,15 +315,12 @@ class Tokenizer(PreTrainedTokenizerFast):
 """
 
 
-@pytest.mark.parametrize(
-    "changes, of_tokenizer, reason",
-    [
-        ({"model_type": "strange"}, {}, "model .* needs Python code"),
-        ({"model_type": "vit"}, {}, "model .* needs Python code"),
-        ({}, {"tokenizer_class": "Tokenizer"}, "the tokenizer of .* needs Python code"),
-        ({}, {}, "^$"),  # transformers has a class itself
-    ],
-)
+@pytest.mark.parametrize("changes, of_tokenizer, reason", [
+    ({"model_type": "strange"}, {}, "model .* needs Python code"),
+    ({"model_type": "vit"}, {}, "model .* needs Python code"),
+    ({}, {"tokenizer_class": "Tokenizer"}, "the tokenizer of .* needs Python code"),
+    ({}, {}, "^$"),  # transformers has a class itself
+])  # fmt: skip
 def test_code_beside_a_model_never_runs(said, copy, monkeypatch, changes, of_tokenizer, reason):
     """Code of a model is not run, not even by a person who answers yes; where transformers has the class, it is not needed."""
     folder = copy("tied")
@@ -358,13 +339,10 @@ def test_code_beside_a_model_never_runs(said, copy, monkeypatch, changes, of_tok
     assert not ran.exists()
 
 
-@pytest.mark.parametrize(
-    "file, config, kind, settings",
-    [
-        ("spiece.model", MT5Config(vocab_size=60, decoder_start_token_id=0), "unigram", {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}),
-        ("tokenizer.model", LlamaConfig(vocab_size=60), "bpe", {"tokenizer_class": "LlamaTokenizer"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("file, config, kind, settings", [
+    ("spiece.model", MT5Config(vocab_size=60, decoder_start_token_id=0), "unigram", {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}),
+    ("tokenizer.model", LlamaConfig(vocab_size=60), "bpe", {"tokenizer_class": "LlamaTokenizer"}),
+])  # fmt: skip
 def test_a_tokenizer_of_sentencepiece_alone(file, config, kind, settings, tmp_path):
     """A tokenizer that is published as sentencepiece's file alone, as mT5's is, gives the ids that sentencepiece gives."""
     texts = ["the cat sat on the mat", "a dog sat on the log", "the dog and the cat"]
@@ -394,17 +372,8 @@ def test_a_model_is_known_in_another_place(models, copy):
     save_file(weights, last)
     changed = model_checksum(str(folder))
     set_config(folder, rms_norm_eps=1e-5)
-    assert (
-        len(
-            {
-                model_checksum(str(models / "llama")),
-                changed,
-                model_checksum(str(folder)),
-                model_checksum(str(models / "tied")),
-            }
-        )
-        == 4
-    )
+    others = {model_checksum(str(place)) for place in (models / "llama", folder, models / "tied")}
+    assert len({changed, *others}) == 4
     assert model_checksum(str(folder / "nowhere")) is None
     before = model_checksum(str(folder))
     (folder / "evaluation.json").write_text("{}")
@@ -421,7 +390,7 @@ def test_a_run_imports_no_other_models(fork_server, tmp_path):
     code = """\
 import sys
 from transformers import LlamaForCausalLM, LlamaConfig
-from accelerate_recipes.models.untrained import is_decoder
+from accelerate_recipes.models.base import is_decoder
 
 model = LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8))
 before = {*sys.modules}

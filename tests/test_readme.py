@@ -21,17 +21,16 @@ from kubernetes_schemas import problems
 from tiny import tiny_model
 from trl import DPOTrainer, GRPOTrainer
 
-from accelerate_recipes import __main__
 from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse, resolve
 from accelerate_recipes.arguments.shipped import load
-from accelerate_recipes.launch.job_args import JobArgs, flag
-from accelerate_recipes.launch.kubernetes import render_manifest
-from accelerate_recipes.launch.request import launch_environment, launch_flags
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
+from recipe_tools import commands as command_line
+from recipe_tools.kubernetes import JobArgs, flag, render_manifest
+from recipe_tools.request import launch_environment, launch_flags
 
 README = (ROOT / "README.md").read_text()
 SLURM = (ROOT / "slurm/README.md").read_text()
-PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))}
 CONFIG_NAMES = {path.stem for path in CONFIGS.glob("*.yaml")}
 BLOCKS = re.findall(r"```bash\n(.*?)```", "\n".join([README, SLURM, *PAGES.values()]), re.DOTALL)
 SIZES = ["--config_overrides", "hidden_size=32", "intermediate_size=32", "num_attention_heads=2", "num_hidden_layers=1"]
@@ -66,10 +65,8 @@ HERE = commands(elsewhere=False)
 LAUNCHES = [command for command in HERE if command.startswith("accelerate launch ")]
 # The Makefile's commands as they are typed, by their targets; .ci/run runs them, shortened.
 MAKEFILE = re.sub(r"\\\n\t+|\$\(BIN\)/| \$\(ARGS\)", "", (ROOT / "Makefile").read_text())
-DEMOS = {
-    command: target
-    for target, command in re.findall(r"^(demo[\w-]*):.*\n(?:\tpython .*\n)*\t(.*)", MAKEFILE, re.MULTILINE)
-}
+TARGETS = re.findall(r"^(demo[\w-]*):.*\n(?:\tpython .*\n)*\t(.*)", MAKEFILE, re.MULTILINE)
+DEMOS = {command: target for target, command in TARGETS}
 
 
 @pytest.fixture
@@ -147,17 +144,14 @@ def run(words: list[str], folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", commands(elsewhere=True))
-def test_command_elsewhere_is_valid(command, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(
-        "accelerate_recipes.posttraining.rewards.find_spec", lambda name: True
-    )  # math-verify is optional
+def test_command_elsewhere_is_valid(command, monkeypatch, at_the_root, capsys):
+    # Math-verify is optional
+    monkeypatch.setattr("accelerate_recipes.conversations.rewards.find_spec", lambda name: True)
     words = shlex.split(command)
     if words[:4] == ["python", "-m", "accelerate_recipes", "k8s"]:
         assert words[-5:] == ["|", "kubectl", "apply", "-f", "-"]
-        monkeypatch.setattr(
-            "accelerate_recipes.launch.preflight.memory_problems", lambda *args, **settings: ("", [], [])
-        )  # takes minutes
+        # Takes minutes
+        monkeypatch.setattr("recipe_tools.preflight.memory_problems", lambda *args, **settings: ("", [], []))
         assert problems(list(yaml.safe_load_all(render_manifest(words[4], words[5:-5])[0]))) == []
         return
     touch_rows_of_demos()
@@ -168,17 +162,19 @@ def test_command_elsewhere_is_valid(command, monkeypatch, capsys):
     if words[3:4] in (["push"], ["check-export"]):  # tests/test_push.py
         monkeypatch.setattr(sys, "argv", words[2:])
         with pytest.raises(SystemExit):
-            __main__.main()
+            command_line.main()
         assert "is no export" in capsys.readouterr().err
         return
     if words[3:4] in (["plan"], ["prepare"]):
         parse_command(words[4:], 1)
         return
     if words[3:4] in (["checkpoint"], ["export"]):  # tests/test_checkpoint.py
-        __main__.command_parser().parse_args(words[3:])
+        command_line.command_parser().parse_args(words[3:])
         return
     if words[0] == "make":
         assert is_target(words[1])
+        return
+    if words[1] == "data/chess/moves.py":  # tests/test_demo.py
         return
     if words[0] in OTHER_PROGRAMS or words[1].startswith("convert_") or "sglang.launch_server" in words:
         assert words[0] != "cp" or (ROOT / words[1]).is_file()
@@ -207,9 +203,8 @@ def parse_command(words: list[str], world_size: int) -> None:
     parse(load(words[script]).Args, words[script + 1 :], world_size)
 
 
-def test_recipes_of_the_table(monkeypatch):
+def test_recipes_of_the_table(at_the_root):
     """Each recipe has a command in the README that parses, and a page."""
-    monkeypatch.chdir(ROOT)
     rows = re.findall(r"^\| \[(.*?)\]\((docs/[\w-]+\.md)\) \|.*\| `(recipes/.*)` \|$", README, re.MULTILINE)
     named = {name for names, _, _ in rows for name in re.findall(r"`(\w+)\.py`", names)}
     assert named == {path.stem for path in (ROOT / "recipes").glob("*.py")}
@@ -238,16 +233,12 @@ def test_your_model_on_your_file(fork_server, tmp_path, monkeypatch, capsys):
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     tiny_model(vocab_size=len(tokenizer), **ids).save_pretrained(base)
     tokenizer.save_pretrained(base)
-    launched, asked = (
-        next(line for line in section.splitlines() if begin in line)
-        for begin in ("SmolLM2", "python -m accelerate_recipes check-export")
-    )
+    begins = ("SmolLM2", "python -m accelerate_recipes check-export")
+    launched, asked = (next(line for line in section.splitlines() if begin in line) for begin in begins)
     words = shlex.split(launched)
     script = words.index("recipes/sft.py")
-    arguments = [
-        str(tmp_path / word) if word in ("my_rows.jsonl", f"{base.parent.name}/{base.name}") else word
-        for word in words[script + 1 :]
-    ]
+    mine = ("my_rows.jsonl", f"{base.parent.name}/{base.name}")
+    arguments = [str(tmp_path / word) if word in mine else word for word in words[script + 1 :]]
     out = tmp_path / arguments[arguments.index("--output_dir") + 1]
     out.parent.mkdir()
     config = Path(words[words.index("--config_file") + 1]).stem
@@ -259,8 +250,17 @@ def test_your_model_on_your_file(fork_server, tmp_path, monkeypatch, capsys):
     values = {name for record in read_metrics(out) for name in record} - {"step", "time"}
     assert [name for name in values if f"`{name}`" not in PAGES["health"]] == []
     monkeypatch.setattr(sys, "argv", [*shlex.split(asked)[2:], "--max_new_tokens", "2"])
-    __main__.main()
+    command_line.main()
     assert "Where is my parcel?" in (said := capsys.readouterr().out) and "2 tokens, ended by" in said
+
+
+def test_needs_of_the_first_presets():
+    """What the README says that a GPU needs stands in the presets of its commands."""
+    found = re.findall(r"^# .*? of (\d+) GB: .*needs ([\d.]+) GiB\n(?:.*\\\n)*.*--config (\S+)", README, re.MULTILINE)
+    assert len(found) == 2
+    for gigabytes, gib, preset in found:
+        text = (ROOT / preset).read_text()
+        assert f"of {gigabytes} GB" in text and f"measured: {gib} of " in text
 
 
 def test_table_of_sizes():
@@ -280,8 +280,8 @@ def test_table_of_sizes():
 
 def test_python_example(fork_server, tmp_path):
     """The example works with a small model instead of the demo's, and does not import this project."""
-    from accelerate_recipes.chess.rules import all_uci_moves
     from accelerate_recipes.models.tokenizers import new_word_tokenizer
+    from chess_games.rules import all_uci_moves
 
     export = tmp_path / "outputs/demo/export"
     tokenizer = new_word_tokenizer(all_uci_moves())
@@ -303,12 +303,9 @@ def test_every_lever_exists_and_has_its_line():
     assert set(re.findall(r"(?<![\w-])--([a-z_0-9]+)", page)) <= set(TrainArgs.__dataclass_fields__) | own
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(OPTIMIZERS)
     for lever in (
-        "prefetch_layers",
-        "checkpoint_every_n_layers",
-        "activation_memory_budget",
-        "reduce_dtype",
+        "prefetch_layers", "checkpoint_every_n_layers", "activation_memory_budget", "reduce_dtype",
         "fsdp_activation_checkpointing_offload",
-    ):
+    ):  # fmt: skip
         assert lever in page
 
 
@@ -320,10 +317,8 @@ def test_values_of_trl_are_on_the_page_of_a_runs_health():
     names = {re.sub(r"^clip_ratio/.*", "clip_ratio/...", name) for name in names}
     names = {re.sub(r"^completions/.*length$", "completions/...length", name) for name in names}
     missing = {name for name in names if f"`{name}`" not in PAGES["health"]}
-    assert {name for name in missing if not name.startswith(("sampling/", "tools/", "vespo/"))} <= {
-        "cispo_clip_ratio",
-        "entropy_coef",
-    }
+    others = {name for name in missing if not name.startswith(("sampling/", "tools/", "vespo/"))}
+    assert others <= {"cispo_clip_ratio", "entropy_coef"}
 
 
 def test_memory_of_adapters_is_as_measured():
@@ -353,9 +348,7 @@ def test_every_config_and_flag_on_the_page_exists():
         found = set(re.findall(r"(?<![\w-])--[a-z0-9_-]+\w", page))
         assert name in about_other_flags or found <= known | launch | ours | of_jobs, name
     assert of_jobs <= set(re.findall(r"(?<![\w-])--[a-z-]+\w", PAGES["kubernetes"]))
-    texts = [
-        README,
-        *(page for name, page in PAGES.items() if name not in ("architecture", "your-recipe", "token-labels")),
-    ]
+    others = ("architecture", "your-recipe", "token-labels")
+    texts = [README, *(page for name, page in PAGES.items() if name not in others)]
     for path in re.findall(r"`((?:tests|recipes|accelerate_configs|src|data)/[\w/.]*)`", "\n".join(texts)):
         assert (ROOT / path).exists(), path

@@ -53,31 +53,28 @@ def run(tmp_path, monkeypatch):
     return run_main
 
 
-@pytest.mark.parametrize(
-    "error, code, state, reason",
-    [
-        (None, 0, "finished", None),
-        (Stopped("SIGTERM"), 0, "stopped", "SIGTERM"),
-        (DataError("row 17"), 2, "failed", "row 17"),
-        (OSError(errno.EROFS, "Read-only file system", "/hf"), 2, "failed", "[Errno 30] Read-only file system: '/hf'"),
-        (
-            OSError(errno.ENOSPC, "No space left on device", "/out/samples.jsonl"),
-            2,
-            "failed",
-            "[Errno 28] No space left on device: '/out/samples.jsonl'; make room, and the same command goes on",
-        ),
-        (
-            OSError(errno.ENOSPC, "No space left on device"),
-            2,
-            "failed",
-            "[Errno 28] No space left on device: a file below --output_dir, "
-            f"{datasets.config.HF_DATASETS_CACHE} or {tempfile.gettempdir()}; make room, and the same command goes on",
-        ),
-        (OSError(errno.EIO, "Input/output error"), 1, "crashed", "OSError: [Errno 5] Input/output error"),
-        (ValueError("what nobody expected"), 1, "crashed", "ValueError: what nobody expected"),
-        (KeyboardInterrupt(), 130, "stopped", "Ctrl-C"),
-    ],
-)
+@pytest.mark.parametrize("error, code, state, reason", [
+    (None, 0, "finished", None),
+    (Stopped("SIGTERM"), 0, "stopped", "SIGTERM"),
+    (DataError("row 17"), 2, "failed", "row 17"),
+    (OSError(errno.EROFS, "Read-only file system", "/hf"), 2, "failed", "[Errno 30] Read-only file system: '/hf'"),
+    (
+        OSError(errno.ENOSPC, "No space left on device", "/out/samples.jsonl"),
+        2,
+        "failed",
+        "[Errno 28] No space left on device: '/out/samples.jsonl'; make room, and the same command goes on",
+    ),
+    (
+        OSError(errno.ENOSPC, "No space left on device"),
+        2,
+        "failed",
+        "[Errno 28] No space left on device: a file below --output_dir, "
+        f"{datasets.config.HF_DATASETS_CACHE} or {tempfile.gettempdir()}; make room, and the same command goes on",
+    ),
+    (OSError(errno.EIO, "Input/output error"), 1, "crashed", "OSError: [Errno 5] Input/output error"),
+    (ValueError("what nobody expected"), 1, "crashed", "ValueError: what nobody expected"),
+    (KeyboardInterrupt(), 130, "stopped", "Ctrl-C"),
+])  # fmt: skip
 def test_every_end_leaves_alike(run, capsys, error, code, state, reason):
     left, status = run(error)
     assert (left, status["state"], status.get("reason")) == (code, state, reason)
@@ -93,17 +90,14 @@ def test_collections_leave_modules_alone(run):
         gc.unfreeze()
 
 
-@pytest.mark.parametrize(
-    "error, exit_code, code, message",
-    [
-        (DataError("row 17"), "", 2, "error: row 17"),
-        (ValueError("what nobody expected"), "", 1, "ValueError: what nobody expected"),
-        (Stopped("SIGTERM"), "75", 75, "Stopped by SIGTERM before the first checkpoint"),
-        (Stopped("SIGTERM"), "0", 0, None),
-        (Stopped("file /out/stop"), "75", 0, None),  # written by a person, who wants no restart
-        (None, "", 0, None),
-    ],
-)
+@pytest.mark.parametrize("error, exit_code, code, message", [
+    (DataError("row 17"), "", 2, "error: row 17"),
+    (ValueError("what nobody expected"), "", 1, "ValueError: what nobody expected"),
+    (Stopped("SIGTERM"), "75", 75, "Stopped by SIGTERM before the first checkpoint"),
+    (Stopped("SIGTERM"), "0", 0, None),
+    (Stopped("file /out/stop"), "75", 0, None),  # written by a person, who wants no restart
+    (None, "", 0, None),
+])  # fmt: skip
 def test_a_run_that_fails_tells_its_launcher(run, tmp_path, monkeypatch, error, exit_code, code, message):
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
@@ -155,14 +149,11 @@ def test_bad_data_before_training_end_a_job(run, monkeypatch):
     assert (code, status["state"], status["reason"], status["job"]) == (2, "failed", "row 17", "5")
 
 
-@pytest.mark.parametrize(
-    "name, problem",
-    [
-        ("recipes/nope.py", "no such recipe"),
-        ("accelerate_configs/single.yaml", "is not a recipe; give a .py file, such as"),
-        ("src/accelerate_recipes/run.py", "is not a recipe: it does not define requirements, main"),
-    ],
-)
+@pytest.mark.parametrize("name, problem", [
+    ("recipes/nope.py", "no such recipe"),
+    ("accelerate_configs/single.yaml", "is not a recipe; give a .py file, such as"),
+    ("src/accelerate_recipes/run.py", "is not a recipe: it does not define requirements, main"),
+])  # fmt: skip
 def test_what_is_no_recipe(name, problem):
     with pytest.raises(ConfigError, match=problem):
         shipped.load(ROOT / name)
@@ -172,32 +163,39 @@ IMAGES = "--from_scratch --train_files data/fashion/train.parquet"
 MODEL = "--model_name_or_path outputs/demo/export"
 
 
-@pytest.mark.parametrize(
-    "name, argv, problem",
-    [
-        ("c4", "--report_to foo", "--report_to names 'foo'"),
-        ("c4", "--config a.yaml b.yaml", "--config takes one file, once"),
-        ("c4", "--config a.yaml --config b.yaml", "--config takes one file, once"),
-        ("t5", "--eval_files a.jsonl --eval_split test", "--eval_files and --eval_split test both"),
-        ("t5", "--eval_dataset_name a/b", "--eval_dataset_name a/b needs --eval_split"),
-        ("vit", f"{IMAGES} --eval_files a.parquet --eval_split b", "--eval_split b and --eval_files both say"),
-        (
-            "c4",
-            "--train_files README.md ./data/../README.md --validation_files README.md",
-            "--train_files and --validation_files both",
-        ),
-        (
-            "c4",  # a file in a folder
-            "--train_files data/c4_pydoc/en --validation_files data/c4_pydoc/en/c4-train.00000-of-01024.json.gz",
-            "--train_files and --validation_files both",
-        ),
-        ("sft", f"{MODEL} --train_files a.jsonl b.csv", "--train_files must all be of one kind"),
-        ("sft", f"{MODEL} --from_scratch --tokenizer_name a", "--from_scratch makes a new model; remove it, or"),
-        ("sft", f"{MODEL} --tokenizer_name a", "--from_scratch and --tokenizer_name go together"),
-        ("sft", f"{MODEL} --pad_to_multiple_of 0", "--pad_to_multiple_of is 0;"),
-    ],
-)
-def test_contradictions(name, argv, problem):
+CONTRADICTIONS = [
+    ("c4", "--report_to foo", "--report_to names 'foo'"),
+    ("c4", "--config a.yaml b.yaml", "--config takes one file, once"),
+    ("c4", "--config a.yaml --config b.yaml", "--config takes one file, once"),
+    ("t5", "--eval_files a.jsonl --eval_split test", "--eval_files and --eval_split test both"),
+    ("t5", "--eval_dataset_name a/b", "--eval_dataset_name a/b needs --eval_split"),
+    ("vit", f"{IMAGES} --eval_files a.parquet --eval_split b", "--eval_split b and --eval_files both say"),
+    ("c4", "--train_files README.md ./data/../README.md --validation_files README.md", "--train_files and --validation_files both"),
+    ("c4", "--train_files data/c4_pydoc/en --validation_files data/c4_pydoc/en/c4-train.00000-of-01024.json.gz",  # a file in a folder
+     "--train_files and --validation_files both"),
+    ("sft", f"{MODEL} --train_files a.jsonl b.csv", "--train_files must all be of one kind"),
+    ("sft", f"{MODEL} --from_scratch --tokenizer_name a", "--from_scratch makes a new model; remove it, or"),
+    ("sft", f"{MODEL} --tokenizer_name a", "--from_scratch and --tokenizer_name go together"),
+    ("sft", f"{MODEL} --pad_to_multiple_of 0", "--pad_to_multiple_of is 0;"),
+    ("t5", "--heldout_share 1.5", "--heldout_share is 1.5; it must be above 0, and below 1"),
+    # All at once
+    ("t5", "--train_files data/en_fr/libreoffice.jsonl no.txt --eval_split test --generation_length_penalty 2 --metrics chrf meteor "
+     "--num_eval_pairs 0 --max_target_length 1 --dropout_rate 1 --metric_for_best_model gleu",
+     "no.txt: no such file", "--eval_split test names a split", "--generation_length_penalty 2.0 has no effect",
+     "known are exact_match, rouge, bleu, chrf, gleu", "--num_eval_pairs is 0; it must be at least 1",
+     "--max_target_length is 1; it must be at least 2", "--dropout_rate is 1; it must be at least 0, and below 1",
+     "--metric_for_best_model gleu: the evaluation gives loss, chrf;"),
+    ("vit", f"{IMAGES} --eval_split test --config_overrides hidden_size=100 num_attention_heads=3 image_size=30 --use_peft "
+     "--crop_area 0 --hidden_size 64",
+     "--eval_split test names a split", "hidden_size 100 is not a multiple of num_attention_heads 3",
+     "image_size 30 is not a multiple of patch_size 16", "--use_peft would", "--crop_area is 0; it must be above 0",
+     "unknown argument 'hidden_size' on the command line; a field of a new model's config.json is given by"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS, ids=lambda case: f"{case[0]} {case[2]}")
+def test_contradictions(case):
+    name, argv, *problems = case
     with pytest.raises(ConfigError) as caught:
         parse(shipped.load(ROOT / f"recipes/{name}.py").Args, argv.split(), world_size=1)
-    assert problem in str(caught.value)
+    assert [problem for problem in problems if problem not in str(caught.value)] == []

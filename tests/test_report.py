@@ -15,19 +15,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import write_rows
 
 from accelerate_recipes import agenda
-from accelerate_recipes.__main__ import main
 from accelerate_recipes.agenda import Observer
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch.requeue import after_attempt
 from accelerate_recipes.life import attempts, page
 from accelerate_recipes.life.attempts import begin_attempt, of_this_run, read_attempts
-from accelerate_recipes.life.picture import Bars, draw_bars
+from accelerate_recipes.life.picture import Bars
 from accelerate_recipes.life.status import attempt, update_status
 from accelerate_recipes.report import report
-from accelerate_recipes.report.profile import StepProfiler
+from accelerate_recipes.report.report import StepProfiler
+from recipe_tools.commands import main
+from recipe_tools.requeue import after_attempt
 
 NASTY = "</td></table><script>alert(1)</script><img src=https://example.com/x.png onerror=alert(2)>\x1b[31m\ud800"
 
@@ -44,11 +45,10 @@ def write_run(tmp_path):
     def write(name: str, records: list[dict], *lines: dict, **args: object) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        write_rows(folder / "metrics.jsonl", records)
         (folder / "args.yaml").write_text(json.dumps({"total_batch_size": 4, "output_dir": name} | args))
-        (folder / "attempts.jsonl").write_text(
-            "".join(json.dumps({"job": "", "step": 0} | line) + "\n" for line in lines)
-        )
+        texts = [json.dumps({"job": "", "step": 0} | line) + "\n" for line in lines]
+        (folder / "attempts.jsonl").write_text("".join(texts))
         return folder
 
     return write
@@ -80,12 +80,8 @@ def test_every_attempt_has_a_line(tmp_path, as_process):
     killed, stopped = read_attempts(tmp_path)
     assert (killed["state"], killed["step"], killed["host"], killed["from"]) == ("killed", 10, "n1", 0)
     assert killed["ended"] == 1500
-    assert (stopped["begun"], stopped["state"], stopped["reason"], stopped["step"]) == (
-        2000.0,
-        "stopped",
-        "SIGTERM",
-        10,
-    )
+    wanted = {"begun": 2000.0, "state": "stopped", "reason": "SIGTERM", "step": 10}
+    assert stopped.items() >= wanted.items()
     as_process(3000.0)
     update_status(tmp_path, state="failed", reason="it never began")
     assert read_attempts(tmp_path) == [killed, stopped]
@@ -114,15 +110,18 @@ def test_a_full_disk_loses_only_the_line(tmp_path, as_process):
 
 
 def test_a_run_begun_anew_does_not_count_the_attempts_of_an_older_one():
-    lines = [
-        {"step": 0, "from": 0},
-        {"step": 8, "from": 0},
-        {"step": 0, "from": 0},
-        {"step": 4, "from": 0},
-        {"step": 9, "from": 4},
-    ]
+    lines = [{"step": a, "from": b} for a, b in ((0, 0), (8, 0), (0, 0), (4, 0), (9, 4))]
     assert of_this_run(lines) == lines[2:]  # of two without a checkpoint, the second repeats the first
     assert of_this_run(lines[:2]) == lines[:2] and of_this_run([]) == []
+
+
+def test_the_same_command_after_the_end_is_no_restart():
+    """It exports again; one that goes on, because --max_steps was raised, or that fails, counts."""
+    ended = {"step": 9, "from": 0, "state": "finished"}
+    again, failed = {"step": 9, "from": 9, "state": "finished"}, {"step": 9, "from": 9, "state": "failed"}
+    further = {"step": 12, "from": 9, "state": "finished"}
+    assert of_this_run([ended, again, again]) == [ended]
+    assert of_this_run([ended, again, failed, further]) == [ended, failed, further]
 
 
 def test_a_first_attempt_that_failed_is_no_restart(write_run):
@@ -139,17 +138,14 @@ def test_a_first_attempt_that_failed_is_no_restart(write_run):
     assert "restarts: 1" in report.facts_of(resumed)["effective time"], "what was saved before it failed counts"
 
 
-@pytest.mark.parametrize(
-    "line, said",
-    [
-        ("{", "line 2 is no JSON: Expecting property name"),
-        ("\xff", "line 2 is no JSON: 'utf-8' codec can't decode"),
-        ("3", r"line 2 \(3\) has no step, as"),
-        ("null", "has no step, as"),
-        ('{"loss": 1.0, "time": 2}', r"line 2 \({\"loss\": 1.0, \"time\": 2}\) has no step,"),
-        ('{"step": "four", "time": 2}', "has no step,"),
-    ],
-)
+@pytest.mark.parametrize("line, said", [
+    ("{", "line 2 is no JSON: Expecting property name"),
+    ("\xff", "line 2 is no JSON: 'utf-8' codec can't decode"),
+    ("3", r"line 2 \(3\) has no step, as"),
+    ("null", "has no step, as"),
+    ('{"loss": 1.0, "time": 2}', r"line 2 \({\"loss\": 1.0, \"time\": 2}\) has no step,"),
+    ('{"step": "four", "time": 2}', "has no step,"),
+])  # fmt: skip
 def test_a_damaged_line_is_named(write_run, line, said, monkeypatch, capsys):
     folder = write_run("run", [record(4, 1010), record(8, 1018)])
     first, second, _ = (folder / "metrics.jsonl").read_bytes().split(b"\n")
@@ -183,9 +179,7 @@ def test_effective_time(write_run):
     seen = report.read_run(write_run("run", records, *lines))
     assert seen.spans == [(1002, 1010), (1010, 1018), (1052, 1060), (1060, 1068)]
     assert seen.effective == (32, 78)
-    assert seen.lost == [2, 22, 12], (
-        "to the first step; from the last step that counts to the end of the second; from there"
-    )
+    assert seen.lost == [2, 22, 12], "to the first step; from the last that counts to the end of the second"
     assert sum(seen.lost) + 32 + 10 == 78, "the rest is what follows the last step"
     assert "41.0%: 32.0 s of 78.0 s since the first start" in report.facts_of(seen)["effective time"]
     assert "restarts: 2, which lost 34.0 s" in report.facts_of(seen)["effective time"]
@@ -223,16 +217,11 @@ class Scripts(HTMLParser):
 
 def test_hostile_text_stays_text(write_run):
     """In a conversation, an argument, a reason, the first rows and a file of a user; no page asks for another file."""
-    folder = write_run(
-        "run <b>$a$",
-        [record(2, 10), record(4, 20) | {"eval_<script>": 1.0}],
-        {"reason": NASTY, "state": NASTY},
-        text=NASTY,
-    )
+    records = [record(2, 10), record(4, 20) | {"eval_<script>": 1.0}]
+    folder = write_run("run <b>$a$", records, {"reason": NASTY, "state": NASTY}, text=NASTY)
     sample = {"step": 4, "source": NASTY, "prompt": [{"role": "user", "content": NASTY}], "completion": NASTY}
-    (folder / "samples.jsonl").write_text(
-        json.dumps(sample | {"rewards": {NASTY: None}, "expected": {"a": NASTY}}) + "\n"
-    )
+    sample |= {"rewards": {NASTY: None}, "expected": {"a": NASTY}}
+    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     (folder / "rows.txt").write_text(NASTY[:-1])
     update_status(folder, state="crashed", reason=NASTY)
     other = write_run("other", [record(2, 10)], text="x")
@@ -265,18 +254,14 @@ def test_curves_begin_with_two_points(write_run, monkeypatch):
     with monkeypatch.context() as before_the_first_step:
         before_the_first_step.setitem(sys.modules, "matplotlib.figure", None)  # its import takes longer than a step
         assert "<svg" not in (text := report.panels([one])) and "second log line" in text
-    titles = re.findall(
-        "<h3>(.*?)</h3>", report.panels([report.read_run(write_run("two", [*evaluations, record(2, 9)]))])
-    )
+    run = report.read_run(write_run("two", [*evaluations, record(2, 9)]))
+    titles = re.findall("<h3>(.*?)</h3>", report.panels([run]))
     assert titles == ["Loss", "Next move accuracy", "RougeL"]
     for steps in ((1, 2), (0, 3)):
-        svg = report.draw_curves(
-            [report.read_run(write_run(str(steps), [record(n, 10) for n in steps if n]))], ["loss"]
-        )
-        assert svg == "" or set(re.findall(r">(\d+(?:\.\d+)?)</text>", svg.partition('id="matplotlib.axis_2"')[0])) == {
-            "1",
-            "2",
-        }
+        folder = write_run(str(steps), [record(n, 10) for n in steps if n])
+        svg = report.draw_curves([report.read_run(folder)], ["loss"])
+        ticks = re.findall(r">(\d+(?:\.\d+)?)</text>", svg.partition('id="matplotlib.axis_2"')[0])
+        assert svg == "" or set(ticks) == {"1", "2"}
 
 
 @pytest.mark.parametrize("value", [98.4, -40.0])
@@ -288,7 +273,7 @@ def test_a_legend_covers_no_bar(value):
     figure = Figure(figsize=(5.5, 4.2), layout="constrained")
     chart = figure.subplots()
     series = {name: dict.fromkeys(("opening", "middle", "end"), value) for name in ("before", "baseline", "after")}
-    draw_bars(chart, Bars(series, "Moves", "%"))
+    Bars(series, "Moves", "%").draw(chart)
     FigureCanvasAgg(figure).draw()
     legend = chart.get_legend().get_window_extent()
     drawn = [*chart.patches, *chart.texts, *chart.get_xticklabels()]
@@ -347,10 +332,8 @@ def test_long_curves_keep_peaks(write_run):
         svg = report.draw_curves([run], ["loss"])
         sizes.append(len(svg))
         if chosen is losses:
-            heights = [
-                float(y)
-                for _, y in re.findall(r"([\d.]+) ([\d.]+)", max(re.findall(r'd="(.*?)"', svg, re.DOTALL), key=len))
-            ]
+            longest = max(re.findall(r'd="(.*?)"', svg, re.DOTALL), key=len)
+            heights = [float(y) for y in re.findall(r"[\d.]+ ([\d.]+)", longest)]
     assert sizes[0] < 2 * sizes[1] < 100_000
     assert max(heights) - min(heights) > 0.9 * 0.82 * 2.5 * 72, "the axes with their margins"
 
@@ -365,18 +348,9 @@ def test_the_page_of_a_run(write_run):
     (folder / "plan.json").write_text(json.dumps({"gpu": "H100", "memory": {"in_use": 5 * 2**29}}))
     (folder / "profile").mkdir()
     (folder / "profile/rank-1.trace.json.gz").touch()
-    samples = [
-        {
-            "step": n,
-            "source": "held out",
-            "prompt": "1+1=",
-            "completion": "3",
-            "expected": "2",
-            "rewards": {"right": 0.0},
-        }
-        for n in (0, 4)
-    ]
-    (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    sample = {"source": "held out", "prompt": "1+1=", "completion": "3", "expected": "2", "rewards": {"right": 0.0}}
+    samples = [{"step": n} | sample for n in (0, 4)]
+    write_rows(folder / "samples.jsonl", samples)
     report.write_report(folder)
     text = (folder / "report.html").read_text()
     titles = re.findall(r"<h[23]>(.*?)</h", text)
@@ -385,20 +359,15 @@ def test_the_page_of_a_run(write_run):
     assert "3.00 GiB measured, 2.50 GiB planned for H100" in text
     assert '<td>held out</td><td>1+1=</td><td>3</td><td>2</td><td class="number">0</td>' in text
     assert "<h2>Profile</h2><p>profile/rank-1.trace.json.gz, for " in text.replace("\n", "")
-    assert (
-        "<td>learning_rate</td><td>0.5</td>" in text
-        and "<td>seed</td>" not in text
-        and "<td>torch</td><td>9.9</td>" in text
-    )
+    assert "<td>learning_rate</td><td>0.5</td>" in text and "<td>torch</td><td>9.9</td>" in text
+    assert "<td>seed</td>" not in text
     assert "<h1>sft: run</h1>" in text and "prefers-color-scheme: dark" in text
 
 
 def test_several_runs_on_one_page(write_run, monkeypatch, capsys):
     records = [record(2, 10), record(4, 18), {"step": 4, "time": 19, "eval_loss": 0.5}]
-    runs = [
-        str(write_run(name, records, {"changed": {}}, learning_rate=rate, seed=1))
-        for name, rate in (("a", 0.1), ("b", 0.2), ("c", 0.1))
-    ]
+    rates = {"a": 0.1, "b": 0.2, "c": 0.1}
+    runs = [str(write_run(n, records, {"changed": {}}, learning_rate=rate, seed=1)) for n, rate in rates.items()]
     out = Path(runs[0]).parent / "all.html"
     monkeypatch.setattr("sys.argv", ["accelerate-recipes", "report", *runs, "--out", str(out)])
     main()
@@ -406,9 +375,8 @@ def test_several_runs_on_one_page(write_run, monkeypatch, capsys):
     text = out.read_text()
     assert "<td>learning_rate</td><td>0.1</td><td>0.2</td><td>0.1</td>" in text
     assert not {"<td>seed</td>", "<td>output_dir</td>"} & set(re.findall("<td>[^<]*</td>", text))
-    assert all(text.count(f'"color:{color}"') == 2 for color in report.COLORS[:3]), (
-        "each run has its colour in both tables"
-    )
+    colored = [text.count(f'"color:{color}"') for color in report.COLORS[:3]]
+    assert colored == [2] * 3, "each run has its colour in both tables"
     assert all(f"stroke: {color}" in text for color in report.COLORS[:3])
 
 
@@ -459,8 +427,6 @@ def test_problems_of_the_profile():
 
 
 def test_elements():
-    assert (
-        page.element("p", "a & b", page.Html("<br>"), class_="x", title='"')
-        == '<p class="x" title="&quot;">a &amp; b<br></p>'
-    )
+    made = page.element("p", "a & b", page.Html("<br>"), class_="x", title='"')
+    assert made == '<p class="x" title="&quot;">a &amp; b<br></p>'
     assert page.element("span", "", title=0) == '<span title="0"></span>'

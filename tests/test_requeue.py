@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from accelerate_recipes.__main__ import main
-from accelerate_recipes.launch.requeue import after_attempt
 from accelerate_recipes.life import stop
 from accelerate_recipes.life.status import update_status
+from recipe_tools.commands import main
+from recipe_tools.requeue import after_attempt
 
 DONE, FAIL, REQUEUE = 0, 1, os.EX_TEMPFAIL
 

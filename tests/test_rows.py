@@ -1,6 +1,7 @@
 """Tests of wrong files of rows: one message with file and line or row, whatever the content."""
 
 import json
+import re
 import time
 
 import datasets
@@ -14,14 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from accelerate_recipes import ranks
 from accelerate_recipes.args import parse
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.chess import rules
-from accelerate_recipes.chess.games import PositionsArgs, load_games, prepare_games, prepare_positions
+from accelerate_recipes.conversations.supervised import load_sides
 from accelerate_recipes.data.documents import read_documents, text_of
-from accelerate_recipes.data.files import read_files
-from accelerate_recipes.data.text_pairs import pairs_in, text_columns
+from accelerate_recipes.data.files import falls_under, other_share, read_files, text_hash
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.models.tokenizers import new_word_tokenizer
-from accelerate_recipes.posttraining.supervised import load_sides
+from accelerate_recipes.text.text_pairs import pairs_in, text_columns
+from chess_games import rules
+from chess_games.games import GamesArgs, load_games, prepare_games
 
 GAME = b'{"Moves": ["e2e4", "e7e5"]}\n'
 MATE = ["f2f3", "e7e5", "g2g4", "d8h4"]
@@ -40,7 +41,6 @@ UNREADABLE = [
     ("a.jsonl", b"7\n", "a.jsonl, line 1 is no JSON object, but a int"),
     ("a.jsonl", b"\n null \n" + GAME, "a.jsonl, line 2 is no JSON object, but null; remove it"),
     ("a.jsonl", GAME + b"null\n", "a.jsonl, line 2 is no JSON object, but null; remove it"),
-    ("a.jsonl", GAME + b'{"Moves": [], "n": 1%s}\n' % (400 * b"0"), "a.jsonl cannot be read: int too large to convert"),
     ("a.jsonl", b'{"moves": []}\n', "a.jsonl has the columns ['moves']; chess needs `Moves`"),
 ]
 
@@ -91,27 +91,21 @@ def test_parquet_without_rows_damaged_or_not_of_text(tmp_path):
 
 @pytest.fixture
 def prepare(tmp_path):
-    """Prepare games and positions from a file, and return their messages."""
+    """Prepare games from a file, and return the message."""
     tokenizer = new_word_tokenizer(rules.all_uci_moves())
 
-    def run(name: str, content: bytes, skip_bad_games: bool = False) -> list[str]:
+    def run(name: str, content: bytes, skip_bad_games: bool = False) -> str:
         file = tmp_path / name
         file.write_bytes(content)
-        args = PositionsArgs(
-            train_files=[str(file)], heldout_share=0.5, skip_bad_games=skip_bad_games, num_positions=3, num_train_positions=3,
+        args = GamesArgs(
+            train_files=[str(file)], heldout_share=0.5, skip_bad_games=skip_bad_games, num_positions=3,
             data_cache_dir=str(tmp_path / "cache"),
         )  # fmt: skip
-        said = []
-        for preparing in (
-            lambda: prepare_games(tokenizer, args, max_length=8, seed=0),
-            lambda: prepare_positions(args, seed=0),
-        ):
-            try:
-                preparing()
-                said.append("")
-            except ConfigError as error:
-                said.append(str(error).replace(f"{tmp_path}/", ""))
-        return said
+        try:
+            prepare_games(tokenizer, args, max_length=8, seed=0)
+        except ConfigError as error:
+            return str(error).replace(f"{tmp_path}/", "")
+        return ""
 
     return run
 
@@ -133,9 +127,8 @@ def test_moves_that_are_no_list_of_texts(value, shown, alone, prepare):
     bad = b'{"Moves": %s}\n' % value.encode()
     said = prepare("a.jsonl", bad * 3 if alone else GAME + bad)
     row = 0 if alone else 1
-    for message in said:
-        assert "--skip_bad_games leaves them out" in message
-        assert f"- a.jsonl, row {row + 1}: its Moves are no list of texts, but {shown}" in message
+    assert "--skip_bad_games leaves them out" in said
+    assert f"- a.jsonl, row {row + 1}: its Moves are no list of texts, but {shown}" in said
 
 
 def games_of_two_moves() -> bytes:
@@ -146,7 +139,7 @@ def games_of_two_moves() -> bytes:
 
 def test_bad_games_are_left_out_on_demand(prepare, tmp_path):
     bad = b"".join(b'{"Moves": %s}\n' % value.encode() for value, _ in VALUES)
-    assert prepare("a.jsonl", games_of_two_moves() + bad, skip_bad_games=True) == ["", ""]
+    assert prepare("a.jsonl", games_of_two_moves() + bad, skip_bad_games=True) == ""
     (facts,) = (
         json.loads(file.read_text())
         for file in (tmp_path / "cache").glob("*/facts.json")
@@ -175,10 +168,8 @@ def test_pgn_games_that_are_not_whole_or_not_normal_chess(case, prepare, capfd, 
     headers, moves, defect = PGN[case]
     good = '[Event "good"]\n\n1. e4 e5 2. Nf3 (2. Ke3 a6) 2... Nc6 1-0\n\n'  # a broken variation is no matter
     pgn = f'{good}[Event "bad"]\n{headers}\n{moves} 1-0\n\n'.encode()
-    of_games, of_positions = prepare("a.pgn", pgn)
-    assert f"\n  - a.pgn, row 2: {defect}" in of_games and "row 1" not in of_games
-    if case != "a null move":  # a position is taken from elsewhere
-        assert of_positions == of_games
+    said = prepare("a.pgn", pgn)
+    assert f"\n  - a.pgn, row 2: {defect}" in said and "row 1" not in said
     assert "while parsing" not in caplog.text + capfd.readouterr().err
 
 
@@ -258,6 +249,8 @@ def test_castling_has_one_text(prepare, tmp_path):
 TAGS = '[Event "a"]\n[Result "1-0"]\n\n'
 WHOLE = ["e2e4", "e7e5", "g1f3", "b8c6"]
 CUT = "it ends before a result, such as 1-0 or *; it may be cut"
+FEN = '[Event "a"]\n[FEN "8/8/8/4k3/8/8/4P3/4K3 w - - 0 1"]\n\n'
+ELSEWHERE = "it begins from another position, 8/8/8/4k3/8/8/4P3/4K3 w - - 0 1"
 
 
 @pytest.mark.parametrize(
@@ -275,13 +268,52 @@ CUT = "it ends before a result, such as 1-0 or *; it may be cut"
         (f"{TAGS}1.e4 e5 ...2.Nf3 Nc6*", [(WHOLE, "")]),
         (f'{TAGS}1. e4 {{see [Event "b"] there}} e5 2. Nf3 Nc6 1-0\n', [(WHOLE, "")]),
         (f"{TAGS}1. e4 ...e5 2.Nf3 2…Nc6 {{(}} 0-1 $1 {{done}}\n", [(WHOLE, "")]),
+        (f"{TAGS}\n \r\n\n1. e4 e5 2. Nf3 Nc6 1-0\n\n\n\n" * 2, [(WHOLE, "")] * 2),
+        (f"{TAGS}{{A\n\ngame}}\n\n1. e4 e5\n\n\n2. Nf3 Nc6\n\n1-0\n\n" * 2, [(WHOLE, "")] * 2),
+        (f"{FEN}\n\n1. e4 e5 2. Nf3 Nc6 1-0\n", [(WHOLE[:1], ELSEWHERE)]),
+        (f"{FEN}{{A game}}\n\n1. e4 e5 2. Nf3 Nc6 1-0\n\n{TAGS}1. e4 e5 2. Nf3 Nc6 1-0\n", [(WHOLE[:1], ELSEWHERE), (WHOLE, "")]),
+        (f"{FEN}\n\n{TAGS}1. e4 e5 2. Nf3 Nc6 1-0\n", [([], CUT), (WHOLE, "")]),
+        (f"{FEN}[Site \"b\"]\n\n1. e4 e5 2. Nf3 Nc6 1-0\n", [(WHOLE[:1], ELSEWHERE)]),
+        ("1. e4 e5 2. Nf3\n\n1. e4 e5 2. Nf3 Nc6 1-0\n", [(WHOLE[:3], CUT), (WHOLE, "")]),
+        (f"{TAGS}1. e4 e5\n1. e4 e5 2. Nf3 Nc6 1-0\n", [(WHOLE[:2], CUT), (WHOLE, "")]),
+        (f"{TAGS}1. e4 (\n1. d4 d5)\n\n1... e5 2. Nf3 Nc6 1-0\n", [(WHOLE, "")]),
     ],
 )  # fmt: skip
 def test_where_games_end(pgn, games, tmp_path):
-    """A game that is cut is said wherever it stands; a blank line between games may be missing."""
+    """A game that is cut is said wherever it stands; blank lines between games may be missing, and others be there."""
     (tmp_path / "a.pgn").write_bytes(pgn.encode())
     found = rules.read_pgn(str(tmp_path / "a.pgn"))
     assert [(game["Moves"], game["defect"]) for game in found] == games
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        '[fen "{}"]',
+        "[FEN '{}']",
+        "[FEN {}]",
+        '[ FEN "{}"]',
+        '[Event "a"] [FEN "{}"]',
+        '[FEN "{}"] ; a comment',
+        '[FEN "{}"',
+    ],
+)
+def test_the_position_of_a_tag_that_is_written_otherwise(tag, tmp_path):
+    """python-chess skips tags that it cannot read: the game would be read from the start."""
+    (tmp_path / "a.pgn").write_text(f'{tag.format("4k3/8/8/8/8/8/4P3/4K3 w - - 0 1")}\n[Event "a"]\n\n1. e4 1-0\n')
+    (game,) = rules.read_pgn(str(tmp_path / "a.pgn"))
+    assert game["defect"] == "it begins from another position, 4k3/8/8/8/8/8/4P3/4K3 w - - 0 1"
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.05, 0.999999])
+def test_the_share_that_would_do(share):
+    """Where a side is empty, the message gives a share that leaves rows on both, in few digits; alike texts have none."""
+    for number in range(40):
+        texts = [f"{number} {n}" for n in range(2 + number % 5)]
+        hashes = [text_hash(text) for text in texts]
+        found = float(re.fullmatch(rf"give --heldout_share (\S+) \(it is {share}\)", other_share(hashes, share))[1])
+        assert len({falls_under(text, found) for text in texts}) == 2 and len(str(found)) < 8
+    assert "--heldout_share 0." not in other_share([7, 7], share) and "divides" in other_share([], share)
 
 
 @pytest.mark.parametrize("letters", ["KDTL", "KDTLL", "kdtls"])
@@ -315,8 +347,6 @@ def test_pairs_of_mixed_types(tmp_path):
 
 
 SFT = [
-    (b"", " cannot be read: it has 0 rows"),
-    (b'{"text": "a"}\n{"text": \n', ", line 2 is not JSON: "),
     (b'{"text": "a"}\n{"text": null}\n{"text": null}\n', ", row 2: 'text' is null, as in 2 of 3 rows"),
     (b'{"text": 5}\n{"text": 6}\n', ": 'text' holds int64, not texts or messages; write it as text"),
     (b'{"text": "a"}\n{"text": 5}\n', ", row 2: 'text' holds 5; give texts in all rows"),
@@ -348,7 +378,7 @@ def test_what_a_rank_cannot_read_ends_all(monkeypatch):
     def on_rank(local_rank: int, others: list) -> None:
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         monkeypatch.setattr(ranks, "on_all_ranks", lambda error: [error, *others])
-        ranks.on_first_of_machine_before_others(lambda: read.append(local_rank) or json.loads(str(local_rank)))
+        ranks.local_main_process_first(lambda: read.append(local_rank) or json.loads(str(local_rank)))
 
     on_rank(0, [None])
     on_rank(1, [None])
@@ -434,11 +464,3 @@ def test_any_pgn(content, tmp_path):
     file.write_text(content)
     for game in rules.read_pgn(str(file)):
         assert game["defect"] or rules.legal_part(game["Moves"]) == game["Moves"] or "0000" in game["Moves"]
-
-
-def test_rows_of_csv_are_as_they_are_written(tmp_path):
-    (tmp_path / "a.csv").write_text("text\nNA\nnull\n")
-    assert read_files([str(tmp_path / "a.csv")], tmp_path / "cache")["text"][:] == ["NA", "null"]
-    (tmp_path / "a.csv").write_text("text,b\n1,2\n1,2,3\n")
-    with pytest.raises(DataError, match=r"a.csv cannot be read: .*Row #3: Expected 2 columns, got 3"):
-        read_files([str(tmp_path / "a.csv")], tmp_path / "cache")

@@ -11,31 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
 from helpers import CHILDREN, REPOSITORY, environment
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    LlamaConfig,
-    MixtralConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.checkpoint.base_form import BaseForm, whole_content, with_older_fields
 from accelerate_recipes.checkpoint.export import export
-from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.disk import read_json
+from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.images.classifiers import with_classes
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.encoder_decoders import load_encoder_decoder
 from accelerate_recipes.models.loading import load_model, new_model
 from accelerate_recipes.models.tokenizers import load_tokenizer, new_bpe_tokenizer
 from accelerate_recipes.run import Run
-from accelerate_recipes.vision.classifiers import with_classes
 
 VERSIONS = {4: REPOSITORY / ".venv/serving/bin/python", 5: REPOSITORY / ".venv/bin/python"}
 needs_4 = pytest.mark.skipif(
@@ -71,7 +62,9 @@ def export_of(base: Path, out: Path, new_tokens: tuple[str, ...] = (), is_pairs:
     return exported(args, model, tokenizer)
 
 
-def new_export(out: Path, config_class: type[PreTrainedConfig] = LlamaConfig, **more: Any) -> Path:
+def new_export(
+    out: Path, config_class: type[transformers.PreTrainedConfig] = transformers.LlamaConfig, **more: Any
+) -> Path:
     """Export a new model with stretched positions, and its new tokenizer."""
     args = TrainArgs(output_dir=str(out), async_save=False)
     tokenizer = new_bpe_tokenizer(["e2e4 e7e5", "Two lines\n"], 300)
@@ -84,7 +77,9 @@ def new_export(out: Path, config_class: type[PreTrainedConfig] = LlamaConfig, **
     return exported(args, new_model(config, "sdpa"), tokenizer)
 
 
-def exported(args: TrainArgs, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
+def exported(
+    args: TrainArgs, model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase
+) -> Path:
     run, out = Run(args, Accelerator(cpu=True)), Path(args.output_dir)
     run.prepare(model, tokenizer, 1)
     out.mkdir()
@@ -102,7 +97,7 @@ def seen(tmp_path_factory) -> dict[int, dict[str, dict]]:
     for name in BASES:
         folders[f"{name}, exported"] = export_of(folders[name], place / f"{name}-out")
         base = place / f"{name}-5"
-        auto_class = AutoModelForSeq2SeqLM if name in PAIRS else AutoModelForCausalLM
+        auto_class = transformers.AutoModelForSeq2SeqLM if name in PAIRS else transformers.AutoModelForCausalLM
         for artifact in (auto_class.from_pretrained(folders[name]), load_tokenizer(str(folders[name]))):
             artifact.save_pretrained(base)
         folders[f"{name}, of version 5"] = export_of(base, place / f"{name}-5-out", is_pairs=name in PAIRS)
@@ -139,10 +134,8 @@ def test_both_versions_read_the_same(seen, name):
 def test_an_export_is_what_its_base_was(seen, name):
     """As version 5 reads it, which trained it: its classes change some tokenizers of version 4."""
     base, exported = seen[5][name], seen[5][f"{name}, exported"]
-    assert exported["special"].pop(2) is not None and base["special"].pop(2) in (
-        None,
-        "<pad>",
-    )  # the padding of the run
+    # The padding of the run
+    assert exported["special"].pop(2) is not None and base["special"].pop(2) in (None, "<pad>")
     agree(base, exported)
 
 
@@ -154,9 +147,8 @@ def test_what_llama_cpp_reads(seen, name):
     exported, extended = (seen[4][f"{name}, {which}"]["gguf"] for which in ("exported", "new tokens"))
     assert exported["special"].keys() >= {"bos", "eos"} and bool(exported["template"]) == (name == "gpt2")
     if base := seen[4][name].get("gguf"):  # the library wants a tokenizer.json
-        assert {**exported, "special": 0} == {**base, "special": 0} and exported["special"].items() >= base[
-            "special"
-        ].items()
+        assert exported | {"special": 0} == base | {"special": 0}
+        assert exported["special"].items() >= base["special"].items()
     if name == "gpt2":
         assert exported["merges"] == extended["merges"] and exported["merges"]
         return
@@ -182,11 +174,8 @@ def base(tmp_path) -> Path:
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     class_ = {"tokenizer_class": "LlamaTokenizerFast", "legacy": True, "chat_template": TEMPLATE}
     where = {"tokenizer_file": "/home/somebody/tokenizer.json"}
-    files = {
-        "config.json": LLAMA,
-        "tokenizer_config.json": special | class_ | where,
-        "special_tokens_map.json": special,
-    }
+    settings = special | class_ | where
+    files = {"config.json": LLAMA, "tokenizer_config.json": settings, "special_tokens_map.json": special}
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     (folder / "tokenizer.json").write_text(json.dumps(read_json(folder / "tokenizer.json"), indent=4))  # not as ours
@@ -194,9 +183,11 @@ def base(tmp_path) -> Path:
     return folder
 
 
-def published(base: Path, out: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+def published(
+    base: Path, out: Path, config: transformers.PreTrainedConfig, tokenizer: transformers.PreTrainedTokenizerBase
+) -> dict[str, bytes]:
     """Save settings and tokenizer where the base is no longer there; return the files."""
-    artifact = Published(config, tokenizer)
+    artifact = BaseForm(config, tokenizer)
     base.rename(base.with_name("gone"))
     for one in (config, artifact):
         one.save_pretrained(out)
@@ -205,9 +196,9 @@ def published(base: Path, out: Path, config: PreTrainedConfig, tokenizer: PreTra
 
 
 def test_what_the_run_has_not_changed(base, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer("a", truncation=True, max_length=4)  # it keeps this setting
-    found = published(base, tmp_path / "out", AutoConfig.from_pretrained(base), tokenizer)
+    found = published(base, tmp_path / "out", transformers.AutoConfig.from_pretrained(base), tokenizer)
     unchanged = LLAMA | {"tie_word_embeddings": False}
     del unchanged["auto_map"]  # the code is not there, nor was it trained
     assert json.loads(found["config.json"]) == unchanged
@@ -218,54 +209,97 @@ def test_what_the_run_has_not_changed(base, tmp_path):
     del wanted["tokenizer_file"]  # where its author had it
     written = json.loads(found["tokenizer_config.json"])
     assert written.items() >= wanted.items() and "tokenizer_file" not in written
-    assert (
-        AutoTokenizer.from_pretrained(tmp_path / "out")("e2e4").input_ids
-        == AutoTokenizer.from_pretrained(base)("e2e4").input_ids
-    )
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(folder)("e2e4") for folder in (tmp_path / "out", base))
+    assert ours.input_ids == theirs.input_ids
 
 
 def test_what_the_run_has_changed(base, tmp_path):
     """Fields of version 4 follow; new tokens, special ones and a template are where the base had them."""
-    config = AutoConfig.from_pretrained(base)
+    config = transformers.AutoConfig.from_pretrained(base)
     config.dtype = torch.float32
     config.rope_parameters = STRETCHED | {"rope_theta": 2e6}
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens(["<new>"], special_tokens=True)
     tokenizer.eos_token, tokenizer.chat_template = "<new>", TEMPLATE.replace("</s>", "<new>")
     found = published(base, tmp_path / "out", config, tokenizer)
     settings, written = (json.loads(found[name]) for name in ("config.json", "tokenizer_config.json"))
     assert settings["torch_dtype"] == settings["dtype"] == "float32" and settings["pretraining_tp"] == 1
     assert settings["rope_theta"] == 2e6 and settings["rope_scaling"] == STRETCHED
-    assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters == config.rope_parameters
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").rope_parameters == config.rope_parameters
     number = tokenizer.convert_tokens_to_ids("<new>")
     assert written["added_tokens_decoder"][str(number)]["content"] == written["eos_token"] == "<new>"
     assert written["chat_template"] == tokenizer.chat_template and written["legacy"] is True
     assert json.loads(found["special_tokens_map.json"]) == {"bos_token": "<s>", "eos_token": "<new>"}
     assert json.loads(found["added_tokens.json"])["<new>"] == number and found["tokenizer.model"] == b"scores"
-    again = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert (
-        again("e2e4<new>").input_ids == tokenizer("e2e4<new>").input_ids
-        and again.chat_template == tokenizer.chat_template
-    )
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert again("e2e4<new>").input_ids == tokenizer("e2e4<new>").input_ids
+    assert again.chat_template == tokenizer.chat_template
 
 
 def test_other_names_of_what_has_changed(base, tmp_path):
     """A field that transformers reads, but does not keep under that name, follows what the run has changed."""
     settings = LLAMA | {"model_type": "vit", "num_labels": 2, "id2label": {"0": "a", "1": "b"}}
     (base / "config.json").write_text(json.dumps(settings))
-    config = with_classes(AutoConfig.from_pretrained(base), ["x", "y", "z"])
-    found = published(base, tmp_path / "out", config, AutoTokenizer.from_pretrained(base))
+    config = with_classes(transformers.AutoConfig.from_pretrained(base), ["x", "y", "z"])
+    found = published(base, tmp_path / "out", config, transformers.AutoTokenizer.from_pretrained(base))
     assert json.loads(found["config.json"])["num_labels"] == 3
     (base / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2, "hidden_size": 32}))
-    config = AutoConfig.from_pretrained(base)
+    config = transformers.AutoConfig.from_pretrained(base)
     config.hidden_size = 48
-    found = published(base, tmp_path / "gpt2", config, AutoTokenizer.from_pretrained(base))
-    assert AutoConfig.from_pretrained(tmp_path / "gpt2").n_embd == 48
+    found = published(base, tmp_path / "gpt2", config, transformers.AutoTokenizer.from_pretrained(base))
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "gpt2").n_embd == 48
+
+
+def test_each_decoder_is_read_as_it_was_written(tmp_path):
+    """Of ropes by kind of layer, those of full attention alone are stretched; fields of version 4 change nothing."""
+    tried, older = set(), 0
+    for config_class in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        for stretch in ({}, {"rope_type": "yarn", "factor": 2.0}, STRETCHED):
+            try:
+                config = config_class()
+                ropes = getattr(config, "rope_parameters", None) or {}
+                if not ropes or ("full_attention" not in ropes and stretch is not STRETCHED):
+                    continue
+                ropes.get("full_attention", ropes).update(stretch)
+                config.save_pretrained(tmp_path)
+                before = transformers.AutoConfig.from_pretrained(tmp_path)
+            except Exception:  # the class has no defaults that fit together, or not with this rope
+                break
+            written = with_older_fields(read_json(tmp_path / "config.json"), whole_content(before))
+            (tmp_path / "config.json").write_text(json.dumps(written))
+            after = transformers.AutoConfig.from_pretrained(tmp_path)
+            assert whole_content(before).items() <= whole_content(after).items(), (config.model_type, stretch)
+            tried.add(config.model_type)
+            older += "rope_scaling" in written
+    assert len(tried) > 100 and {"mellum", "laguna", "mimo_v2_flash", "gemma4_text"} < tried and older > 80
+
+
+def test_a_configuration_that_cannot_be_written(tmp_path):
+    """A class that sets a field by itself when it is read."""
+    config = transformers.CONFIG_MAPPING["moshi"]()
+    assert config.audio_vocab_size is None
+    with pytest.raises(ConfigError, match="audio_vocab_size as 2048, not None"):
+        BaseForm(config, new_bpe_tokenizer(["e2e4"], 300))
+
+
+@pytest.mark.parametrize("written", [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_field_that_a_class_derives_from_another(written, is_tied, tmp_path):
+    """A T5 scales results as its base's `tie_word_embeddings` says, and is tied as its weights are."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": "t5"} | written))
+    config = transformers.AutoConfig.from_pretrained(base)
+    config.tie_word_embeddings = is_tied
+    (tmp_path / "config.json").write_bytes(BaseForm(config, new_bpe_tokenizer(["e2e4"], 300)).files["config.json"])
+    assert transformers.AutoConfig.from_pretrained(tmp_path).scale_decoder_outputs is written.get(
+        "tie_word_embeddings", True
+    )
 
 
 def test_a_new_model(tmp_path):
     """Names that version 4 knows stand beside those of version 5, and each expert has its weights."""
-    out = new_export(tmp_path / "out", MixtralConfig, num_local_experts=3)
+    out = new_export(tmp_path / "out", transformers.MixtralConfig, num_local_experts=3)
     settings, written = (read_json(out / name) for name in ("config.json", "tokenizer_config.json"))
     assert settings["rope_theta"] == settings["rope_parameters"]["rope_theta"] == 5e5
     assert settings["rope_scaling"]["factor"] == 8 and settings["torch_dtype"] == settings["dtype"] == "bfloat16"
@@ -274,7 +308,7 @@ def test_a_new_model(tmp_path):
     names = load_file(out / "model.safetensors").keys()
     of_experts = "model.layers.1.block_sparse_moe.experts.{}.{}.weight".format
     assert names >= {of_experts(i, part) for i in range(3) for part in ("w1", "w2", "w3")}
-    _, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    _, loading = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(loading.values())
 
 
@@ -283,9 +317,8 @@ def test_transformers_serves_a_whole_model(tmp_path, monkeypatch):
     """`transformers serve` finds an export by a relative path, and takes no adapters, as docs/serving.md says."""
     manager = pytest.importorskip("transformers.cli.serving.model_manager").ModelManager
     new_export(tmp_path / "out")
-    shutil.copytree(
-        tmp_path / "out/export", tmp_path / "adapter", ignore=shutil.ignore_patterns("config.json", "model*")
-    )
+    left_out = shutil.ignore_patterns("config.json", "model*")
+    shutil.copytree(tmp_path / "out/export", tmp_path / "adapter", ignore=left_out)
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "out/export"}))
     monkeypatch.chdir(tmp_path)
     model, tokenizer = manager(device="cpu", force_model="out/export").load_model_and_processor("out/export@main")

@@ -1,5 +1,6 @@
 """Tests of recipes/sft_vlm.py: tokens and targets of documents with images, their batches, runs of it, and exports."""
 
+import io
 import json
 import shutil
 import zlib
@@ -13,7 +14,7 @@ import pytest
 import tiny_images
 import torch
 from datasets import Dataset
-from helpers import ROOT, STEPS, log_of, losses
+from helpers import ROOT, STEPS, losses
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_images import picture
@@ -21,24 +22,28 @@ from transformers import AutoTokenizer
 
 from accelerate_recipes.args import resolve
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.checkpoint.check_export import check_export
-from accelerate_recipes.checkpoint.processor_files import processor_files
-from accelerate_recipes.checkpoint.published import Published
-from accelerate_recipes.data.image_texts import DOCUMENTS, ImageTexts, cut_documents, expanded, render_documents
-from accelerate_recipes.data.pictures import Pictures, image_checksum
-from accelerate_recipes.data.rendering import Part
+from accelerate_recipes.checkpoint.base_form import BaseForm
+from accelerate_recipes.conversations.exported import TrainedRows
+from accelerate_recipes.conversations.rendering import Part, Rendering, render_read
+from accelerate_recipes.conversations.supervised import ends_of
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.models import IGNORE_INDEX
-from accelerate_recipes.models.documents import text_positions
-from accelerate_recipes.models.pretrained import load_config
-from accelerate_recipes.models.processors import load_image_tokenizer, load_processor
-from accelerate_recipes.posttraining.supervised_images import (
+from accelerate_recipes.images import pictures
+from accelerate_recipes.images.image_texts import DOCUMENTS, ImageTexts, cut_documents, expanded, render_documents
+from accelerate_recipes.images.pictures import Pictures, image_checksum, processor_files, render_with_images
+from accelerate_recipes.images.supervised_images import (
+    OF_IMAGES,
     ImageCollator,
     PackedDocuments,
     check_room,
     with_files,
     with_pixels,
 )
+from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.documents import text_positions
+from accelerate_recipes.models.pretrained import load_config
+from accelerate_recipes.models.processors import load_image_tokenizer, load_processor
+from recipe_tools import check_export as check_export_module
+from recipe_tools.check_export import check_export
 
 SCRIPT = ROOT / "recipes/sft_vlm.py"
 FEW = ["qwen2_5_vl", "gemma3", "smolvlm", "llava_onevision", "mistral3"]
@@ -130,8 +135,123 @@ def test_what_is_no_target():
     (found,) = render(row)
     assert trained_texts(processor.tokenizer, found) == ["a dog<|im_end|>"]
     assert render(row | {"messages": row["messages"][:1], "widths": [24], "heights": [16]}) == []
-    with pytest.raises(ValueError, match=r"2 places for images .* 1 images"):
-        render(row | {"widths": [24], "heights": [16]})
+    processor.tokenizer.chat_template = processor.tokenizer.chat_template.replace("<|image_pad|>", "<|image_pad|>" * 2)
+    with pytest.raises(ValueError, match=r"4 places for images .* 2 images"):
+        render(row)
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_a_row_that_ends_with_a_question(marks):
+    """What follows the last answer is no target, and may have an image of its own; the export renders the same."""
+    processor = tiny_images.processor("qwen2_vl")
+    for mark in () if marks else NO_MARKS:
+        processor.tokenizer.chat_template = processor.tokenizer.chat_template.replace(mark, "")
+    processor.chat_template = processor.tokenizer.chat_template
+    for images in ([], [IMAGE]):
+        row = row_of(1, {"role": "user", "content": [*images, text("and then?")]})
+        row |= {"images": [as_file(24, 16), *(as_file(8, 8) for _ in images)]}
+        row |= {"widths": [24, 8][: 1 + len(images)], "heights": [16, 8][: 1 + len(images)]}
+        (found,) = render_documents(row, processor.tokenizer, texts_for(processor, row), assistant_only=True, stops=[4])
+        assert trained_texts(processor.tokenizer, found) == ["a cat<|im_end|>", "a dog<|im_end|>"]
+        assert len(found.images) == (1 + len(images) if marks else 1)
+        (exported,) = render_with_images(row, processor, assistant_only=True, stops=[4])
+        assert exported.ids == found.ids
+
+
+BEHIND_A_SPACE = (
+    "{% for m in messages %}{% if m.role == 'user' %}USER: {% for p in m.content %}{{ '<image>' if p.type == 'image' else p.text }}"
+    "{% endfor %} {% else %}ASSISTANT: {% generation %}{{ m.content[0].text }}</s>{% endgeneration %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("adds, begins", [("$A", 0), ("<s> $A", 1)])
+def test_a_word_behind_a_marks_space_is_a_target(adds, begins):
+    """A mark may begin inside a token; the tokens and targets are those of texts, and the processor's begin token comes first."""
+    words = ("▁ASSISTANT:", "▁yes", "USER:", "▁even?", "▁is")
+    processor = tiny_images.with_words("llava", BEHIND_A_SPACE, *words, adds=adds)
+    tokenizer = processor.tokenizer
+    asked = {"role": "user", "content": [IMAGE, text(" is even?")]}
+    row = {"messages": [asked, {"role": "assistant", "content": [text("yes")]}], "widths": [24], "heights": [16]}
+    (found,) = render_documents(row, tokenizer, texts_for(processor, row), assistant_only=True, stops=[3])
+    assert trained_texts(tokenizer, found) == ["yes</s>"]
+    (of_texts,) = render_read([row], tokenizer, assistant_only=True, stops=[3])
+    assert of_texts[0].targets[-2:] == [True] * 2 == found.targets[-2:] and sum(of_texts[0].targets) == 2
+    assert tokenizer.convert_ids_to_tokens(found.ids)[: 1 + begins] == ["<s>", "USER:"][1 - begins :]
+    ((first, last),) = found.images
+    assert {*found.ids[first:last]} == {tokenizer.convert_tokens_to_ids("<image>")}
+    assert found.ids[last] != found.ids[first]
+    again = render_with_images(row | {"images": [as_file(24, 16)]}, processor, assistant_only=True, stops=[3])
+    assert again[0].ids == found.ids
+    tokenizer.chat_template = processor.chat_template = "<s>" + BEHIND_A_SPACE
+    (written,) = render_documents(row, tokenizer, texts_for(processor, row), assistant_only=True, stops=[3])
+    assert written.ids == [2, *found.ids[begins:]], "a template that writes the begin token gets no second one"
+
+
+def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
+    """With the begin token that the tokenizer adds, and with contents that are texts."""
+    template = BEHIND_A_SPACE.replace(
+        "{% for m", "{% for m in messages[:1] if m.role == 'system' %}{{ m.content }}{% endfor %}{% for m", 1
+    )
+    template = template.replace("in messages %}", "in messages if m.role != 'system' %}", 1)
+    processor = tiny_images.with_words("llava", template, "USER:", "▁even?", adds="<s> $A")
+    monkeypatch.setattr(pictures, "processor_of", lambda *_: processor)
+    picture(24, 16).save(file := tmp_path / "a.png")
+    ask = partial(check_export_module.inputs_with_images, tmp_path, processor.tokenizer)
+    image = processor.tokenizer.convert_tokens_to_ids("<image>")
+    asked = {"role": "user", "content": [IMAGE, text(" even?")]}
+    system = {"role": "system", "content": "USER:"}
+    rows = [{"messages": [system, asked], "images": [{"path": str(file), "bytes": None}]}]
+    for prompts, images, first in (["USER:"], [file], None), (None, [], TrainedRows(rows, [], {}, [], {})):
+        (found,) = ask(prompts, images, first)
+        ids = found["input_ids"][0].tolist()
+        assert processor.tokenizer.decode(ids).count("<s>") == 1 and ids[0] == processor.tokenizer.bos_token_id
+        assert image in ids
+        assert len(found["pixel_values"]) == 1
+    rows[0]["messages"][1]["content"].append(IMAGE)
+    with pytest.raises(ConfigError, match=r"2 images, .* 1"):
+        ask(None, [file], TrainedRows(rows, [], {}, [], {}))
+
+
+MENDED = {"llava": "llava", "llava_next": "llava_next_mistral", "glm4v": "glm4v", "llava_onevision": None}
+
+
+@pytest.mark.parametrize("name", MENDED)
+def test_published_templates(name):
+    """The end of an answer is a target where it stands behind the mark; other templates are refused, and have one that is mended."""
+    processor = tiny_images.processor(name)
+    tokenizer, row = processor.tokenizer, row_of(2)
+    if name == "glm4v":  # it writes answers as they stand
+        messages = row["messages"]
+        row["messages"] = [m | {"content": m["content"][0]["text"]} if m["role"] != "user" else m for m in messages]
+    found, texts = {}, {}
+    for kind, template in (("published", tiny_images.PUBLISHED[name]), ("mended", MENDED[name])):
+        if template:
+            file = ROOT / f"recipes/chat_templates/{template}.jinja"
+            tokenizer.chat_template = template if kind == "published" else file.read_text(encoding="utf-8")
+            (found[kind],) = render_documents(row, tokenizer, texts_for(processor, row), assistant_only=True, stops=[4])
+            texts[kind] = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+    if name == "llava_onevision":
+        assert trained_texts(tokenizer, found["published"]) == ["\na cat<|im_end|>", "\na dog<|im_end|>"]
+        return
+    for end in ("<|im_end|>", r"<\s> ", "cat ", "dog "):
+        texts = {kind: text.replace(end, end.strip(" ") * (end[0] not in "<")) for kind, text in texts.items()}
+    assert texts["published"] == texts["mended"], "apart from the end of an answer"
+    assert trained_texts(tokenizer, found["mended"]) == ["a cat<|im_end|>", "a dog<|im_end|>"]
+    ids, targets, *_ = found["published"]
+    labels = [token if is_target else IGNORE_INDEX for token, is_target in zip(ids, targets, strict=True)]
+    whole, first = Dataset.from_dict({"labels": [labels], "input_ids": [ids]}), [Rendering(ids, targets)]
+    args, exported = SimpleNamespace(max_length=None, packing=False), SimpleNamespace(tokenizer=tokenizer, stops={4})
+    with pytest.raises(ConfigError, match=r"stops at '<\|im_end\|>', .* and no such token is written behind it"):
+        ends_of(args, whole, first, exported)  # pyright: ignore[reportArgumentType]
+    ids, first = [*ids, 4], [Rendering([*ids, 4], [*targets, False])]
+    whole = Dataset.from_dict({"labels": [[*labels, IGNORE_INDEX]], "input_ids": [ids]})
+    with pytest.raises(ConfigError, match=r"'<\|im_end\|>' stands behind it"):
+        ends_of(args, whole, first, exported)  # pyright: ignore[reportArgumentType]
+
+
+def as_file(*size: int) -> dict:
+    picture(*size).save(content := io.BytesIO(), "PNG")
+    return {"path": None, "bytes": content.getvalue()}
 
 
 def test_an_earlier_answer_has_its_own_images():
@@ -156,10 +276,10 @@ def test_places_move_with_the_texts_of_images():
     """Answers that begin behind an image, or end with one, keep their places."""
     texts = ImageTexts("<i>", {(1, 1, False): zlib.compress(b"IMAGE"), (1, 1, True): zlib.compress(b"II")})
     part = Part("a<i>bc<i>d", [(4, 6), (5, 9), (9, 10)])
-    text, answers, images = expanded(part, [(1, 1), (1, 1)], texts)
-    assert text == "aIIbcIId" and [text[slice(*place)] for place in images] == ["II", "II"]
-    assert [text[slice(*place)] for place in answers] == ["bc", "cII", "d"]
-    assert expanded(Part("<i>", [(0, 3)]), [(1, 1)], texts) == ("IMAGE", [(0, 5)], [(0, 5)])
+    moved, images = expanded(part, [(1, 1), (1, 1)], texts)
+    assert moved.text == "aIIbcIId" and [moved.text[slice(*place)] for place in images] == ["II", "II"]
+    assert [moved.text[slice(*place)] for place in moved.answers] == ["bc", "cII", "d"]
+    assert expanded(Part("<i>", [(0, 3)]), [(1, 1)], texts) == (Part("IMAGE", [(0, 5)]), [(0, 5)])
 
 
 def cut(longest: int, differs_alone: bool = False) -> dict | None:
@@ -167,14 +287,8 @@ def cut(longest: int, differs_alone: bool = False) -> dict | None:
     targets = [False, False, False, True, False, False, True, False]
     ids = list(range(80))
     labels = [token if targets[token // 10] else IGNORE_INDEX for token in ids]
-    row = {
-        "input_ids": ids,
-        "labels": labels,
-        "source": 0,
-        "opened": "",
-        "image_begins": [10, 40],
-        "image_ends": [20, 50],
-    }
+    row = {"input_ids": ids, "labels": labels, "of_row": 0, "opened": ""}
+    row |= {"image_begins": [10, 40], "image_ends": [20, 50]}
     row |= {"checksums": ["a", "b"], "differs_alone": differs_alone}
     found = cut_documents(Dataset.from_list([row], features=DOCUMENTS).data.table, 0, longest).to_pylist()
     return found[0] if found else None
@@ -214,15 +328,19 @@ def packed_rows(tmp_path, processor) -> PackedDocuments:
     texts = texts_for(processor, *rows)
     for number, row in enumerate(rows):
         (found,) = render_documents(row, processor.tokenizer, texts, assistant_only=False)
-        labels = [
-            token if is_target else IGNORE_INDEX for token, is_target in zip(found.ids, found.targets, strict=True)
-        ]
+        pairs = zip(found.ids, found.targets, strict=True)
+        labels = [token if is_target else IGNORE_INDEX for token, is_target in pairs]
         begins, ends = ([place[i] for place in found.images] for i in (0, 1))
         sums = [image_checksum(Path(image["path"]).read_bytes()) for image in row["images"]]
         tokens.append((found.ids, labels, number, "", begins, ends, sums, False))
     columns = dict(zip(DOCUMENTS, map(list, zip(*tokens, strict=True)), strict=True))
     read = Dataset.from_list([{name: row[name] for name in ("images", "row")} for row in rows])
-    return PackedDocuments(Dataset.from_dict(columns, features=DOCUMENTS), read, [[0, 1, 2], [3]], "rows.jsonl", [])
+    pieces = np.array([(number, 0, len(ids)) for number, (ids, *_) in enumerate(tokens)])
+    documents, of_images = (
+        Dataset.from_dict(columns, features=DOCUMENTS),
+        {"read": read, "source": "rows.jsonl", "patches": []},
+    )
+    return PackedDocuments(documents, pieces, np.array([0, 3, 4]), True, OF_IMAGES, **of_images)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -236,9 +354,8 @@ def test_batches(name, tmp_path):
     assert (text_positions(batch["position_ids"])[0] == 0).nonzero()[:, 0].tolist() == starts[:-1]
     assert (batch["labels"][0, starts[:-1]] == IGNORE_INDEX).all()
     seen = [[picture(*SIZES[0], 0), picture(*SIZES[1], 1)], [picture(*SIZES[0], 20)]]
-    wanted = torch.cat(
-        [processor.image_processor(images, return_tensors="pt")["pixel_values"].flatten() for images in seen]
-    )
+    read = [processor.image_processor(images, return_tensors="pt") for images in seen]
+    wanted = torch.cat([values["pixel_values"].flatten() for values in read])
     if name in ("qwen2_5_vl", "gemma3"):  # others pad images beside each other
         assert torch.equal(batch["pixel_values"].flatten(), wanted)
     alone = collate([rows[1]])
@@ -283,7 +400,7 @@ def test_the_template_is_that_of_the_processor(tmp_path):
             out = tmp_path / f"export{len(changed)}{bool(own)}"
             config.save_pretrained(out)
             files = processor_files(str(base), load_processor(str(base), tokenizer))
-            Published(config, tokenizer, files).save_pretrained(out)
+            BaseForm(config, tokenizer, files).save_pretrained(out)
             assert AutoTokenizer.from_pretrained(out).chat_template == changed
             assert load_image_tokenizer(str(out)).chat_template == changed
 
@@ -374,14 +491,6 @@ def test_an_image_that_broke_since_it_was_measured_is_named(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config, num_processes", [("fsdp_full", 3), ("ddp", 2)])
-def test_any_number_of_ranks(forks, both, folder, tmp_path, config, num_processes):
-    """Steps of which all, some or no ranks have images are the same on any number of ranks."""
-    forks.succeed(tmp_path / "out", *arguments(folder, "qwen2_5_vl"), config=config, num_processes=num_processes)
-    assert losses(tmp_path / "out") == pytest.approx(losses(both[0]), rel=1e-5)
-
-
-@pytest.mark.slow
 def test_gemma(forks, folder, tmp_path):
     """A Gemma 3, whose images see themselves whole, trains packed with recomputation as it does alone."""
     args = (*arguments(folder, "gemma3"), "--logging_steps", 1, "--packing", "--max_steps", 2)
@@ -393,23 +502,13 @@ def test_gemma(forks, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_adapters(forks, folder, tmp_path):
+def test_adapters(forks, folder, out):
     """An export of adapters alone, without a config.json, renders rows with images and answers."""
-    out = tmp_path / "out"
     said = forks.succeed(out, *arguments(folder, "qwen2_5_vl"), "--use_peft", "--max_steps", 1)
     assert "The export renders the first 16 rows as they were trained" in said
     assert not (out / "export/config.json").exists()
     said = check_export(out / "export", ["question 3"], 3, [folder / "images/3_0.png"])
     assert "<|image_pad|>..." in said and "Answer: " in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("longest, kind", [(12, "24 rows is left to train"), (30, "6 rows is left to evaluate")])
-def test_no_row_is_left(forks, folder, tmp_path, longest, kind):
-    out = tmp_path / "out"
-    assert forks.run(out, *arguments(folder, "qwen2_5_vl"), "--max_length", longest) == 2
-    log = log_of(out)
-    assert f"none of {kind} on" in log and f"--max_length {longest}" in log and "Traceback" not in log
 
 
 @pytest.mark.slow
@@ -419,10 +518,8 @@ def test_a_step_that_is_not_finite_names_file_and_row(forks, folder, tmp_path):
     weights = load_file(base / "model.safetensors")
     weights[next(name for name in weights if "visual" in name)][:] = float("nan")
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    assert (
-        forks.run(out, *arguments(folder, "qwen2_5_vl"), "--packing", "--max_length", 150, "--model_name_or_path", base)
-        == 2
-    )
+    more = ("--packing", "--max_length", 150, "--model_name_or_path", base)
+    assert forks.run(out, *arguments(folder, "qwen2_5_vl"), *more) == 2
     found = json.loads((out / "non_finite.json").read_text())
     entries = [entry for rank in found["micro_batches_of_ranks"] for entry in rank]
     places = [place for entry in entries for place in entry["places"]]

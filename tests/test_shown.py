@@ -3,21 +3,26 @@
 import copy
 import re
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import ROOT
+from datasets import Dataset
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.conversations.trained_rows import FirstRows
 from accelerate_recipes.data import shown
-from accelerate_recipes.data.packing import collate, pack_row
+from accelerate_recipes.data.packing import PackedRows, collate, pack_row
+from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.data.shown import Token
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer, new_word_tokenizer
 from accelerate_recipes.run import Run
+from accelerate_recipes.text.text_pairs import Pairs
 
 WORDS = new_word_tokenizer(["a", "b", "c", "d"])  # tokens 4 to 7, after <pad>, <s>, </s>, <unk>
 
@@ -49,11 +54,8 @@ def test_padding_is_no_end():
     tokenizer = copy.deepcopy(WORDS)
     tokenizer.pad_token = tokenizer.eos_token
     ids = torch.tensor([[4, 2, 2, 2]])
-    batch = {
-        "input_ids": ids,
-        "attention_mask": torch.tensor([[1, 1, 0, 0]]),
-        "labels": torch.tensor([[4, 2, -100, -100]]),
-    }
+    mask, labels = torch.tensor([[1, 1, 0, 0]]), torch.tensor([[4, 2, -100, -100]])
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     (row,) = shown.rows_of(batch, tokenizer)
     assert row.summary == "row 1: 2 tokens, 1 targets, 2 of padding left out" and row.tokens[-1].is_target
     packed = collate([pack_row(np.array([1, 4, 5]), [3], 5, 0, document_mask=True)])
@@ -72,10 +74,8 @@ def test_other_kinds_of_rows():
     named = shown.rows_of(sources | {"labels": torch.tensor([1, -100])}, WORDS, ["a", "\033b"])
     assert [row.title for row in named] == [r"row 1, label \x1bb", "row 2, label -100"]
     several = sources | {"labels": torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])}
-    assert [row.title for row in shown.rows_of(several, WORDS, list("xyz"))] == [
-        "row 1, labels x, z",
-        "row 2, labels y",
-    ]
+    titles = [row.title for row in shown.rows_of(several, WORDS, list("xyz"))]
+    assert titles == ["row 1, labels x, z", "row 2, labels y"]
     assert "row 2, labels [0.0, 1.0, 0.0]: 1 tokens, 1 of padding" in "".join(lines(several))
     of_tokens = sources | {"labels": torch.tensor([[-100, 1], [0, -100]])}
     (one, other) = shown.rows_of(of_tokens, WORDS, ["PLACE", "NAME"])
@@ -164,27 +164,48 @@ def test_a_long_row_is_cut(monkeypatch):
 
 
 def test_rows_without_a_target():
-    assert (
-        shown.count_line(np.array([0, 3]), {"cut": 1})
-        == "2 rows; 1 without a target; cut 1; targets a row: mean 1.5, most 3"
-    )
+    line = shown.count_line(np.array([0, 3]), {"cut": 1})
+    assert line == "2 rows; 1 without a target; cut 1; targets a row: mean 1.5, most 3"
     with pytest.raises(ConfigError, match="none of the 2 rows to train on has a target"):
         shown.first_rows(None, WORDS, {}, np.array([0, 0]), {}, ())
 
 
-@pytest.mark.parametrize(
-    "name, wanted",
-    [
-        ("chess", r"Training\n\n  row 1: 2\d\d tokens, 2\d\d targets(.|\n)*Evaluation\n\n  row 1: 2\d\d tokens"),
-        ("c4", r"Training\n\n  row 1: 256 tokens, 255 targets\n  read   \| <s>\n  target \| "),
-        ("t5", r"row 1, to read: \d+ tokens, 0 targets(.|\n)*  row 1, to write: (\d+) tokens, \2 targets"),
-    ],
-    ids=["chess", "c4", "t5"],
-)
-def test_prepare(name, wanted, games_file, tmp_path, monkeypatch, capsys):
+def test_characters_that_a_tokenizer_lacks(tmp_path, capsys):
+    """They are counted in all rows, with the first, whatever holds the rows; of a stream, in the rows that are shown."""
+    run = Run(TrainArgs(output_dir=str(tmp_path)), Accelerator(cpu=True))
+    texts = ["a b", "c { } a", "} d"]
+    ids = Dataset.from_dict({"input_ids": WORDS(texts)["input_ids"], "lengths": [[2], [4], [2]]})
+    pairs = Dataset.from_dict({"source_ids": WORDS(["a"] * 3)["input_ids"], "target_ids": ids["input_ids"][:]})
+
+    def make(text: str, number: int) -> dict:
+        return {name: torch.tensor(value) for name, value in WORDS(text, padding="max_length", max_length=5).items()}
+
+    def said(rows: Any, tokenizer: Any = WORDS) -> list[str]:
+        collate_fn = getattr(rows, "collate", None)
+        loader = make_eval_loader(rows, run.args, 0, 1, collate_fn=collate_fn) if hasattr(rows, "__len__") else rows
+        run.show_rows(tokenizer, {"Evaluation": loader})
+        return capsys.readouterr().out.splitlines()
+
+    (line,) = said(packed := PackedRows(ids, 8, 0, True))
+    assert line.startswith("Evaluation: 3 of 8 tokens, in 2 of 3 rows, are '<unk>'")
+    assert "row 2: 'c <unk> <unk> a'" in line
+    assert said(Rows(texts, make)) == said(FirstRows(run, ids, lambda rows: collate([packed[0]]))) == [line]
+    (line,) = said(Pairs(pairs, 0))
+    assert line.startswith("Evaluation: 3 of 8 target tokens, in 2 of 3 rows")
+    (line,) = said(SimpleNamespace(first_batch=lambda: {"input_ids": torch.tensor([[4, 3, 5]])}))
+    assert "1 of 3 tokens, in 1 of 1 rows" in line
+    other = copy.deepcopy(WORDS)
+    other.unk_token = other.eos_token  # as in GPT-2, whose tokens write every character
+    assert said(packed, other) == said(Rows(["a b", "c"], make)) == []
+
+
+@pytest.mark.parametrize("name, wanted", [
+    ("chess", r"Training\n\n  row 1: 2\d\d tokens, 2\d\d targets(.|\n)*Evaluation\n\n  row 1: 2\d\d tokens"),
+    ("c4", r"Training\n\n  row 1: 256 tokens, 255 targets\n  read   \| <s>\n  target \| "),
+    ("t5", r"row 1, to read: \d+ tokens, 0 targets(.|\n)*  row 1, to write: (\d+) tokens, \2 targets"),
+], ids=["chess", "c4", "t5"])  # fmt: skip
+def test_prepare(name, wanted, games_file, out, at_the_root, capsys):
     """The data of any recipe are prepared, and shown, by one process, without a model or a checkpoint."""
-    monkeypatch.chdir(ROOT)
-    out = tmp_path / "out"
     command = [f"recipes/{name}.py", "--config", f"recipes/configs/{name}/laptop.yaml", "--output_dir", str(out)]
     recipe.prepare_data([*command, *(["--train_files", str(games_file)] if name == "chess" else [])])
     printed = capsys.readouterr().out
@@ -193,8 +214,7 @@ def test_prepare(name, wanted, games_file, tmp_path, monkeypatch, capsys):
     counted, rest = written.split("\n\n", 1)
     assert counted in printed and rest in printed, "what was printed is what lies there"
     of = "The first rows" if name == "c4" else "Rows"  # nobody has counted a stream
-    assert re.match(
-        rf"{of} to train on: [\d,]+ rows; 0 without a target;.* targets a row: mean [\d,.]+, most \d+", counted
-    )
+    wanted = rf"{of} to train on: [\d,]+ rows; 0 without a target;.* targets a row: mean [\d,.]+, most \d+"
+    assert re.match(wanted, counted)
     assert (out / "rows.html").exists()
     assert not [path for path in out.iterdir() if path.name.startswith(("checkpoint", "status", "args", "metrics"))]

@@ -11,7 +11,7 @@ from functools import partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import pytest
 from helpers import REPOSITORY, environment
@@ -39,12 +39,18 @@ async function inspect(page, width) {
   }
   for (const code of inner.querySelectorAll("pre"))
     if (code.scrollWidth > code.clientWidth + 1 && !code.closest(".highlight-text")) found.push(`cut: ${code.innerText}`)
+  for (const table of inner.querySelectorAll(".table-wrapper"))
+    if (table.scrollWidth > table.clientWidth + 1) found.push(`cut: ${table.innerText}`)
   for (const flag of inner.querySelectorAll(".flag"))
     if (flag.getClientRects().length > 1) found.push(`in two lines: ${flag.innerText}`)
-  inner.body.dataset.theme = "dark"
-  for (const image of inner.images)
-    if (frame.contentWindow.getComputedStyle(image).filter == "none" && !image.src.endsWith("_images.png"))
-      found.push(`white in the dark: ${image.src}`)
+  const isDark = image => frame.contentWindow.getComputedStyle(image).filter != "none"
+  const charts = [...inner.images].filter(image => !image.src.endsWith("_images.png"))
+  for (const image of charts) if (isDark(image)) found.push(`dark in the light: ${image.src}`)
+  for (const [theme, scheme] of [["dark", "light"], ["auto", "dark"]]) {
+    inner.body.dataset.theme = theme
+    frame.style.colorScheme = scheme
+    for (const image of charts) if (!isDark(image)) found.push(`white in the dark, by ${scheme}: ${image.src}`)
+  }
   if (!root.innerText.trim()) found.push("empty")
   frame.remove()
   return found.map(problem => `${page} at ${width}: ${problem}`)
@@ -79,9 +85,8 @@ def site(tmp_path_factory) -> Path:
     """Folder of the site, built as `make docs` does."""
     folder = tmp_path_factory.mktemp("site")
     (command,) = re.findall(r"^\t\$\(BIN\)/sphinx-build (.*)$", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
-    words = (
-        command.replace(".cache/doctrees", str(folder / "trees")).replace(".cache/site", str(folder / "html")).split()
-    )
+    command = command.replace(".cache/doctrees", str(folder / "trees"))
+    words = command.replace(".cache/site", str(folder / "html")).split()
     run = [sys.executable, "-m", "sphinx", *words]
     done = subprocess.run(run, cwd=REPOSITORY, env=environment(folder), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -95,9 +100,14 @@ def test_a_page_has_its_name_in_the_menu():
 
 
 def test_each_page_is_in_the_contents():
-    pages = {path.name for path in (REPOSITORY / "docs").glob("*.md")} - {"README.md"}
+    pages = {path.relative_to(REPOSITORY / "docs") for path in REPOSITORY.glob("docs/**/*.md")} - {Path("README.md")}
     listed = re.findall(r"^- \[.*?\]\((.*?)\)", (REPOSITORY / "docs/README.md").read_text(), re.MULTILINE)
-    assert len(listed) == len({*listed}) and pages == {name for name in listed if "/" not in name}
+    assert len(listed) == len({*listed}) and pages == {Path(name) for name in listed if not name.startswith("../")}
+
+
+def test_each_page_has_a_title():
+    pages = [*(REPOSITORY / "docs").rglob("*.md"), *(REPOSITORY / "benchmarks/results").rglob("*.md")]
+    assert [page for page in pages if not page.read_text().startswith("# ")] == []
 
 
 @pytest.mark.slow
@@ -171,35 +181,45 @@ def inspect(folder: Path, pages: list[str], tmp_path: Path) -> list[str]:
                 server.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_site_in_a_browser(site, tmp_path):
-    """On a telephone and on a screen, no picture is broken or white in the dark, no page wider than its window, no code cut."""
+    """On a telephone and on a screen, no picture is broken or white in the dark, no page wider than its window, no code or
+    table cut.
+    """
     broken = site / "broken.html"
     narrow = '<div style="width: 1em"><span class="flag">--a b</span><pre style="overflow: auto">cut off</pre></div>'
-    broken.write_text(f'<img src="none.png"><div style="width: 2000px">wide</div>{narrow}')
+    table = '<div class="table-wrapper" style="overflow: auto; width: 1em"><table><tr><td>cut</td></tr></table></div>'
+    dark = '<img src="_static/file.png" style="filter: invert(1)">'
+    broken.write_text(f'<img src="none.png"><div style="width: 2000px">wide</div>{narrow}{table}{dark}')
     found = inspect(site, ["broken.html"], tmp_path)
-    assert len(found) == 5 * len(WIDTHS)  # the inspection sees what is wrong
+    assert len(found) == 8 * len(WIDTHS)  # the inspection sees what is wrong
     broken.unlink()
-    pages = sorted(
-        str(path.relative_to(site))
-        for path in site.rglob("*.html")
-        if path.name not in ("index.html", "inspection.html")
-    )
+    found = [path for path in site.rglob("*.html") if path.name not in ("index.html", "inspection.html")]
+    pages = sorted(str(path.relative_to(site)) for path in found)
     assert inspect(site, pages, tmp_path) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "word, name", [("rate", None), ("or_resume", "accelerate_recipes.models.tokenizers.make_or_resume")]
-)
-def test_search_of_a_folder(word, name, site, tmp_path):
-    """Without a server, a search shows where the word stands; it is no part of another word, but one of a name."""
-    address = f"{(site / 'search.html').as_uri()}?q={word}"
+@pytest.mark.long
+@pytest.mark.parametrize("words, first", [
+    ("mirror", "docs/mirrors.html#mirrors"),
+    ("or_resume", "docs/functions.html#accelerate_recipes.models.tokenizers.make_or_resume"),
+    ("learning rate", None),
+    ("rate", None),  # no part of another word
+    ("zzzz", None),
+])  # fmt: skip
+def test_search_of_a_folder(words, first, site, tmp_path):
+    """Without a server, a search shows sections, first those that hold the words most, each with the place where they stand."""
+    address = f"{(site / 'search.html').as_uri()}?q={quote(words)}"
     run = [*browser(), f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=20000", "--dump-dom", address]
     shown = subprocess.run(run, capture_output=True, text=True, timeout=300).stdout
-    results = re.findall(r'<li class="kind-(\w+)">(.*?)</li>', shown, re.DOTALL)
-    found = [html for kind, html in results if kind == "object"]
-    assert [name in html for html in found] == ([True] if name else [])
-    summaries = [re.sub("<.*?>", "", html.partition('"context">')[2]) for kind, html in results if kind == "text"]
-    assert len(summaries) > (0 if name else 5)
-    assert all(re.search(rf"(?<![a-z]){word[:4]}", text, re.IGNORECASE) for text in summaries)
+    found = re.findall(r'<li><a href="(.*?)">(.*?)</a><p class="context">(.*?)</p></li>', shown, re.DOTALL)
+    assert found if words != "zzzz" else "No sections with zzzz" in shown
+    assert first in (None, *[address for address, _, _ in found[:1]])
+    for address, _, context in found[:20]:
+        name, _, place = address.partition("#")
+        assert place in Page((site / name).read_text()).places
+        marked = re.findall(r'(.)<span class="highlighted">(.*?)</span>', f" {context}")
+        begins = ("mirr", "or_", "learn", "rate")
+        assert all(not before.isalnum() and word.lower().startswith(begins) for before, word in marked)
+    if words == "learning rate":
+        assert all("rate" in context.lower() and "learn" in context.lower() for _, _, context in found[:5])

@@ -1,5 +1,7 @@
 """Tests of reading: which files, found again by content, and rows exactly as they are written, wherever a field appears."""
 
+import datetime
+import importlib.util
 import io
 import json
 import os
@@ -15,16 +17,16 @@ from helpers import ROOT
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.chess.games import GamesArgs
 from accelerate_recipes.data import tables
 from accelerate_recipes.data.files import read_files, read_split
 from accelerate_recipes.data.heldout import RowsArgs
-from accelerate_recipes.data.images import read_tars
 from accelerate_recipes.data.shards import named_shards
-from accelerate_recipes.data.text_pairs import PairArgs
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.hub.cache import HubDataset
+from accelerate_recipes.images.labelled import read_tars
+from accelerate_recipes.text.text_pairs import PairArgs
+from chess_games.games import GamesArgs
 
 
 @dataclass
@@ -124,13 +126,17 @@ def test_texts_of_csv_stay_texts(tmp_path):
     rows = read_files([str(tmp_path / "a.csv")])
     assert rows["code"][:] == [*cells[:-2], 'a "b",\nc', "é"]
     assert rows["n"][:3] == ["00", "01", "02"]
-    for content, message in {
-        b"a,a\n1,2\n": "it has several columns called 'a'", b"a,b\n1\n": "Expected 2 columns, got 1",
-        "a\né\n".encode("latin-1"): "codec can't decode byte 0xe9.*; save it as UTF-8", b"": "it has 0 rows", b"a,b\n": "it has 0 rows",
+    for (name, content), message in {
+        ("b.csv", b"a,a\n1,2\n"): "it has several columns called 'a'", ("b.csv", b"a,b\n1,2\n1\n"): "Row #3: Expected 2 columns, got 1",
+        ("b.csv", "a\né\n".encode("latin-1")): "codec can't decode byte 0xe9.*; save it as UTF-8", ("b.csv", b""): "it has 0 rows",
+        ("b.csv", b"a,b\n"): "it has 0 rows", ("b.csv", b"prompt;completion\n1;2\n"): "its columns are separated by ';', not by ",
+        ("b.csv", b"a\tb\n"): r"its columns are separated by '\\t', not by ", ("b.tsv", b"a,b\n1,2\n"): "its columns are separated by ',', not",
     }.items():  # fmt: skip
-        (tmp_path / "b.csv").write_bytes(content)
-        with pytest.raises(DataError, match=rf"b.csv cannot be read: .*{message}"):
-            read_files([str(tmp_path / "b.csv")])
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=rf"{name} cannot be read: .*{message}"):
+            read_files([str(tmp_path / name)])
+    (tmp_path / "c.csv").write_text('"a;b"\n1\n')
+    assert read_files([str(tmp_path / "c.csv")]).column_names == ["a;b"]
 
 
 LATE = {
@@ -142,7 +148,11 @@ LATE = {
     "a field inside": ({"m": [{"role": "a", "more": 1}]}, [{"role": "a"}], [{"role": "a", "more": 1}]),
     "no date": ({"at": "soon"}, "2026-01-02", "soon"),
     "a list": ({"x": ["a"]}, [], ["a"]),
-    "a large number": ({"n": 2**70}, 7, 2**70),
+    "a large number": ({"n": 2**70 + 1}, 7, 2**70 + 1),
+    "a number beside fractions": ({"n": 2.5}, 2**53 + 1, 2.5),
+    "null in an object": ({"o": {"a": None, "b": [0.7]}}, {"a": 1, "b": [1e-12]}, {"a": None, "b": [0.7]}),
+    "null in a list": ({"x": [None, {"a": None}]}, [], [None, {"a": None}]),
+    "a weight": ({"m": [{"role": "a", "weight": 0.0}]}, [{"role": "a", "weight": 1}], [{"role": "a", "weight": 0.0}]),
 }
 
 
@@ -151,15 +161,78 @@ LATE = {
 def test_a_field_may_appear_or_change_anywhere(case, second_file, tmp_path, monkeypatch):
     """In whatever block or file of JSON a field is another one, all rows are read, each as it is written."""
     change, early, late = LATE[case]
-    first = {"text": "a", "n": 7, "m": [{"role": "a"}], "at": "2026-01-02", "x": []}
+    first = {"text": "a", "n": 7, "m": [{"role": "a"}], "at": "2026-01-02", "x": [], "o": {"a": 1, "b": [1e-12]}}
+    (name,) = change
+    first |= {name: early} if name in first else {}
     rows = [first] * 20 + [first | change]
     parts = [rows[:20], rows[20:]] if second_file else [rows]
     files = [write(tmp_path / f"{i}.jsonl", part) for i, part in enumerate(parts)]
-    monkeypatch.setattr(tables, "BLOCK", 200)
+    monkeypatch.setattr(tables, "BYTES_PARSED", 200)
     found = read_files(files)
-    (name,) = change
-    assert found[name][:] == [early] * 20 + [late]
+    if case == "a weight":
+        assert found.features["m"].feature["weight"] == datasets.Value("float64"), "a recipe reads it as a number"
+    else:
+        assert repr(found[name][:]) == repr([early] * 20 + [late])
     assert found["text"][:] == ["a"] * 21 and found["at"][0] == "2026-01-02"
+
+
+NUMBERS = [
+    0.7,
+    48.85837012345679,
+    1e-12,
+    -0.0,
+    5,
+    2.5,
+    2**53 + 1,
+    2**64,
+    12345678901234567890123,
+    1e22,
+    True,
+    "0.7",
+    "01",
+]
+
+
+def test_numbers_stay_as_they_are_written(tmp_path):
+    """Alone, in lists and in objects of any fields, read from a file and once more after `map`, as Python's json has them."""
+    rows = [
+        {
+            "n": n,
+            "all": NUMBERS,
+            "one": {"amount": n},
+            "other": {f"a{i % 2}": [{"n": n}]},
+            "float": n + 0.1 if i < 4 else 0.1,
+            "pay": {"amount": (100, 2.5)[i % 2]},
+        }
+        for i, n in enumerate(NUMBERS)
+    ]
+    found = read_files([write(tmp_path / "a.jsonl", rows)])
+    assert [*map(json.dumps, found)] == [*map(json.dumps, rows)]
+    kinds = datasets.Features(found.features | {"again": datasets.List(datasets.Json())})
+    again = found.map(lambda row: {"again": [row["one"], row["other"]]}, features=kinds)
+    wanted = [row | {"again": [row["one"], row["other"]]} for row in rows]
+    assert [*map(json.dumps, again)] == [*map(json.dumps, wanted)]
+    texts = again.data.column("again")[0].as_py()
+    assert json.loads(texts[0]) == {"amount": 0.7} and [*map(json.dumps, again.select([3]))] == [json.dumps(wanted[3])]
+
+
+def test_upstream_needs_it():
+    """`datasets` writes 1e-12 as 0, reads 0.7 as another number, and the text "5" as 5; checksums are of what it writes."""
+    spec = importlib.util.find_spec("datasets.utils.json")
+    spec.loader.exec_module(own := importlib.util.module_from_spec(spec))
+    assert own.ujson_dumps(1e-12) == "0.0" and own.ujson_loads("0.7") != 0.7
+    with pytest.raises(ValueError):
+        own.ujson_loads("12345678901234567890123")
+    assert own.json_encode_field("5", []) == "5", "a text that is JSON is taken for a value that is written"
+
+    def stored(value: object) -> str:
+        kinds = datasets.Features({"a": datasets.Json()})
+        return datasets.Dataset.from_dict({"a": [value]}, features=kinds).data.column("a").chunk(0).storage[0].as_py()
+
+    day = datetime.datetime(2026, 1, 2)
+    for value in ({"a/b": "\x7f\u00e9", "c": [1, 1e-5, 1e16, True, None]}, {"at": day, "n": 0.5}):
+        assert stored(value) == own.ujson_dumps(value)
+    assert [*map(stored, ("5", {"at": day, "n": 1e-12}))] == ['"5"', '{"at": 1767312000000, "n": 1e-12}']
 
 
 def test_json_in_other_forms(tmp_path):
@@ -199,12 +272,8 @@ def test_tables_of_polars_and_of_pandas(tmp_path):
     )
     pq.write_table(table, tmp_path / "a.parquet")
     rows = read_files([str(tmp_path / "a.parquet")])
-    assert rows.to_dict() == {
-        "messages": messages,
-        "text": ["a", None, "b"],
-        "label": ["x", "y", "x"],
-        "image": [b"1", b"2", None],
-    }
+    columns = {"text": ["a", None, "b"], "label": ["x", "y", "x"], "image": [b"1", b"2", None]}
+    assert rows.to_dict() == {"messages": messages} | columns
     text = datasets.Value("string")
     assert rows.features["messages"] == datasets.List({"role": text, "content": text})
     assert (rows.features["text"], rows.features["label"]) == (text, text)
@@ -216,13 +285,8 @@ def test_tables_of_polars_and_of_pandas(tmp_path):
 def test_tables_of_spark(tmp_path):
     """A map is read as a list of its entries, a UUID as its bytes: they do no harm beside what is trained."""
     entry = [("a", 1), ("b", None)]
-    table = pa.table(
-        {
-            "text": ["x"],
-            "meta": pa.array([entry], pa.map_(pa.string(), pa.int64())),
-            "id": pa.array([b"0" * 16], pa.uuid()),
-        }
-    )
+    meta = pa.array([entry], pa.map_(pa.string(), pa.int64()))
+    table = pa.table({"text": ["x"], "meta": meta, "id": pa.array([b"0" * 16], pa.uuid())})
     pq.write_table(table, tmp_path / "a.parquet")
     (row,) = read_files([str(tmp_path / "a.parquet")])
     pairs = [{"key": key, "value": value} for key, value in entry]
@@ -256,9 +320,8 @@ def test_a_folder_whose_path_is_a_pattern(tmp_path):
 def test_a_pointer_of_git_is_no_data(suffix, tmp_path):
     """It is told before anything is read, or where a folder's files are read, with the remedy."""
     (tmp_path / "a").mkdir()
-    (file := tmp_path / f"a/train.{suffix}").write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
-    )
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
+    (file := tmp_path / f"a/train.{suffix}").write_text(pointer)
     chess = shipped.load(ROOT / "recipes/chess.py")
     found = [Rows(train_files=[str(file)]).problems(1), Rows(eval_files=[str(tmp_path / "a")]).problems(1)]
     found += [chess.Args(train_files=[str(file)]).problems(1)] if suffix != "csv" else []

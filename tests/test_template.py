@@ -1,24 +1,29 @@
-"""Tests of docs/your-recipe.md: the code of its blocks is recipes/template.py, which trains, stops and resumes."""
+"""Tests of recipes/template.py, which trains, stops and resumes, and of what docs/your-recipe.md makes of it."""
 
 import ast
 import gzip
 import json
+import re
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers import ROOT, blocks, log_of, losses, read_metrics
+import transformers
+from helpers import ROOT, blocks, log_of, losses, read_metrics, write_rows
 from tiny import tiny_model
-from transformers import AutoModelForSequenceClassification
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.files import candidates, step_of
-from accelerate_recipes.checkpoint.resume import find_resume
+from accelerate_recipes.checkpoint.resume import settle_resume
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.attempts import read_attempts
-from accelerate_recipes.models.loading import load_classifier
+from accelerate_recipes.models.classifiers import classifier_tokenizer, load_classifier
+from accelerate_recipes.models.tokenizers import new_word_tokenizer
 from accelerate_recipes.report.report import read_run
 
 PAGE = (ROOT / "docs/your-recipe.md").read_text()
@@ -26,44 +31,38 @@ WORDS = [f"w{i}" for i in range(40)]
 
 
 @pytest.fixture(scope="module")
-def typed(tmp_path_factory):
-    """File with the page's code blocks, in their order; the last one, for `plan`, is optional."""
-    recipe = tmp_path_factory.mktemp("typed") / "my_recipe.py"
-    recipe.write_text("\n\n".join(blocks(PAGE)[:-1]))
-    return recipe
+def copied(tmp_path_factory) -> Path:
+    """Copy of the template under another name, as the page asks for it."""
+    return shutil.copy(ROOT / "recipes/template.py", tmp_path_factory.mktemp("copied") / "my_recipe.py")
 
 
-def test_the_page_is_the_template(typed):
-    template = ast.parse((ROOT / "recipes/template.py").read_text())
-    assert ast.get_docstring(template)
-    del template.body[0]
-    assert ast.unparse(ast.parse(typed.read_text())) == ast.unparse(template)
+def test_the_page_names_each_part_of_the_template():
+    parts = re.findall(r"^(?:def|class) (\w+)", (ROOT / "recipes/template.py").read_text(), re.M)
+    assert len(parts) > 8 and [part for part in parts if f"`{part}`" not in PAGE] == []
 
 
-def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, template_arguments, tmp_path):
-    """The page's recipe trains sharded over two processes; after a kill, its steps are those of an uninterrupted run.
+def test_it_trains_goes_on_after_a_kill_and_exports(forks, copied, template_arguments, tmp_path):
+    """A copy of the template trains sharded over two processes; after a kill, its steps are those of an uninterrupted run.
 
     Meanwhile the model was moved; another model cannot take its place, nor can other data.
     """
     whole, killed, begun = tmp_path / "whole", tmp_path / "killed", time.time()
     profiled = ("--profile_steps", "3-4", "--profile_ranks", 1, "--eval_steps", 4)
-    assert forks.run(whole, *template_arguments, *profiled, script=typed) == 0, log_of(whole)[-3000:]
+    forks.succeed(whole, *template_arguments, *profiled, script=copied)
     fault = {"rank": 1, "event": "open", "path": "checkpoint-8.partial/rng-1.pt", "count": 1, "everyone": True}
     template_arguments = [*template_arguments, "--dataloader_num_workers", 1]
-    assert forks.run(killed, *template_arguments, script=typed, TOY_FAULT=json.dumps(fault)) != 0
+    assert forks.run(killed, *template_arguments, script=copied, TOY_FAULT=json.dumps(fault)) != 0
     assert [step_of(path) for path in candidates(killed)] == [4, 6]
     model = Path(template_arguments[template_arguments.index("--model_name_or_path") + 1])
     moved = shutil.copytree(model, tmp_path / "moved")
-    assert forks.run(killed, *template_arguments, "--model_name_or_path", moved, script=typed) == 0, log_of(killed)[
-        -3000:
-    ]
+    forks.succeed(killed, *template_arguments, "--model_name_or_path", moved, script=copied)
     assert f"--model_name_or_path is now '{moved}'; until step 6 it was '{model}'" in log_of(killed)
     (moved / "config.json").write_text((moved / "config.json").read_text() + " ")
     args = shipped.load(ROOT / "recipes/template.py").Args(
         output_dir=str(whole), model_name_or_path=str(moved), resume_from_checkpoint="latest"
     )
     with pytest.raises(ConfigError, match=f"--model_name_or_path was '{model}' and is now '{moved}'; set it back"):
-        find_resume(args)
+        settle_resume(args)
     assert "Strategy: FSDP2 full shard | 2 x cpu" in log_of(killed) and "(step 6, saved by 2 x" in log_of(killed)
     assert losses(killed) == losses(whole)
     evaluations = [record for record in read_metrics(whole) if "eval_accuracy" in record]
@@ -93,51 +92,113 @@ def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, template_argum
     trace = gzip.decompress((whole / "profile/rank-1.trace.json.gz").read_bytes()).decode()
     assert "ProfilerStep#3" in trace and "gloo:" in trace
 
-    rows, others = (
-        Path(template_arguments[template_arguments.index("--train_files") + 1]).read_text(),
-        tmp_path / "others.jsonl",
-    )
+    file, others = template_arguments[template_arguments.index("--train_files") + 1], tmp_path / "others.jsonl"
+    rows = Path(file).read_text()
     others.write_text("".join(reversed(rows.splitlines(keepends=True))))
-    assert forks.run(whole, *template_arguments, "--train_files", others, "--max_steps", 9, script=typed) == 2
+    assert forks.run(whole, *template_arguments, "--train_files", others, "--max_steps", 9, script=copied) == 2
     said = log_of(whole).rpartition("arguments that differ")[2]
-    assert "error: the training data are others than the checkpoint's" in said and "Strategy: " not in said, said[
-        -3000:
-    ]
+    assert "error: the training data are others than the checkpoint's" in said and "Strategy: " not in said
 
 
-def test_machines_with_other_texts(forks, typed, template_arguments, tmp_path):
-    rows = Path(template_arguments[template_arguments.index("--train_files") + 1]).read_text().splitlines(keepends=True)
-    for machine in range(2):
-        (folder := tmp_path / f"machine-{machine}").mkdir()
-        (folder / "texts.jsonl").write_text("".join(rows[machine:]))
-    out = tmp_path / "out"
-    code = forks.run(out, *template_arguments, "--train_files", "texts.jsonl", script=typed, TESTED_MACHINES=tmp_path)
-    assert code == 2 and "the checksum of the rows is " in log_of(out), log_of(out)[-3000:]
+def save_with_types(tokenizer: Any, folder: Path) -> Any:
+    """Save a tokenizer that tells the texts of a pair apart, as a BERT's does; return it as it is read."""
+    tokenizer.save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.slow
-def test_second_example(forks, template_arguments, tmp_path):
-    """The code of docs/token-labels.md takes the place of the template's; it learns, and rows show the label of a token."""
-    (code,) = ["\n\n".join(blocks((ROOT / "docs/token-labels.md").read_text()))]
+def changed_template(code: str) -> str:
+    """Return the template with the imports and the functions of a page in the place of its own."""
     nodes = ast.parse(code).body
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    others = {node.name: node for node in nodes if node not in imports}
+    others = {node.name: node for node in nodes if node not in imports}  # pyright: ignore[reportAttributeAccessIssue]
     tree = ast.parse((ROOT / "recipes/template.py").read_text())
     names = [getattr(node, "name", None) for node in tree.body]
     assert others.keys() <= {*names} and len(others) == 5
     head, *rest = (others.get(name, node) for name, node in zip(names, tree.body, strict=True))
     assert isinstance(rest[0], ast.ImportFrom) and rest[0].module == "__future__"
     tree.body = [head, rest[0], *imports, *rest[1:]]
+    return ast.unparse(tree)
+
+
+def test_pairs_of_texts_with_several_labels(forks, template_arguments, tmp_path):
+    """The page's example trains what its export computes by transformers alone: pairs have types, labels are independent."""
+    script, rows, out = tmp_path / "pairs.py", tmp_path / "rows.jsonl", tmp_path / "out"
+    code = changed_template(blocks(PAGE)[0])
+    names = 'class_names((label for table in tables.values() for label in table["label"]))'.replace('"', "'")
+    assert names in code and "['text', 'label']" in code
+    split = "class_names(name for table in tables.values() for names in table['label'] for name in names.split())"
+    assert split.replace("'", '"') in PAGE
+    script.write_text(code.replace(names, split).replace("['text', 'label']", "['text', 'title', 'label']"))
+    texts = [{"title": f"w{i % 40}", "text": f"w{i % 7} w{i % 3}", "label": ["", "a", "a b"][i % 3]} for i in range(90)]
+    write_rows(rows, texts)
+    base = Path(template_arguments[template_arguments.index("--model_name_or_path") + 1])
+    pairing = AutoTokenizer.from_pretrained(base)
+    pairing.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", pair="<s> $A </s>:0 $B:1", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    shutil.copytree(base, tmp_path / "base")
+    pairing = save_with_types(pairing, tmp_path / "base")
+    given = ("--model_name_or_path", tmp_path / "base", "--train_files", rows, "--max_steps", 2, "--eval_steps", 2)
+    forks.succeed(out, *template_arguments, *given, script=script, config="single", num_processes=1)
+    assert re.search(r"Speed: \S+ samples/sec, \d+ labels/sec", log_of(out))
+    model = AutoModelForSequenceClassification.from_pretrained(out / "export").eval()
+    assert model.config.problem_type == "multi_label_classification" and model.config.id2label == {0: "a", 1: "b"}
+    inputs = AutoTokenizer.from_pretrained(out / "export")("w1 w2", "w3", return_tensors="pt")
+    assert inputs["token_type_ids"].tolist() == [[0, 0, 0, 0, 1]]
+    module = shipped.load(script)
+    with torch.no_grad():
+        assert torch.equal(module.predict(model, inputs | {"labels": None, "row": None}), model(**inputs).logits)
+    one = {"title": "w1 w2", "text": "w3", "label": "b"}
+    row = module.make_row(pairing, module.Args(max_length=9), ["a", "b"], one, 0)
+    assert row["labels"].tolist() == [0, 1] and row["token_type_ids"].tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0]
+    assert module.count({"labels": module.make_row(pairing, module.Args(), ["a"], texts[0], -1)["labels"]}) == 0
+
+
+def test_bases_that_cannot_label_texts(tmp_path):
+    """One message each: no padding, another padding in the model, a length beyond its positions. A decoder finds the end by it."""
+    auto, sizes = "AutoModelForSequenceClassification", {"vocab_size": 44, "max_position_embeddings": 20}
+    tokenizer = new_word_tokenizer(WORDS)
+
+    def read(kind: str, length: int = 16, **config) -> Any:
+        transformers.AutoConfig.for_model(kind, **sizes | config).save_pretrained(tmp_path)
+        save_with_types(tokenizer, tmp_path)
+        return classifier_tokenizer(auto, str(tmp_path), length)
+
+    assert read("bert", pad_token_id=None).model_input_names == ["input_ids", "token_type_ids", "attention_mask"]
+    assert read("distilbert").model_input_names == ["input_ids", "attention_mask"]
+    assert read("llama", pad_token_id=0) and read("roberta", 18, pad_token_id=1)
+    for kind, given, said in (
+        ("gpt2", {"pad_token_id": 2}, r"is 2, and its tokenizer pads with 0"),
+        ("bert", {"length": 21}, r"--max_length is 21, .* made for 20"),
+        ("roberta", {"length": 19, "pad_token_id": 1}, r"--max_length is 19, .* made for 18"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read(kind, **given)
+    tiny_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    tokenizer.save_pretrained(tmp_path)
+    assert classifier_tokenizer(auto, str(tmp_path), 8).pad_token_id == 0
+    assert load_classifier(auto, str(tmp_path), ["x", "y"]).config.pad_token_id == 0, "that of the tokenizer"
+    tokenizer.pad_token = None
+    with pytest.raises(ConfigError, match=r"no padding token, .* 16 tokens; .* '</s>'"):
+        read("bert")
+
+
+@pytest.mark.slow
+def test_second_example(forks, template_arguments, tmp_path):
+    """The code of docs/token-labels.md takes the place of the template's; it learns, and rows show the label of a token."""
     script = tmp_path / "token_labels.py"
-    script.write_text(ast.unparse(tree))
+    script.write_text(changed_template("\n\n".join(blocks((ROOT / "docs/token-labels.md").read_text()))))
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
     texts = [[f"w{(7 * i * j) % 40}" for j in range(1, 4 + i % 5)] for i in range(200)]
-    lines = [
-        {"text": " ".join(text), "tags": " ".join("ODD" if int(word[1:]) % 2 else "O" for word in text)}
-        for text in texts
-    ]
-    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert forks.run(out, *template_arguments, "--train_files", rows, script=script) == 0, log_of(out)[-3000:]
+    tags = [["ODD" if int(word[1:]) % 2 else "O" for word in text] for text in texts]
+    lines = [{"text": " ".join(text), "tags": " ".join(tag)} for text, tag in zip(texts, tags, strict=True)]
+    write_rows(rows, lines)
+    forks.succeed(out, *template_arguments, "--train_files", rows, script=script)
     evaluations = [record for record in read_metrics(out) if "eval_accuracy" in record]
     assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"] - 0.05
     assert 0 <= evaluations[0]["eval_accuracy"] < evaluations[-1]["eval_accuracy"] <= 1
@@ -147,40 +208,25 @@ def test_second_example(forks, template_arguments, tmp_path):
     assert "rows.jsonl, row 201 has 2 words and 1 tags; give each word a tag" in log_of(tmp_path / "bad")
 
 
-def test_a_base_with_classes_of_its_own(tmp_path):
-    """The rows of a base go by the names of its labels, also where their number differs, and both tables of names agree."""
-    base = tiny_model("bert", AutoModelForSequenceClassification, id2label={0: "even", 1: "odd", 2: "zero"})
+WITHOUT_NAMES = ["LABEL_0", "LABEL_1", "LABEL_2"]
+
+
+@pytest.mark.parametrize("of_base, labels, rows", [
+    (["even", "odd", "zero"], ["zero", "even", "odd"], [2, 0, 1]), (["even", "odd", "zero"], ["odd", "even"], [1, 0]),
+    # Without names, a class is called by its number, with or without `LABEL_`.
+    (WITHOUT_NAMES, ["2", "0", "1"], [2, 0, 1]), (WITHOUT_NAMES, ["LABEL_2", "LABEL_0"], [2, 0]),
+    ([0, 1, 2], ["2", "0", "1"], [2, 0, 1]), (["0", "1", "2"], ["LABEL_2", "LABEL_0", "LABEL_1"], [2, 0, 1]),
+    (["crane", "ape", "crane"], ["crane", "crane", "ape"], [0, 2, 1]),  # as two classes of ImageNet are called
+])  # fmt: skip
+def test_rows_of_a_base_go_by_the_names_of_its_classes(of_base, labels, rows, tmp_path):
+    """Also where their number differs; a base for several labels at once serves one here."""
+    kind = {"num_labels": 3, "problem_type": "multi_label_classification"}
+    base = tiny_model("bert", AutoModelForSequenceClassification, **kind)
     base.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"id2label": dict(enumerate(of_base))}))
     module = shipped.load(ROOT / "recipes/template.py")
-    args = module.Args(model_name_or_path=str(tmp_path), train_files=["texts.jsonl"])
-    for labels, rows in ((["zero", "even", "odd"], [2, 0, 1]), (["odd", "even"], [1, 0])):
-        model = module.make_model(args, labels)
-        assert torch.equal(model.classifier.weight, base.classifier.weight[rows])
-        assert model.config.label2id == {label: number for number, label in model.config.id2label.items()}
-        assert [*model.config.id2label.values()] == labels
-
-
-@pytest.mark.parametrize("of_base", [None, {0: 0, 1: 1, 2: 2}, {0: "0", 1: "1", 2: "2"}])
-def test_classes_without_names(of_base, tmp_path):
-    """They are called by their numbers, with or without `LABEL_`; a base for several labels at once serves one here."""
-    base = tiny_model(
-        "bert", AutoModelForSequenceClassification, num_labels=3, problem_type="multi_label_classification"
-    )
-    base.save_pretrained(tmp_path)
-    if of_base:
-        config = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(config | {"id2label": of_base}))
-    for labels in (["2", "0", "1"], ["LABEL_2", "LABEL_0", "LABEL_1"]):
-        model = load_classifier("AutoModelForSequenceClassification", str(tmp_path), labels)
-        assert torch.equal(model.classifier.weight, base.classifier.weight[[2, 0, 1]])
-        assert model.config.problem_type is None and [*model.config.id2label.values()] == labels
-
-
-def test_too_few_texts_to_hold_any_out(forks, typed, template_arguments, tmp_path):
-    """Too few texts are refused, because an evaluation of no rows would give no number."""
-    out, texts = tmp_path / "out", tmp_path / "texts.jsonl"
-    texts.write_text(json.dumps({"text": "w1", "label": "odd"}) + "\n")
-    assert forks.run(out, *template_arguments, "--train_files", texts, script=typed) == 2
-    assert "error: none of 1 rows is left to evaluate on" in log_of(out)
-    assert forks.run(out, *template_arguments, "--train_files", texts, "--use_peft", script=typed) == 2
-    assert "--use_peft would leave the new output layer as it is" in log_of(out)
+    model = module.make_model(module.Args(model_name_or_path=str(tmp_path), train_files=["texts.jsonl"]), labels)
+    assert torch.equal(model.classifier.weight, base.classifier.weight[rows])
+    assert model.config.problem_type is None and [*model.config.id2label.values()] == labels
+    assert model.config.label2id == {label: number for number, label in model.config.id2label.items()}

@@ -9,8 +9,8 @@ from conversations import PAIRS, ROWS_WITH_TOOLS, TOOL, conversation, prepare, s
 from datasets import Dataset
 from transformers import AutoTokenizer
 
+from accelerate_recipes.conversations.trained_pairs import same_answers
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.posttraining.trained_pairs import same_answers
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -73,6 +73,50 @@ def test_roles_that_a_template_does_not_know(qwen3, capsys):
         assert capsys.readouterr().out.count(said) == (number > 0)
 
 
+def test_system_prompts_that_a_template_does_not_write(plain, tmp_path, capsys):
+    """A line names the first row and the count: of a role that is left out, and of messages that a template passes over
+    behind the first, or but for the last. Each recipe and form of rows tells it; a blank text is none."""
+    turns = (
+        "{% for m in messages %}{% if m.role == 'user' %}Q {{ m.content }}<|im_end|>"
+        "{% elif m.role == 'assistant' %}A {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    first = "{% if messages[0].role in ('system', 'developer') %}{{ messages[0].content }}<|im_end|>{% endif %}"
+    last = "{% set ns = namespace(s='') %}{% for m in messages if m.role == 'system' %}{% set ns.s = m.content %}{% endfor %}"
+    bases = {
+        name: save_base(tmp_path / name, begin + turns, "<|im_end|>")
+        for name, begin in (("none", ""), ("first", first), ("last", last + "{{ ns.s }}<|im_end|>"))
+    }
+
+    def lost(base: str, rows: list[dict], name: str = "sft") -> list[str]:
+        prepare(bases[base], rows, name=name)
+        said = capsys.readouterr().out
+        return re.findall(r"(\w+ \d+: the chat template (?:writes nothing|does not write) .*? have);", said)
+
+    asked = [{"messages": row["messages"][1:]} for row in CHATS]
+    system, again = {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Be kind."}
+    begun = [{"messages": [system, *row["messages"]]} for row in asked]
+    both = [{"messages": [*row["messages"][:3], again, *row["messages"][3:]]} for row in begun]
+    first = again | {"role": "developer"}
+    late = [{"messages": [first, *row["messages"][:2], system, *row["messages"][2:]]} for row in asked]
+    blank = [{"messages": [system | {"content": " "}, *row["messages"]]} for row in asked]
+    whole = "the chat template writes nothing of `content of the role {}`, which {} of 30 have"
+    each = "the chat template does not write `each message of the role {}, also behind the first message`, which {} of 30 have"
+    assert lost("none", [*asked[:20], *begun[20:]]) == [f"row 21: {whole.format('system', 10)}"]
+    assert lost("none", [*asked[:20], *blank[20:]]) == lost("first", begun) == lost("last", begun) == []
+    assert lost("first", [*begun[:25], *both[25:]]) == lost("last", [*begun[:25], *both[25:]])
+    assert lost("first", [*begun[:25], *both[25:]]) == [f"row 26: {each.format('system', 5)}"]
+    assert lost("first", late) == [f"row 1: {each.format('system', 30)}"]
+    alpaca = [{"instruction": f"{i}?", "output": "Yes.", "system": "Be brief." if i > 7 else ""} for i in range(30)]
+    assert lost("none", alpaca) == [f"row 9: {whole.format('system', 22)}"]
+    answers = {side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+    pairs = [{"prompt": row["messages"][:2]} | answers for row in begun]
+    assert lost("none", pairs, "dpo") == [f"pair 1: {whole.format('system', 30)}"]
+    prompts = [{"prompt": row["prompt"]} for row in pairs]
+    assert lost("none", prompts, "grpo") == [f"row 1: {whole.format('system', 30)}"]
+    prepare(plain, both)
+    assert "chat template" not in capsys.readouterr().out
+
+
 def test_tools_that_a_template_does_not_write(plain, qwen3, tmp_path):
     """Without them the model would learn to call nothing, from answers to nothing."""
     called = [{"messages": row["messages"]} for row in ROWS_WITH_TOOLS]
@@ -96,9 +140,8 @@ def test_tools_that_a_template_does_not_write(plain, qwen3, tmp_path):
     with pytest.raises(ConfigError, match=r"--chat_template_path .*bare: .*chat_template is not set"):
         prepare(plain, CHATS, "--chat_template_path", str(save_base(tmp_path / "bare", None)))
     prepare(qwen3, both)
-    prepare(
-        plain, both, "--chat_template_path", str(qwen3 / "chat_template.jinja"), "--new_tokens", "<think>", "</think>"
-    )
+    template = str(qwen3 / "chat_template.jinja")
+    prepare(plain, both, "--chat_template_path", template, "--new_tokens", "<think>", "</think>")
 
 
 def test_pairs_that_differ_in_nothing_that_is_written(plain, qwen3, capsys):

@@ -69,7 +69,7 @@ def test_a_value_depends_on_seed_and_name_only():
     assert not any(torch.equal(a, b) for a in matrices for b in matrices if a is not b)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_process_holds_the_model(tmp_path):
     """The benchmark, with Llama 3.2 1B on two processes, fails if one holds more than its shard and a parameter."""
     command = [sys.executable, "benchmarks/init_memory.py"]

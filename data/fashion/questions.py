@@ -24,7 +24,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
 from accelerate_recipes.disk import read_json_lines
-from accelerate_recipes.life.picture import Bars, draw_bars, plot
+from accelerate_recipes.life.picture import Bars, plot
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
 
 NUM_PICTURES = {"train": 6000, "test": 200}
@@ -104,7 +104,8 @@ def write_base(folder: Path, texts: Iterable[str]) -> None:
     config = Idefics3Config(
         vision_config=vision | {"image_size": 2 * SIDE, "patch_size": 7, "initializer_range": 0.08},
         text_config=text | ids | {"model_type": "llama", "initializer_range": 0.08, "tie_word_embeddings": True},
-        image_token_id=processor.image_token_id, scale_factor=4, tie_word_embeddings=True, initializer_range=0.08, **ids,
+        image_token_id=processor.image_token_id, scale_factor=4, tie_word_embeddings=True, **ids,
+        initializer_range=0.08,  # pyright: ignore[reportCallIssue]: a field of the parent
     )  # fmt: skip
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
@@ -167,7 +168,7 @@ def ask(folder: Path) -> None:
     for name, found in shares.items():
         print(f"Right {name}: " + ", ".join(f"{kind} {share:.1f}%" for kind, share in found.items()))
     figure = Figure(figsize=(14, 7), layout="constrained")
-    left, right = figure.subfigures(1, 2, width_ratios=(3, 2))
+    left, right = figure.subfigures(1, 2, width_ratios=(3, 2)).tolist()
     for place, number in zip(left.subplots(3, 4).ravel(), range(0, len(rows), len(rows) // 12), strict=False):
         row, answer = rows[number], answers[number]
         question, expected = map(text_of, row["messages"])
@@ -179,13 +180,13 @@ def ask(folder: Path) -> None:
     curve, chart = right.subplots(2, 1)
     records = read_json_lines(folder / "metrics.jsonl")
     for name in ("loss", "eval_loss"):
-        plot(curve, records, name)
+        plot(curve, records, name, None)
     curve.set(xlabel="optimizer step", title="Loss (nats per token)", yscale="log")
     curve.set_yticks([0.1, 0.3, 1, 3], ["0.1", "0.3", "1", "3"])
     curve.minorticks_off()
     curve.grid(alpha=0.3)
     curve.legend()
-    draw_bars(chart, Bars(shares, f"{len(rows):,} held-out questions", "% right"))
+    Bars(shares, f"{len(rows):,} held-out questions", "% right").draw(chart)
     figure.savefig(folder / "answers.png", dpi=80)
 
 

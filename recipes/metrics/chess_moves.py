@@ -7,7 +7,7 @@ the played move: over all positions, by phase of the game, and over positions th
 import datasets
 import evaluate
 
-from accelerate_recipes.chess.rules import PHASES, is_legal
+from chess_games.rules import PHASES, is_legal
 
 
 class ChessMoves(evaluate.Metric):

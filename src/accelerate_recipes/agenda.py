@@ -1,6 +1,5 @@
 """Calendar of a run: when to log, evaluate, save and stop."""
 
-import contextlib
 import sys
 import time
 import uuid
@@ -12,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import set_seed
 
-from accelerate_recipes.checkpoint.files import SaveError
-from accelerate_recipes.checkpoint.replicas import check_replicas
+from accelerate_recipes.bad_steps import check_replicas
 from accelerate_recipes.checkpoint.resume import check_not_beyond
-from accelerate_recipes.errors import ConfigError, DataError, ReplicaError
+from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop, watch
 from accelerate_recipes.life.status import read_status, update_status
 from accelerate_recipes.life.stop import Stopped
@@ -98,7 +96,7 @@ class Agenda:
     step: int = 0  # completed
     wants_save: bool = False
     begun_at: int = 0  # steps completed when this run began
-    trained_at: int = 0  # steps completed at the last log line with a target
+    trained_at: int = 0  # steps completed at the last log line with a target, or with the last step that was left out
     step_timeout: float | None = None  # seconds; known after the first step
     stopped: Stopped | None = None  # set once a rank was asked to stop
 
@@ -136,7 +134,8 @@ class Agenda:
                 )
             if not (is_done and saved_args.exists()):  # the arguments of a finished run are those that trained it
                 self.args.save(saved_args)
-        self.log = MetricsLog(self.accelerator, self.output_dir, self.total_steps, self.flops, self.step)
+        targets = "labels" if args.has_new_layer else "tokens"
+        self.log = MetricsLog(self.accelerator, self.output_dir, self.total_steps, self.flops, self.step, targets)
         self.log.restore(checkpoint)
         if args.trackers:
             # TensorBoard accepts only numbers and strings.
@@ -242,7 +241,7 @@ class Agenda:
         """
         every = self.args.verify_replicas
         if every and self.step % every == 0:
-            self.verify()
+            check_replicas(self.checkpointer, self.step)
         if not self.stopped and self.evaluation_is_due:
             # A whole evaluation may take hours, so the time limit of a collective holds for each batch.
             limit = self.args.ddp_timeout
@@ -254,7 +253,7 @@ class Agenda:
             watch.expect(f"what follows step {self.step}", limit)
         if self.save_is_due:
             if every:
-                self.verify()
+                check_replicas(self.checkpointer, self.step)
             self.checkpointer.save(self.step, self.data_state_fn())
             self.last_save = time.perf_counter()
         if self.ends:
@@ -263,16 +262,6 @@ class Agenda:
         if self.stopped:
             self.accelerator.end_training()
             raise self.stopped
-
-    def verify(self) -> None:
-        """Compare the replicas. Raises ReplicaError, with the last checkpoint, which was saved when they were the same."""
-        try:
-            check_replicas(self.accelerator, self.checkpointer.model, self.checkpointer.optimizer)
-        except ReplicaError as error:
-            with contextlib.suppress(SaveError):
-                self.checkpointer.wait()
-            good = self.checkpointer.last_good()
-            raise ReplicaError(f"step {self.step}: {error}. No checkpoint is saved. {good}") from None
 
     def end(self) -> list[dict]:
         """Close the log; return the records of metrics.jsonl, including those of earlier parts of the run."""

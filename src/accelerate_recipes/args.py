@@ -18,34 +18,22 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import yaml
 
+from accelerate_recipes.arguments import shipped
 from accelerate_recipes.arguments.adapters import AdapterArgs
 from accelerate_recipes.arguments.declaring import Range, arg, declarations, group_flags, parse_groups, read_preset
 from accelerate_recipes.arguments.health import HealthArgs
 from accelerate_recipes.arguments.help import help_text, recipe_parser
 from accelerate_recipes.arguments.mirror import MirrorArgs
+from accelerate_recipes.arguments.names import ELSEWHERE
 from accelerate_recipes.arguments.schedule import OWN_SCHEDULES, THEIR_SCHEDULES, schedule_problems
 from accelerate_recipes.disk import IS_POINTER, is_pointer
-from accelerate_recipes.errors import noting, raise_problems
+from accelerate_recipes.errors import collecting_errors, near_path, raise_problems
 from accelerate_recipes.ranks import data_world_size, is_first, ranks_a_row, readers
 
 gc.freeze()  # torch never goes: collections, which would look at it again and again, take a sixth of a start
 
-# Flags of other scripts, with what decides them here: the accelerate YAML, or another argument.
-OWNED_ELSEWHERE = {
-    "gradient_checkpointing": "set `fsdp_activation_checkpointing: true` under `fsdp_config:` in the accelerate YAML",
-    "gradient_accumulation_steps": "it follows from --total_batch_size, --per_device_train_batch_size and the processes",
-    "bf16": "set `mixed_precision: bf16` in the accelerate YAML, or `accelerate launch --mixed_precision bf16`",
-    "fp16": "fp16 is not supported; set `mixed_precision: bf16` in the accelerate YAML",
-    "mixed_precision": "set it in the accelerate YAML, or by `accelerate launch --mixed_precision ... RECIPE`",
-    "torch_compile": "set `dynamo_backend: inductor` under `dynamo_config:` in the accelerate YAML",
-    "fsdp": "choose a file of accelerate_configs/",
-    "fsdp_config": "choose a file of accelerate_configs/",
-    "deepspeed": "this collection shards with FSDP: choose a file of accelerate_configs/",
-    "use_cpu": "a machine without a GPU is recognised by itself",
-}
-
-
 OPTIMIZERS = ["adamw_torch_fused", "adamw_bf16_kahan", "adafactor", "adamw_8bit", "muon"]
+READ_BY = {".txt": "c4.py", ".pgn": "chess.py", ".tar": "vit.py"}  # kinds of files that one recipe reads
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -59,7 +47,7 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
     )
     resume_from_checkpoint: str = arg(
         "latest",
-        "Checkpoint to resume: `latest` (in --output_dir or --mirror, else a fresh start), a path, a URL, or `none`.",
+        "Checkpoint to resume: `latest` (in --output_dir or --mirror, if any), `mirror`, a path, a URL, or `none`.",
         group="saving",
     )
     data_only: bool = arg(
@@ -163,7 +151,7 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
     usage: ClassVar[str] = "accelerate launch [LAUNCH FLAGS] RECIPE [FLAGS]"
 
     # Fields of other libraries that are not arguments here, each with what decides it instead.
-    owned_elsewhere: ClassVar[dict[str, str]] = OWNED_ELSEWHERE
+    owned_elsewhere: ClassVar[dict[str, str]] = ELSEWHERE
 
     # Ranges of fields that another library declares, and the names of those fields that are fixed on a resume.
     ranges: ClassVar[dict[str, Range | tuple[str, ...]]] = {}
@@ -190,15 +178,15 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
     # Whether all rows are tokenised before the first step, while other processes wait in a collective.
     tokenizes_first: ClassVar[bool] = False
 
-    # Fields of some recipes, as they are in the others.
+    # Arguments of some recipes. The others have these values: without a type, they are no arguments.
     attn_implementation = ""
     max_length = 0
     document_mask = packing = False
     whole_logits = None  # the recipe has no choice
-    new_tokens = train_files = eval_files = ()
+    new_tokens = train_files = eval_files = phases = ()
     num_iterations = num_generations = 1
     data_cache_dir = dataset_num_proc = None
-    template_date = ""
+    template_date = source_name = ""
 
     # Folders that only the machine of the run can see. Files in them cannot be checked here.
     elsewhere = ()
@@ -212,8 +200,12 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
 
     def problems(self, world_size: int) -> list[str]:
         """List contradictions between these values, one sentence each. A recipe extends the list."""
-        of_parts = [*self.mirror_problems(), *self.adapter_problems(), *self.health_problems()]
+        of_parts = [*self.source_problems(), *self.mirror_problems(), *self.adapter_problems(), *self.health_problems()]
         return [*self.contradictions(world_size), *of_parts, *self.batch_problems(world_size)]
+
+    def source_problems(self) -> list[str]:
+        """List what is wrong with the arguments that say what is read, each source of a mixture its own, as `problems`."""
+        return []
 
     def contradictions(self, world_size: int) -> Iterator[str]:
         yield from schedule_problems(self, self.max_steps)
@@ -265,12 +257,17 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
 
     def file_problems(self, name: str, suffixes: Collection[str], files: Sequence[str] | None = None) -> list[str]:
         """List the files of an argument, or of `files`, that are missing or of an unknown kind, one sentence each."""
-        found, files = [], getattr(self, name) if files is None else files
-        for file in map(Path, [files] if isinstance(files, str) else files):
-            if not file.is_file() and not self.is_elsewhere(file):
-                found.append(f"--{name} {file}: no such file")
+        found, said = [], getattr(self, name) if files is None else files
+        for given in [said] if isinstance(said, str) else said:
+            file = Path(given)
+            if "://" in str(given):
+                found.append(f"--{name} {given} is a URL, which is not read here; copy it to a disk")
+            elif not file.is_file() and not self.is_elsewhere(file):
+                found.append(f"--{name} {file}: no such file{near_path(file)}")
             elif not file.name.endswith(tuple(suffixes)):
-                found.append(f"--{name} {file}: its name must end with one of {', '.join(suffixes)}")
+                recipe = READ_BY.get(file.suffix)
+                other = f"; {recipe} reads {file.suffix}" if recipe else ""
+                found.append(f"--{name} {file}: its name must end with one of {', '.join(suffixes)}{other}")
             elif is_pointer(file):
                 found.append(f"--{name} {file} {IS_POINTER}")
         return found
@@ -319,11 +316,11 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest rows of the run, where rows have a length."""
-        return self.max_length
+        """Tokens of the longest rows of the run, where rows have a length; else 0."""
+        return self.max_length or 0
 
     @property
-    def alone(self) -> list[Any]:
+    def sources(self) -> list[Any]:
         """Arguments of a run on each of its sources alone; see `data.mixture`."""
         return [self]
 
@@ -381,12 +378,14 @@ def resolve(
     presets = [values for flag, values in flags if flag == "--config"]
     groups, script = [], getattr(sys.modules.get(args_class.__module__), "__file__", None)
     unread: list[str] = []  # what is wrong with the preset as a whole
-    with noting(unread):
+    with collecting_errors(unread):
         groups += read_preset(presets, parser, script or "")
     errors += unread
     groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
     # A flag after the preset overrides it.
     namespace, _, wrong = parse_groups(parser, args_class.owned_elsewhere, groups)
+    if wrong and script:
+        errors += [said for values in presets for file in values for said in shipped.preset_of_another(script, file)]
     errors += wrong
     args = args_class(**{f.name: getattr(namespace, f.name) for f in fields(args_class)})
     args.elsewhere, args.num_launched, args.row_size = elsewhere, world_size, row_size

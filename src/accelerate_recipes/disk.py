@@ -6,10 +6,11 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +93,23 @@ def own_suffix() -> str:
     return f".partial-{socket.gethostname()}-{os.getpid()}"
 
 
-@contextlib.contextmanager
-def written_beside(file: Path) -> Iterator[Path]:
-    """Yield a name beside a file to write to; it becomes the file if it is written without an error, or is removed."""
-    partial = file.with_name(file.name + own_suffix())
-    try:
-        yield partial
-        partial.rename(file)
-    finally:
-        partial.unlink(missing_ok=True)
+def made_once(path: Path, make: Callable[[Path], object]) -> Path:
+    """Return a file or folder whose name says what it holds. If it is missing, `make` makes it, first under another name.
+
+    Two nodes may make it at once on a shared filesystem. Of two folders the second is left out.
+    """
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + own_suffix())
+        try:
+            make(partial)
+            partial.rename(path)
+        except OSError:
+            if not path.is_dir():
+                raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True) if partial.is_dir() else partial.unlink(missing_ok=True)
+    return path
 
 
 def print_any_text() -> None:
@@ -111,7 +120,10 @@ def print_any_text() -> None:
 
 
 def read_json(file: Path) -> Any:
-    return json.loads(file.read_text(encoding="utf-8"))
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{file} is nested too deeply") from error
 
 
 def read_json_lines(file: Path) -> list[Any]:

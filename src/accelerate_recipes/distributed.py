@@ -199,6 +199,8 @@ def prepare(
         initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
     upstream.leave_out_other_layers(model)
     upstream.count_cached_tokens(model)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        upstream.forget_layers_of_other_models(accelerator.state.fsdp_plugin, model)
     if accelerator.is_fsdp2:
         if is_new or source:
             accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
@@ -347,7 +349,8 @@ def report_strategy(
         has_adapters = any(".lora_" in name for name, _ in model.named_parameters())
         parts.append(f"{'adapters: ' if has_adapters else ''}{trained:,} parameters are trained, {trained / total:.2%}")
     parts.append(f"{local:,} of {total:,} parameters on rank {accelerator.process_index}")
-    accelerator.on_main_process(print)("Strategy: " + " | ".join(parts), flush=True)
+    whose = "" if trained else " of the model that is not trained"
+    accelerator.on_main_process(print)(f"Strategy{whose}: {' | '.join(parts)}", flush=True)
 
 
 def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) -> torch.Tensor:

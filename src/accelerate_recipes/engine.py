@@ -6,7 +6,6 @@ was divided. A loss of several parts, such as a mean over pairs plus a mean over
 part. `agenda.Agenda` does the other work that is due at a step.
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -17,13 +16,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from accelerate_recipes.agenda import Agenda, EvaluateFn
-from accelerate_recipes.checkpoint.files import SaveError
-from accelerate_recipes.checkpoint.non_finite import dump_non_finite
+from accelerate_recipes.bad_steps import MarkFn, Spikes, Traces, stop_run
 from accelerate_recipes.distributed import accumulate, clip_gradients
 from accelerate_recipes.errors import DataError, NonFiniteError
 from accelerate_recipes.life import stop
-from accelerate_recipes.life.spikes import Spikes
-from accelerate_recipes.life.traces import MarkFn, Traces
 from accelerate_recipes.metrics import Window
 from accelerate_recipes.models.composites import check_tokens
 from accelerate_recipes.models.shared_rows import part_of_rows, row_group
@@ -143,8 +139,9 @@ def compute_step(
     loss = (loss_sums / num_targets.clamp(min=1)).sum(0, keepdim=True)
     # A step waits for the device only here. All values are reduced over all ranks, so all ranks decide the same.
     values = [loss, norm / accelerator.num_processes, num_targets[-1:], num_wishes]
-    loss, norm, *flags = torch.cat([value.double() for value in values]).tolist()
-    return Step(loss_sums, num_targets, grad_norm, losses.sum(-1), loss, norm, *(flag > 0 for flag in flags))
+    loss, norm, *numbers = torch.cat([value.double() for value in values]).tolist()
+    flags = dict(zip(("has_targets", "save", "stop", "is_uneven"), map(bool, numbers), strict=True))
+    return Step(loss_sums, num_targets, grad_norm, micro_losses=losses.sum(-1), loss=loss, norm=norm, **flags)
 
 
 def adds_in_order(run: Run) -> bool:
@@ -162,12 +159,14 @@ def train(
     draw_fn: DrawFn | None = None,
     values_fn: Callable[[int], dict[str, float]] | None = None,
     mark_fn: MarkFn | None = None,
+    by_norm_alone: bool = False,
 ) -> list[dict]:
     """Train to the run's last step, beginning at the checkpoint to resume if there is one.
 
     `evaluate_fn(step)` runs on all ranks: before training, after training, and every `eval_steps`. `values_fn(step)`
     also runs on all ranks; it returns additional values for the log line after `step`. If `loss_fn` gathers these values,
     `mark_fn()` returns a function that forgets what it gathers from then on: a step may be computed again, or left out.
+    Where the loss is a sum around zero, a step is judged `by_norm_alone`.
 
     Returns:
         The records of metrics.jsonl, including those of earlier parts of the run.
@@ -178,8 +177,9 @@ def train(
         DataError: for many steps without a target.
     """
     accelerator, args, checkpointer = run.accelerator, run.args, run.checkpointer
-    fatal = args.max_skips if args.on_spike == "skip" else 1
-    spikes = Spikes(args.spike_factor, fatal, by_norm_alone=draw_fn is not None, is_exact=adds_in_order(run))
+    # A run of which each step is left out ends in an error too.
+    fatal = min(args.max_skips, run.total_steps) if args.on_spike == "skip" else 1
+    spikes = Spikes(args.spike_factor, fatal, by_norm_alone=by_norm_alone, is_exact=adds_in_order(run))
     agenda = Agenda(
         checkpointer, run.total_steps, run.flops, evaluate_fn, lambda: train_loader.state() | spikes.state()
     )
@@ -204,16 +204,10 @@ def train(
             wishes = agenda.save_is_overdue(), train_loader.is_uneven
             done = train_step(run, batches, loss_fn, count_fn, *wishes, spikes, mark_fn)
         except NonFiniteError as error:
-            with contextlib.suppress(SaveError):
-                checkpointer.wait()
-            file, good = dump_non_finite(run.output_dir, step, batches, error, checkpointer.newest)
-            raise NonFiniteError(
-                f"step {step + 1}: {error}. The weights were not changed; the rows of the batch are in {file}. "
-                f"Last good checkpoint: {good or 'none yet'}",
-                error.micro_losses,
-            ) from None
+            raise stop_run(error, checkpointer, step, batches) from None
         if done.skipped:
             spikes.skip(step + 1, done, batches, run.output_dir)
+            agenda.trained_at = step + 1  # its rows have targets
         train_loader.is_uneven = done.is_uneven
         lr = run.scheduler.get_last_lr()[0]
         run.scheduler.step()

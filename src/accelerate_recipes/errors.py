@@ -2,8 +2,11 @@
 
 import contextlib
 import difflib
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 # Control characters except line break and tab, and marks of writing direction.
@@ -49,7 +52,7 @@ def that_apply(sentences: Mapping[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def noting(problems: list[str], where: str = "") -> Iterator[None]:
+def collecting_errors(problems: list[str], where: str = "") -> Iterator[None]:
     """Catch a ConfigError in this context, and append its text to a list, behind `where`."""
     try:
         yield
@@ -66,6 +69,18 @@ def suggestion(name: str, known: Collection[str], cutoff: float = 0.75) -> str:
     """Return "; did you mean ...?" with the most similar known name, or "" if no name is similar."""
     close = closest(name, known, cutoff)
     return f"; did you mean {close!r}?" if close else ""
+
+
+def near_path(path: str | Path) -> str:
+    """Return "; did you mean ...?" with the most similar name beside the first part of a path that is not there, or ""."""
+    path, there = Path(path), ""
+    with contextlib.suppress(OSError, StopIteration):
+        folder = next(parent for parent in path.parents if parent.is_dir())
+        missing, names = Path(path.relative_to(folder).parts[0]), [*islice(os.listdir(folder), 10_000)]
+        # Names with the same ending would all be similar, so it only decides between others that are alike.
+        if stem := closest(missing.stem, {Path(name).stem for name in names}, cutoff=0.7):
+            there = str(folder / closest(missing.name, [name for name in names if Path(name).stem == stem], cutoff=0))
+    return f"; did you mean {there!r}?" if there else ""
 
 
 def first_few(names: Iterable[str], most: int = 8) -> str:

@@ -14,8 +14,9 @@ from transformers.utils import ModelOutput
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.documents import READ_BOUNDARIES, boundaries, boundary_arguments, document_masks
-from accelerate_recipes.models.probes import Packing, check_head, check_packing, crosses, packing_of, unwrapped
-from accelerate_recipes.models.shared_rows import balance_of_rows, balance_weight, whole_rows
+from accelerate_recipes.models.head_probe import check_head, linear_of, with_forward
+from accelerate_recipes.models.probes import Packing, balance_weight, check_packing, crosses, packing_of, unwrapped
+from accelerate_recipes.models.shared_rows import balance_of_rows, whole_rows
 from accelerate_recipes.ranks import computes_in_bf16, sum_over_ranks
 
 # Size of a chunk of logits: BYTES_OF_A_WORD for each word of the vocabulary or, if more, the size of the hidden states in
@@ -67,17 +68,13 @@ def next_token_loss_without_logits(
     FSDP has gathered its weight, autocast is on, and the backward pass reduces its gradient.
 
     Raises:
-        ConfigError: for a model that scales or caps its logits after the output layer; see `check_head`.
+        ConfigError: for a model whose logits are not those of the output layer's weight alone; see `check_head`.
     """
     causal_lm = unwrapped(model)
-    # FSDP1 may wrap the output layer too.
-    head = next(module for module in causal_lm.get_output_embeddings().modules() if isinstance(module, nn.Linear))
     check_head(causal_lm.config)
-    head.forward = partial(uncompiled(linear_cross_entropy), head, next_tokens(batch), losses=losses)
-    try:
+    head = linear_of(causal_lm)
+    with with_forward(head, partial(uncompiled(linear_cross_entropy), head, next_tokens(batch), losses=losses)):
         output, balance = predict(model, batch)
-    finally:
-        del head.forward  # restores the forward of the class, which returns logits
     return output.logits + balance
 
 
@@ -87,7 +84,11 @@ def next_token_loss_fn(whole_logits: bool) -> Callable[..., torch.Tensor]:
 
 
 def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutput, torch.Tensor | float]:
-    """Return the model's output for a packed batch, and the loss that balances experts, which is 0 without experts."""
+    """Call a causal model on a packed batch; see `next_token_loss`.
+
+    Returns:
+        Its output, with `logits` (B, T, V), and the loss that balances experts, a scalar; 0.0 without experts.
+    """
     causal_lm = unwrapped(model)
     config, masked = causal_lm.config, contextlib.nullcontext()
     coefficient = balance_weight(config) if model.training else 0.0
@@ -168,11 +169,16 @@ def sequence_to_sequence_loss(model: nn.Module, batch: dict[str, torch.Tensor]) 
 
 
 def linear_cross_entropy(
-    head: nn.Linear, targets: torch.Tensor, hidden: torch.Tensor, losses: torch.Tensor | None = None
+    head: nn.Linear,
+    targets: torch.Tensor,
+    hidden: torch.Tensor,
+    losses: torch.Tensor | None = None,
+    measured: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:
     """Sum the cross-entropy of `head(hidden)`, in nats, as an fp32 scalar. `hidden` is (B, T, H), `targets` (B x T,).
 
-    `losses`, like `targets` but in fp32, gets the loss of each position.
+    Tensors of the size of `targets` are filled, if given: `losses`, in fp32, with the loss of each position, and the two of
+    `measured` with the entropy of the prediction, in fp32, and whether the target is the most probable token.
     """
     device = hidden.device.type
     is_cast = torch.is_autocast_enabled(device)
@@ -180,7 +186,7 @@ def linear_cross_entropy(
     # Without autocast: it would compute products of `add_product` in bf16 that must be in fp32. The meta device has none.
     with torch.autocast(device, enabled=False) if is_cast else contextlib.nullcontext():
         return LinearCrossEntropy.apply(
-            head.weight, hidden.flatten(0, -2), head.bias, targets, dtype, torch.is_grad_enabled(), losses
+            head.weight, hidden.flatten(0, -2), head.bias, targets, dtype, torch.is_grad_enabled(), losses, measured
         )
 
 
@@ -197,7 +203,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, weight, hidden, bias, targets, dtype, with_gradients, losses=None):
+    def forward(ctx, weight, hidden, bias, targets, dtype, with_gradients, losses=None, measured=()):
         inputs, size = (weight, hidden, bias), weight.shape[0]
         # Each chunk reads and writes the whole gradient of the weight, so chunks should be large. But they should be small
         # beside the model's activations.
@@ -219,11 +225,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             # Zeros in ignored rows add nothing to the weight's gradient, even if such a row holds NaN.
             some = hidden[chunk].to(dtype).masked_fill(ignored, 0)
             logits = F.linear(some, weight, bias)
-            chosen = [
-                replace_by_probabilities(part, theirs, any(needed))
-                for part, theirs in zip(logits.split(rows_in_fp32), words.split(rows_in_fp32), strict=True)
-            ]
-            chosen = torch.cat(chosen)
+            parts = (rows.split(rows_in_fp32) for rows in (logits, words, *(values[chunk] for values in measured)))
+            chosen = torch.cat([replace_by_probabilities(any(needed), *part) for part in zip(*parts, strict=True)])
             losses[chunk] = -chosen.masked_fill(ignored, 0).squeeze(1)
             # `logits` holds probabilities p now. Their gradient is p, but p - 1 at the target: as expm1(log p) it is exact
             # also where p is near 1.
@@ -251,7 +254,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         factors = factor if scales is None else factor / scales, factor, factor
         # Each sum is freed before the next is multiplied.
         gradients = [times(ctx.kept.pop(0), *how) for how in zip(factors, ctx.dtypes, strict=True)]
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
 def times(sums: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -262,9 +265,18 @@ def times(sums: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -
     return torch.mul(sums, factor, out=sums.view(dtype) if is_as_large else torch.empty_like(sums, dtype=dtype))
 
 
-def replace_by_probabilities(logits: torch.Tensor, words: torch.Tensor, is_needed: bool) -> torch.Tensor:
-    """Return the log-probability of each row's target, (N, 1), in fp32. If `is_needed`, `logits` become probabilities."""
+def replace_by_probabilities(
+    is_needed: bool, logits: torch.Tensor, words: torch.Tensor, *measured: torch.Tensor
+) -> torch.Tensor:
+    """Return the log-probability of each row's target, (N, 1), in fp32. If `is_needed`, `logits` become probabilities.
+
+    For `measured` see `linear_cross_entropy`.
+    """
     log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
+    if measured:
+        entropy, is_most_probable = measured
+        torch.sum(torch.special.entr(log_probs.exp()), -1, out=entropy)
+        torch.eq(log_probs.argmax(-1), words[:, 0], out=is_most_probable)
     if is_needed:
         torch.exp(log_probs, out=logits)
     return log_probs.gather(1, words)
@@ -351,7 +363,7 @@ class LossOfSources:
     `whole_logits` chooses as in `next_token_loss_fn`.
     """
 
-    def __init__(self, whole_logits: bool, names: Sequence[str] = ()):
+    def __init__(self, whole_logits: bool, names: Sequence[str]):
         self.loss_fn, self.names, self.gathered = next_token_loss_fn(whole_logits), names, Gathered()
 
     def __call__(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

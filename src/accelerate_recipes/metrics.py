@@ -171,12 +171,19 @@ class MetricsLog:
     """
 
     def __init__(
-        self, accelerator: Accelerator, output_dir: Path, total_steps: int, flops: Flops | None, begun_at: int = 0
+        self,
+        accelerator: Accelerator,
+        output_dir: Path,
+        total_steps: int,
+        flops: Flops | None,
+        begun_at: int = 0,
+        targets: str = "tokens",
     ):
         self.accelerator = accelerator
         self.path = output_dir / "metrics.jsonl"
         self.total_steps = total_steps
         self.flops = flops
+        self.targets = targets  # what the targets of the loss are, for the line of a step
         self.peak_flops = None if flops is None else peak_flops(accelerator.device)
         if flops is not None and self.peak_flops is None:
             device = device_name(accelerator.device)
@@ -227,7 +234,7 @@ class MetricsLog:
         loss = f"{record['loss']:.5f}" if "loss" in record else "none, since there was no target"
         line = (
             f"Step {step}/{self.total_steps} Loss: {loss}, "
-            f"Speed: {record['samples_per_second']:.2f} samples/sec, {record['tokens_per_second']:.0f} tokens/sec, "
+            f"Speed: {record['samples_per_second']:.2f} samples/sec, {record['tokens_per_second']:.0f} {self.targets}/sec, "
             f"lr: {lr:#.3g}, grad norm: {grad_norm:.2f}"
         )
         if self.peak_flops is not None and step <= self.flops.last_step:

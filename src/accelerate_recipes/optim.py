@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +24,13 @@ from accelerate_recipes.ranks import computes_in_bf16, is_first, is_sharded
 # Bytes of a parameter in a checkpoint: the weight and its optimizer state. The means of Adafactor are negligible. Muon
 # keeps one moment of a matrix, AdamW two.
 _STATE_BYTES = {"adamw_torch_fused": 12, "adamw_bf16_kahan": 8, "adafactor": 4, "adamw_8bit": 6, "muon": 12}
-# Biases with several dimensions: those of experts (GPT-OSS), and tables of biases by distance (T5, Swin).
-_BIAS = re.compile(r"(bias|biases|bias_table|_bias\.weight)$")
+# Biases, which may have several dimensions: those of experts (GPT-OSS), and tables of biases by distance (T5, Swin).
+_BIAS = re.compile(r"(^|[._])bias(es)?(_[^.]*)?(\.weight)?$")
+# Classes of norms, which may have a weight for each head (Cohere), and the names of those of other classes (Inkling 2).
+_NORM_CLASS, _NORM = re.compile(r"Norm(?![a-z])"), re.compile(r"norm\d*$")
 
 
-def checkpoint_bytes(args: TrainArgs, trained: int, state_dict_type: str | None, by_muon: int = 0) -> int:
+def checkpoint_bytes(args: TrainArgs, trained: int, state_dict_type: str | None, by_muon: int) -> int:
     """Compute the size of a checkpoint of `trained` parameters, some `by_muon`. FULL_STATE_DICT holds the weights twice."""
     again = args.param_dtype.itemsize if state_dict_type == "FULL_STATE_DICT" else 0
     return trained * (_STATE_BYTES[args.optim] + again) - 4 * by_muon
@@ -64,7 +66,16 @@ def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], tor
     Matrices get weight decay; biases, norms and other parameters with fewer than two dimensions do not. The names of
     these are collected before sharding, because FSDP1 makes every parameter flat.
     """
-    not_decayed = {name for name, parameter in model.named_parameters() if parameter.ndim < 2 or _BIAS.search(name)}
+    norms = {
+        name
+        for name, module in model.named_modules()
+        if _NORM.search(name) or _NORM_CLASS.search(type(module).__name__)
+    }
+    not_decayed = {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim < 2 or _BIAS.search(name) or name.rpartition(".")[0] in norms
+    }
     matrices = set(trained_by_muon(model, args))
 
     def make_optimizer(sharded: nn.Module) -> torch.optim.Optimizer:
@@ -72,7 +83,8 @@ def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], tor
         for name, parameter in sharded.named_parameters():
             if parameter.requires_grad:
                 name = WRAPPERS.sub("", name)
-                (orthogonal if name in matrices else spared if name in not_decayed else decayed).append(parameter)
+                kind = orthogonal if name in matrices else spared if name in not_decayed else decayed
+                kind.append(parameter)
         groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": spared, "weight_decay": 0.0}]
         # Leave out an empty group, because a checkpoint could not restore it. Adapters, for example, are all matrices.
         groups = [group for group in groups if group["params"]]
@@ -316,9 +328,8 @@ class Adafactor(torch.optim.Optimizer):
     Source: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018, algorithms 4 and 5.
     """
 
-    def __init__(self, params, lr: float, eps: float = 1e-30, clip_threshold: float = 1.0, decay_rate: float = -0.8):
+    def __init__(self, params, lr: float):
         super().__init__(params, {"lr": lr, "weight_decay": 0.0})
-        self.eps, self.clip_threshold, self.decay_rate = eps, clip_threshold, decay_rate
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -331,14 +342,14 @@ class Adafactor(torch.optim.Optimizer):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
 
     def _update(self, state: dict[str, torch.Tensor], grad: torch.Tensor) -> torch.Tensor:
-        square = grad.square().add_(self.eps)
+        square = grad.square().add_(1e-30)
         means = {"row": mean(square, -1), "column": mean(square, -2)} if grad.ndim > 1 else {"element": square}
         if not state:
             state["step"] = torch.zeros(())
             state.update({name: torch.zeros_like(value) for name, value in means.items()})
         state["step"] += 1
         for name, value in means.items():
-            state[name].lerp_(value, state["step"].item() ** self.decay_rate)
+            state[name].lerp_(value, state["step"].item() ** -0.8)
         # The mean square of an element is estimated by (row mean) x (column mean) / (mean of the row means).
         if grad.ndim > 1:
             row = state["row"] / mean(state["row"], -1).unsqueeze(-1)
@@ -347,7 +358,7 @@ class Adafactor(torch.optim.Optimizer):
             update = grad * state["element"].rsqrt()
         # Scale the update down if its root mean square is above the threshold.
         rms = (whole(update.square().sum()) / update.numel()).sqrt()
-        update = update / (rms / self.clip_threshold).clamp(min=1.0)
+        update = update / rms.clamp(min=1.0)
         # For a parameter of one row, of which some ranks hold nothing, DTensor leaves the whole update on all ranks.
         return update.redistribute(placements=grad.placements) if is_sharded(grad) else update
 
@@ -387,12 +398,6 @@ def make_scheduler(
         for warning in warmup_warnings(args, total_steps):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
     warmup = num_warmup_steps(args, total_steps)
-    if args.lr_scheduler_type not in OWN_SCHEDULES:
-        from transformers import get_scheduler  # seconds, since it imports PEFT, which only these schedules need
-
-        given = {"scheduler_specific_kwargs": args.lr_scheduler_kwargs}
-        theirs: Any = get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_steps, **given)
-        return theirs
 
     def share_of_peak(step: int) -> float:
         if step < warmup:
@@ -405,17 +410,20 @@ def make_scheduler(
         }[args.lr_scheduler_type]
         return args.min_lr_ratio + (1 - args.min_lr_ratio) * shape
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
+    if args.lr_scheduler_type in OWN_SCHEDULES:
+        scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
+    else:
+        from transformers import get_scheduler  # seconds, since it imports PEFT, which only these schedules need
 
-
-def multiply_in_phases(scheduler: torch.optim.lr_scheduler.LambdaLR, factors: Sequence[tuple[int, float]]) -> None:
-    """Multiply the rate of a schedule by factors, each from a step on, the first of them after step 0."""
-
-    def factor(step: int) -> float:
-        return next((value for begin, value in reversed(factors) if begin <= step), 1.0)
-
+        scheduler = get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_steps, args.lr_scheduler_kwargs)
+    factors = [(one.first_step(total_steps), one.lr_factor) for one in args.phases if one.lr_factor is not None]
     if factors:
+
+        def factor(step: int) -> float:
+            return next((value for begin, value in reversed(factors) if begin <= step), 1.0)
+
         scheduler.lr_lambdas = [lambda step, of=of: of(step) * factor(step) for of in scheduler.lr_lambdas]
+    return scheduler
 
 
 def warmup_warnings(args: TrainArgs, total_steps: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Ranks: this process in its launch, as the launcher's variables describe it, and collectives among the ranks.
+"""Ranks: this process in its launch, as the launcher's variables describe it, its random state, and collectives.
 
 The variables give numbers, precision and compilation, so these are known before there is a process group. Without a launcher
 there is one process. The collectives also work without a process group.
@@ -8,12 +8,16 @@ They read the same rows, so they count as one rank for the data.
 """
 
 import os
+import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+
+from accelerate_recipes.errors import printable
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -61,6 +65,12 @@ def rank() -> int:
 def is_first() -> bool:
     """Tell whether this is rank 0, which writes and prints for all."""
     return rank() == 0
+
+
+def print_first(text: str) -> None:
+    """Print on rank 0. Control characters, which the data may contain, are escaped."""
+    if is_first():
+        print(printable(text), flush=True)
 
 
 def is_first_of_machine() -> bool:
@@ -153,7 +163,7 @@ def gather_when_done(compute: Callable[[], T] | None) -> list[T | None]:
     return on_all_ranks(done.result())
 
 
-def on_first_of_machine_before_others(compute: Callable[[], T]) -> T:
+def local_main_process_first(compute: Callable[[], T]) -> T:
     """Call `compute` on every rank, but first on one rank of each machine, which fills the caches for the others.
 
     If it raises on one rank, every rank raises the same error: to wait for a failed rank would give another error.
@@ -190,3 +200,21 @@ def is_sharded(tensor: torch.Tensor | None) -> "TypeGuard[DTensor]":
     from torch.distributed.tensor import DTensor  # a third of a second more to import than all that arguments need
 
     return isinstance(tensor, DTensor)
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of every random generator of this process."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

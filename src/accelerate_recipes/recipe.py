@@ -41,8 +41,7 @@ from accelerate_recipes.life import lock, parent, watch, workers
 from accelerate_recipes.life.status import attempt, is_wish_of_a_person, update_status
 from accelerate_recipes.life.stop import Stopped, requested
 from accelerate_recipes.ranks import is_first, is_first_of_machine
-from accelerate_recipes.report.profile import StepProfiler
-from accelerate_recipes.report.report import Report, write_report
+from accelerate_recipes.report.report import Report, StepProfiler, write_report
 from accelerate_recipes.run import DataReady
 
 
@@ -72,7 +71,7 @@ def prepare_data(command: Sequence[str]) -> None:
     gc.freeze()  # as in a run
     try:
         provide(args, module.requirements(args), command)
-        with contextlib.suppress(DataReady), as_problem_of_the_disk():
+        with contextlib.suppress(DataReady), as_problem_of_the_machine():
             module.main(args)
     finally:
         gc.unfreeze()
@@ -87,7 +86,7 @@ def run_recipe(
     parent.follow_launcher()
     args, watched, code = None, None, 0
     try:
-        with as_problem_of_the_disk(), contextlib.suppress(DataReady):
+        with as_problem_of_the_machine(), contextlib.suppress(DataReady):
             args, problems = resolve(args_class, sys.argv[1:])
             raise_problems("This run cannot start", problems_here(args) + problems)
             if is_first():
@@ -150,10 +149,14 @@ def run_recipe(
 
 
 @contextlib.contextmanager
-def as_problem_of_the_disk() -> Iterator[None]:
-    """Turn the error of a full disk, or of missing permission to read or write, into an error for the user."""
+def as_problem_of_the_machine() -> Iterator[None]:
+    """Turn an error for a full disk, missing permission to read or write, or a missing package into one for the user."""
     try:
         yield
+    except ModuleNotFoundError as error:
+        if problems := shipped.not_installed([error.name or ""]):
+            raise ConfigError(*problems) from error
+        raise
     except OSError as error:
         if is_full(error):
             # `datasets` names no file in its errors while it writes.

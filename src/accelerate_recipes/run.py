@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,33 +32,31 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes import ranks
 from accelerate_recipes.args import Args
+from accelerate_recipes.checkpoint.base_form import BaseForm
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.checkpoint.mirror import begin_copies, make_whole
-from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.checkpoint.resume import agree_on_resume
 from accelerate_recipes.data import shown
 from accelerate_recipes.data.prepared import same_on_machines
 from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.distributed import make_accelerator, prepare, strategy_name
-from accelerate_recipes.errors import printable
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life.attempts import begin_attempt
-from accelerate_recipes.life.picture import Bars, Curves, draw_run, spoken
+from accelerate_recipes.life.picture import Chart, Curves, draw_run, spoken
 from accelerate_recipes.life.status import attempt
 from accelerate_recipes.metrics import Flops, device_name, is_evaluation
 from accelerate_recipes.models.adapters import Adapter, add_adapters
 from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.base import described, is_decoder, name_untrained, open_base
 from accelerate_recipes.models.documents import DOCUMENTS
-from accelerate_recipes.models.loading import tie_as_read
-from accelerate_recipes.models.probes import mixers_in
-from accelerate_recipes.models.shared_rows import UNBALANCED
+from accelerate_recipes.models.loading import keep_frozen, tie_as_read
+from accelerate_recipes.models.probes import mixers_in, own_balance
 from accelerate_recipes.models.shared_rows_check import check_shared_masks
 from accelerate_recipes.models.torch_attention import use_flash_3
-from accelerate_recipes.models.untrained import described, is_decoder, open_base, untrained
 from accelerate_recipes.optim import make_scheduler
-from accelerate_recipes.ranks import on_first_rank, ranks_a_row
+from accelerate_recipes.ranks import on_first_rank, print_first, ranks_a_row
 from accelerate_recipes.upstream import library_versions
 
 if TYPE_CHECKING:
@@ -123,9 +122,8 @@ class Run(Generic[Args]):
         return not (self.args.data_only and (self.output_dir / "status.json").exists())
 
     def print(self, text: str) -> None:
-        """Print on rank 0. Control characters, which the data may contain, are escaped."""
-        if self.is_first:
-            print(printable(text), flush=True)
+        """Print on rank 0; see `print_first`."""
+        print_first(text)
 
     def show_rows(
         self,
@@ -153,8 +151,8 @@ class Run(Generic[Args]):
         counted, text = on_first_rank(
             lambda: shown.first_rows(folder, tokenizer, loaders, num_targets, counts or {}, classes)
         )
-        if counted:
-            self.print(counted)
+        for line in [*filter(None, [counted]), *on_first_rank(lambda: shown.unknown_lines(tokenizer, loaders))]:
+            self.print(line)
         if self.args.data_only:
             self.print(text)
             raise DataReady
@@ -185,6 +183,8 @@ class Run(Generic[Args]):
     def shard(self, model: transformers.PreTrainedModel) -> None:
         """Add the adapters of --use_peft to a model, shard it as the strategy says, and make its optimizer."""
         self.adapter = self.adapter or add_adapters(model, self.args)
+        if not self.adapter:
+            keep_frozen(model)
         self.model, self.optimizer, self.first_units = prepare(self.accelerator, model, self.args)
 
     def shard_reference(self, model: transformers.PreTrainedModel) -> nn.Module:
@@ -196,16 +196,15 @@ class Run(Generic[Args]):
         """Describe what the run does not train of the files that it begins with, and print it; call it on all ranks.
 
         Returns:
-            What `untrained.described` does; None if the model holds all of them.
+            What `base.described` does; None if the model holds all of them.
         """
         name = self.args.base_model
         if not name or not is_decoder(model):
             return None
         revision = cache.pinned(name).get("revision")
-        rest = open_base(model, name, revision).rest
-        if not rest:
+        if not (rest := open_base(model, name, revision).rest):
             return None
-        self.print(untrained(rest, name))
+        self.print(name_untrained(rest, name))
         return described(name, revision, rest, by_all=True)
 
     def release(self) -> None:
@@ -229,40 +228,39 @@ class Run(Generic[Args]):
         Raises:
             ConfigError: if adapters, strategy or settings do not fit the model.
         """
-        if ranks_a_row() > 1:
-            check_shared_masks(model.config, model.config._attn_implementation, self.args.longest_row)
-        if model.config.model_type in UNBALANCED:
+        args, is_shared = self.args, ranks_a_row() > 1
+        if is_shared:
+            check_shared_masks(model.config, model.config._attn_implementation, args.longest_row)
+        weight = getattr(model.config, "router_aux_loss_coef", 0)
+        has_experts = any(name.endswith("experts") for name, _ in model.named_modules())
+        if weight and has_experts and own_balance(model.config) is None:
             self.print(f"Experts are not balanced: {type(model).__name__} computes no loss for that")
         tie_as_read(model)  # again, since a recipe may load its model without `models.loading`
-        self.adapter = self.adapter or add_adapters(model, self.args)
+        self.adapter = self.adapter or add_adapters(model, args)
         # A pretrained model may be loaded as another class, with a new head.
         model.config.architectures = [type(model).__name__]
         rest = self.rest_of_base(model)
         generation = [model.generation_config] if model.can_generate() else []
         self.artifacts = copy.deepcopy([model.config, *generation])
-        if self.is_first:  # Published comes last, since it rewrites files that the others have written
-            self.artifacts.append(Published(self.artifacts[0], tokenizer, files))
+        # BaseForm comes last, since it replaces files that the others have written.
+        on_first_rank(lambda: self.artifacts.append(BaseForm(self.artifacts[0], tokenizer, files)))
         self.flops = flops_fn(model) if flops_fn else None
         self.shard(model)
-        name = self.args.attn_implementation
-        attention, why = choose(
-            name, model.config, self.args.param_dtype, self.args.has_boundaries, is_shared=ranks_a_row() > 1
-        )
+        kernel, why = choose(args.attn_implementation, model.config, args.param_dtype, args.has_boundaries, is_shared)
         if why:
-            self.print(f"Attention: {attention}, since {why}")
-        is_packed = self.args.document_mask or self.args.packing
-        if is_packed and (mixers := mixers_in(model)):
+            self.print(f"Attention: {kernel}, since {why}")
+        if (args.document_mask or args.packing) and (mixers := mixers_in(model)):
             self.print(f"Packed rows: each document is computed by itself in {', '.join(sorted(mixers))}")
-        if attention == DOCUMENTS and use_flash_3():
+        if kernel == DOCUMENTS and use_flash_3():
             self.print("Attention: by FlashAttention 3")
         self.total_steps = total_steps
-        self.scheduler = make_scheduler(self.optimizer, self.args, total_steps)
+        self.scheduler = make_scheduler(self.optimizer, args, total_steps)
         trained = (self.accelerator, self.model, self.optimizer, self.scheduler)
         base = self.adapter.base if self.adapter else rest
         # The part of torch that it imports takes long.
         from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 
-        self.checkpointer = Checkpointer(*trained, self.args, self.artifacts, self.resumed_from, self.adapter, base)
+        self.checkpointer = Checkpointer(*trained, args, self.artifacts, self.resumed_from, self.adapter, base)
 
 
 class DataReady(Exception):
@@ -303,10 +301,10 @@ def start(args: Args) -> Run[Args]:
 
 
 class Result(NamedTuple):
-    """Result of a run as lines of text, with bars and further curves for its picture."""
+    """Result of a run as lines of text, with a chart and further curves for its picture."""
 
     text: str
-    bars: Bars | None = None
+    chart: Chart | None = None
     curves: Sequence[Curves] = ()
 
 
@@ -316,12 +314,11 @@ def before_and_after(before: dict, after: dict) -> Result:
     lines = [
         f"Held out, {name.removeprefix('eval_')}: before {before[name]:.4f}, after {after[name]:.4f}" for name in names
     ]
-    sources = [name[5:-5] for name in names if name.endswith("_loss") and name != "eval_loss"]
-    others = [name for name in names if not name.endswith("_loss")]
-    panels = [Curves({"held out": name}, spoken(name).capitalize()) for name in others]
-    shares = {
-        f"{name}{said}": f"{name}_{key}" for name in sources for said, key in (("", "share"), (", asked", "asked"))
-    }
+    sources = [found[1] for name in names if (found := re.fullmatch("eval_(.+)_loss", name))]
+    panels = [Curves({"held out": name}, spoken(name).capitalize()) for name in names if not name.endswith("_loss")]
+    shares = {}
+    for name in sources:
+        shares |= {name: f"{name}_share", f"{name}, asked": f"{name}_asked"}
     panels += [
         Curves({name: f"{name}_loss" for name in sources}, "Loss by source"),
         Curves({name: f"eval_{name}_loss" for name in sources}, "Loss by source, held out"),
@@ -344,12 +341,15 @@ def finish(
         result = result_fn(before, after)
         picture = run.output_dir / "result.png"
         if find_spec("matplotlib"):
-            draw_run(picture, records, result.bars, result.curves)
+            draw_run(picture, records, result.chart, result.curves)
         else:
             picture = "none, since matplotlib is not installed"
-        settings = {"merge_adapter": run.args.merge_adapter, "text_only": run.args.text_only_export}
-        make_whole(run.checkpointer.newest)
-        export(run.checkpointer.newest, out, description, **settings)
+        args, newest = run.args, run.checkpointer.newest
+        make_whole(newest)
+        export(newest, out, description, merge_adapter=args.merge_adapter, text_only=args.text_only_export)
         report = run.output_dir / "report.html"  # which `recipe` writes when the run has ended
         run.print(f"{result.text}\nModel: {out}   picture: {picture}   report: {report}")
+        if newest == run.checkpointer.resumed_from:
+            done = f"all {after['step']} steps were done before; for another run, give another --output_dir"
+            run.print(f"Nothing was trained: {done}")
     run.accelerator.end_training()

@@ -7,21 +7,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from transformers import PreTrainedConfig
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data import PAD_MULTIPLE
-from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.errors import ConfigError, that_apply
 from accelerate_recipes.hub import cache
-from accelerate_recipes.losses import count_labels, count_next_tokens, sequence_to_sequence_loss
+from accelerate_recipes.losses import count_next_tokens
+from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.adapters import load_settings
-from accelerate_recipes.models.encoder_decoders import check_encoder_decoder, dropouts, encoder_decoder_on_meta
+from accelerate_recipes.models.documents import boundaries
 from accelerate_recipes.models.loading import new_model
-from accelerate_recipes.models.pretrained import load_text_config, output_is_embedding
+from accelerate_recipes.models.pretrained import load_text_config
 
 
 class NotSimulatedError(Exception):
@@ -97,54 +95,18 @@ def packed_trial(args: Any, config: PreTrainedConfig | None, loss_fn: Callable) 
     `config` is the configuration of a new model; None for the pretrained model of the arguments.
     """
     length, rows = args.longest_row, args.per_device_train_batch_size
-    row = pack_row(np.zeros(length, dtype=np.int64), [length - 1, 1], length, 0, args.document_mask)
+    positions = torch.arange(length).repeat(rows, 1)
+    if args.document_mask:
+        positions[:, -1] = 0
+    labels = torch.zeros_like(positions)
+    labels[:, [0, -1]] = IGNORE_INDEX
+    batch = {"input_ids": torch.zeros_like(positions), "position_ids": positions, "labels": labels}
     settings = {"attn_implementation": args.attn_implementation, "dtype": load_settings(args)["dtype"]}
     return Trial(
         config or config_of(args),
         partial(new_model, **settings),
         loss_fn,
         count_next_tokens,
-        collate([row | {"row": torch.tensor(0)}] * rows),
+        batch | {"row": torch.zeros(rows, dtype=torch.int64)} | boundaries(positions),
         rows * (length - 2),
-    )
-
-
-def pairs_trial(args: Any, config: PreTrainedConfig | None) -> Trial:
-    """Make the trial of an encoder-decoder on pairs of texts: one pair has the greatest lengths, the others are padded.
-
-    `config` is the configuration of a new model; None for the pretrained model of the arguments.
-
-    Raises:
-        NotSimulatedError: for a BART.
-    """
-    is_tied = True
-    if config is None:
-        config = config_of(args)
-        # Read the file itself; see `output_is_embedding`.
-        settings, _ = PreTrainedConfig.get_config_dict(args.base_model, **cache.pinned(args.base_model))
-        is_tied = output_is_embedding(settings)
-        check_encoder_decoder(config, args.base_model)
-        vars(config).update(dropouts(config, args.dropout_rate))
-    if config.model_type == "bart":
-        raise NotSimulatedError(
-            "BART: whether its decoder uses a mask depends on values, which a simulation does not have"
-        )
-    rows = args.per_device_train_batch_size
-    source, target = (-(-n // PAD_MULTIPLE) * PAD_MULTIPLE for n in (args.max_source_length, args.max_target_length))
-    mask = torch.ones(rows, source, dtype=torch.int64)
-    mask[-1, -1] = 0
-    batch = {
-        "input_ids": torch.zeros(rows, source, dtype=torch.int64),
-        "attention_mask": mask,
-        "labels": torch.zeros(rows, target, dtype=torch.int64),
-        "row": torch.arange(rows),
-    }
-    settings = {"attn_implementation": args.attn_implementation, "dtype": load_settings(args)["dtype"]}
-    return Trial(
-        config,
-        partial(encoder_decoder_on_meta, is_tied=is_tied, **settings),
-        sequence_to_sequence_loss,
-        count_labels,
-        batch,
-        rows * args.max_target_length,
     )

@@ -1,4 +1,4 @@
-"""Corrections of errors in Accelerate 1.15, torch 2.14 and transformers 5.24, each with the reason.
+"""Corrections of errors in Accelerate 1.15, torch 2.14, transformers 5.24 and datasets 5.2, each with the reason.
 
 For each correction, a test fails once upstream no longer needs it: then it can be removed. A correction that needs no
 function of its own stands where the error happens, with the version.
@@ -7,7 +7,11 @@ function of its own stands where the error happens, with the version.
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
+import pickle
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -19,7 +23,7 @@ import psutil
 import torch
 import transformers
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, TorchDynamoPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 
@@ -33,6 +37,20 @@ CACHES = {"cache", "cache_params", "past_key_values", "state"}
 def library_versions() -> dict[str, str]:
     """Return the versions of what computes, by name."""
     return {module.__name__: module.__version__ for module in (accelerate_recipes, torch, accelerate, transformers)}
+
+
+def load_plain(file: Any, **options: Any) -> Any:
+    """Load a file of torch that holds tensors and plain values alone.
+
+    Raises:
+        ValueError: for one that names anything else. torch 2.14 advises to set `weights_only=False`, which would run it.
+    """
+    try:
+        return torch.load(file, weights_only=True, **options)
+    except pickle.UnpicklingError as error:
+        if named := re.search(r"GLOBAL (\S+)", str(error)):
+            raise ValueError(f"it names {named[1]}, which would run: do not load it") from None
+        raise ValueError("it is no file of tensors and plain values") from None
 
 
 def let_torch_choose_dynamic_shapes() -> None:
@@ -192,6 +210,19 @@ def name_backbone(model: transformers.PreTrainedModel) -> None:
         model.base_model_prefix = "model"  # of this model alone: files are read and written by the prefix of the class
 
 
+def forget_layers_of_other_models(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
+    """Let FSDP wrap the layers of a further model: those that the YAML names, or else its own, if it has none of these.
+
+    Accelerate 1.15 (set_auto_wrap_policy) keeps the layers of the first model of a process in the plugin.
+    """
+    policy = plugin.auto_wrap_policy
+    if isinstance(policy, functools.partial) and "transformer_layer_cls" in policy.keywords:
+        named = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").split(",")
+        present = {type(module).__name__ for module in model.modules()}
+        plugin.transformer_cls_names_to_wrap = [name for name in named if name in present] or None
+        plugin.auto_wrap_policy = policy.func
+
+
 def leave_embedding_to_accelerate(model: transformers.PreTrainedModel) -> None:
     """Remove the module that holds the input embedding from the layers that transformers names for FSDP.
 
@@ -267,3 +298,40 @@ def compile_inside_recompute(model: nn.Module, plugin: TorchDynamoPlugin) -> Non
             while isinstance(inner, CheckpointWrapper | OffloadWrapper):
                 inner = inner._checkpoint_wrapped_module
             inner.compile(**plugin.to_kwargs())
+
+
+def keep_json_exact() -> None:
+    """Let `datasets` give back each value that it stores as JSON as it was.
+
+    datasets 5.2 (utils/json.py) writes ten decimals, reads 0.7 as 0.7000000000000001, and refuses an integer beyond 64
+    bits; and it takes the text "5" for the number 5. tests/test_tables.py fails once upstream no longer needs this.
+    """
+    from datasets import arrow_writer
+    from datasets.features import features
+    from datasets.packaged_modules.json import json as builder
+    from datasets.utils import json as utils
+    from pandas.io.json import ujson_dumps
+
+    def written(value: Any) -> str:
+        # Checksums in checkpoints are of the form that `datasets` writes, so this stays where it keeps the value.
+        usual = ujson_dumps(value)
+        if repr(json.loads(usual)) == repr(value):
+            return usual
+        exact = json.dumps(value, default=lambda other: json.loads(ujson_dumps(other)))  # dates, among others
+        return usual if json.dumps(json.loads(usual)) == exact else exact
+
+    def with_json_at(place: list, value: Any) -> Any:
+        if value is None:
+            return None
+        if not place:
+            return written(value)
+        field, *inside = place
+        if field == 0:
+            return [with_json_at(inside, entry) for entry in value]
+        return value | {field: with_json_at(inside, value.get(field))}
+
+    for module in (features, builder, utils):
+        module.ujson_dumps, module.ujson_loads = written, json.loads
+    # A value is written once, where its type is known; until then, a text is a value.
+    features.Json.encode_example = lambda self, value: value
+    arrow_writer.json_encode_field = lambda value, place: with_json_at(place, value)

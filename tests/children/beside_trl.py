@@ -19,21 +19,19 @@ from torch.utils.data import SequentialSampler
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from accelerate_recipes.arguments import shipped
+from accelerate_recipes.conversations import settings
+from accelerate_recipes.conversations.settings import make_model, trl_config
 from accelerate_recipes.engine import train
 from accelerate_recipes.models.generation import drawn_by, numbers_of
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
-from accelerate_recipes.posttraining import settings
-from accelerate_recipes.posttraining.settings import make_model, trl_config
 
 NAME = os.environ["RECIPE"]
 module = shipped.load(Path(__file__).resolve().parents[2] / f"recipes/{NAME}.py")
 Args, requirements, main = module.Args, module.requirements, module.main
 # In float64, since ten steps of Adam make of the rounding of fp32 what one processor rounds otherwise than the next.
-settings.load_settings = lambda args: {
-    "dtype": torch.float64,
-    "experts_implementation": "eager",
-}  # torch has no grouped products of it
+# Torch has no grouped products of it
+settings.load_settings = lambda args: {"dtype": torch.float64, "experts_implementation": "eager"}
 CONFIG, TRL = {
     "sft": (SFTConfig, SFTTrainer),
     "dpo": (DPOConfig, DPOTrainer),
@@ -74,12 +72,8 @@ def compared(run: Any, loader: Any, *, loss_fn: Any, **functions: Any) -> list[d
         "logging_steps": args.logging_steps,
         "output_dir": str(run.output_dir / "trl"),
     }
-    more = {
-        "sft": {"assistant_only_loss": False},
-        "dpo": {},
-        "kto": {},
-        "grpo": {"shuffle_dataset": False, "steps_per_generation": 1},
-    }[NAME]
+    of_grpo = {"shuffle_dataset": False, "steps_per_generation": 1}
+    more = {"sft": {"assistant_only_loss": False}, "dpo": {}, "kto": {}, "grpo": of_grpo}[NAME]
     given = {"reward_funcs": loss_fn.__self__.reward_funcs} if NAME == "grpo" else {}
     if NAME == "kto":
         vars(args).update({field.name: field.default for field in fields(KTOConfig) if not hasattr(args, field.name)})
@@ -87,8 +81,8 @@ def compared(run: Any, loader: Any, *, loss_fn: Any, **functions: Any) -> list[d
         given["ref_model"] = make_model(args)
     model = make_model(args)
     first = vector(model)
+    rows = datasets.Dataset.from_list([rows[number] for number in in_order(order, args)])
     rows = rows.remove_columns([name for name in rows.column_names if name.startswith("ref_")])
-    rows = rows.select([*in_order(order, args)])
     if NAME == "kto":
         rows = rows.map(beside_neighbours, batched=True, batch_size=args.total_batch_size)
     trainer = InOrder(
@@ -105,9 +99,8 @@ def compared(run: Any, loader: Any, *, loss_fn: Any, **functions: Any) -> list[d
     length = theirs.norm()
     found = {"apart": ((ours - theirs).norm() / length).item(), "moved": ((theirs - first).norm() / length).item()}
     # Adam does not see a factor of the loss; the norms of the gradients do.
-    norms = [
-        [entry["grad_norm"] for entry in log if "grad_norm" in entry] for log in (records, trainer.state.log_history)
-    ]
+    log_of_trl = trainer.state.log_history
+    norms = [[entry["grad_norm"] for entry in log if "grad_norm" in entry] for log in (records, log_of_trl)]
     found["norms"] = max(abs(one / other - 1) for one, other in zip(*norms, strict=True))
     (run.output_dir / "beside.json").write_text(json.dumps(found), encoding="utf-8")
     return records
@@ -121,7 +114,7 @@ def in_order(order: Any, args: Any) -> Iterator[int]:
     else:
         size = args.total_batch_size // args.per_device_train_batch_size
         for batch in islice(order, args.max_steps * size):
-            yield from (number % order.num_rows for number in batch)
+            yield from (number[0] if NAME == "kto" else number for number in batch)  # beside that of its neighbour
 
 
 def beside_neighbours(rows: dict[str, list]) -> dict[str, list]:

@@ -12,9 +12,12 @@ import transformers  # noqa: F401
 from forked import run_and_exit, use_hub
 from huggingface_hub import constants
 
-from accelerate_recipes import __main__, recipe  # noqa: F401
+from accelerate_recipes import recipe  # noqa: F401
 from accelerate_recipes.hub import download  # noqa: F401
-from accelerate_recipes.launch import preflight  # noqa: F401
+from recipe_tools import (
+    commands,
+    preflight,  # noqa: F401
+)
 
 
 def run(job: dict) -> int:
@@ -25,7 +28,7 @@ def run(job: dict) -> int:
     if url := os.environ.get("TESTED_ENDPOINT"):
         use_hub(url)
     sys.argv = ["accelerate_recipes", *job["argv"]]
-    run_and_exit(__main__.main, job["log"])
+    run_and_exit(commands.main, job["log"])
 
 
 for line in sys.stdin:

@@ -3,12 +3,10 @@
 Run by tests/test_levers.py. A row is short, so that weights and gradients are what is large.
 """
 
-import json
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import toy
@@ -87,13 +85,8 @@ def main(args: Args) -> None:
             train_step(run, [batch], next_token_loss, count_next_tokens)
     waits = count_waits(lambda: train_step(run, [batch, batch], next_token_loss, count_next_tokens))
     total = sum(parameter.numel() for parameter in run.model.parameters())
-    if accelerator.is_main_process:
-        Path(args.output_dir).mkdir(parents=True)
-        per_parameter = {name: size / total for name, size in written.bytes.items()}
-        (Path(args.output_dir) / "result.json").write_text(
-            json.dumps(per_parameter | {"waits": waits}), encoding="utf-8"
-        )
-    accelerator.end_training()
+    per_parameter = {name: size / total for name, size in written.bytes.items()}
+    toy.finish(args, accelerator, per_parameter | {"waits": waits})
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.data.rows import Rows, make_eval_loader, make_train_loader
-from accelerate_recipes.launch.planning import plan
-from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models.pretrained import read_tokenizer
 from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial, config_of
+from recipe_tools.planning import plan
+from recipe_tools.preflight import preflight
 
 ROOT = Path(__file__).resolve().parents[2]
 template = shipped.load(ROOT / "recipes/template.py")

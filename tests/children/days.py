@@ -12,7 +12,7 @@ from transformers.utils import chat_template_utils
 
 from accelerate_recipes import recipe
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.data import dates
+from accelerate_recipes.conversations import dates
 
 days = count()
 

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import psutil
 
@@ -39,6 +40,15 @@ def die_at(event: str, path: str, count: int, rank: int, everyone: bool = False,
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
+
+
+def keep_still(run: Any, step: int) -> None:
+    """Let the optimizer not make step `step` of a run: its weights and moments stay, and all else goes on."""
+    update = run.optimizer.step
+    if step:
+        run.optimizer.step = lambda *args, **kwargs: (
+            None if run.scheduler.last_epoch + 1 == step else update(*args, **kwargs)
+        )
 
 
 def kill_run(launcher: psutil.Process) -> None:

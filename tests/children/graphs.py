@@ -4,10 +4,8 @@ three layers; to a JSON file.
 Run by tests/test_attention.py.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import toy
@@ -101,10 +99,7 @@ def main(args: Args) -> None:
         run.shard(new_model(config, args.attn_implementation, args.param_dtype))
         result[num_layers] = count_graphs(run, tokenizer, has_attention)
         run.release()
-    if accelerator.is_main_process:
-        Path(args.output_dir).mkdir(parents=True)
-        (Path(args.output_dir) / "result.json").write_text(json.dumps(result), encoding="utf-8")
-    accelerator.end_training()
+    toy.finish(args, accelerator, result)
 
 
 if __name__ == "__main__":

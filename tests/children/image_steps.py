@@ -13,21 +13,20 @@ import toy
 from safetensors.torch import save_file
 from torch import nn
 from toy import requirements
-from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.checkpoint.export import export
-from accelerate_recipes.checkpoint.processor_files import processor_files
-from accelerate_recipes.data.pictures import Pictures
+from accelerate_recipes.conversations.heads import add_head
 from accelerate_recipes.distributed import fsdp_units, make_accelerator
 from accelerate_recipes.engine import on_this_rank, train_step
+from accelerate_recipes.images.pictures import Pictures, processor_files
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.models import IGNORE_INDEX
+from accelerate_recipes.models.image_probe import tiny_of_text
 from accelerate_recipes.models.images import ImageModelArgs, image_model_on_meta, join_documents, load_image_model
 from accelerate_recipes.models.processors import load_processor
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.models.weights import WRAPPERS
-from accelerate_recipes.posttraining.settings import OUTPUTS
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
 
@@ -75,8 +74,11 @@ def documents_of(name: str, texts: list[tuple] = TEXTS) -> list[Document]:
     return found
 
 
+OUTPUTS = ("loss", "log_probs", "entropy", "is_top1")  # as in SFT
+
+
 def loss_of(model: nn.Module, batch: Document) -> torch.Tensor:
-    return -model(**batch, use_cache=False, fused_lm_head=True).log_probs.sum()
+    return model(**batch, use_cache=False, fused_lm_head=True).loss
 
 
 def main(args: Args) -> None:
@@ -86,7 +88,7 @@ def main(args: Args) -> None:
     for folder in args.bases:
         name, args.model_name_or_path = Path(folder).name, folder
         model = load_image_model(args)
-        add_fused_lm_head(model, outputs=OUTPUTS)
+        add_head(model, OUTPUTS, tiny=tiny_of_text)
         positions = image_model_on_meta(model.config).base_model
         if run.accelerator.is_fsdp2:
             run.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None  # those of the model before

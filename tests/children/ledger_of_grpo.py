@@ -6,12 +6,13 @@ from typing import Any
 from ledger_of_trl import Watched, watched
 
 from accelerate_recipes.arguments import shipped
+from accelerate_recipes.conversations import answers
 
 grpo = shipped.load(Path(__file__).resolve().parents[2] / "recipes/grpo.py")
 Args, requirements, main = grpo.Args, grpo.requirements, grpo.main
 
 
-class RewardTrainer(Watched, grpo.RewardTrainer):
+class AnswerTrainer(Watched, answers.AnswerTrainer):
     def _generate_single_turn(self, *args: Any, **settings: Any) -> tuple:
         try:
             return super()._generate_single_turn(*args, **settings)
@@ -20,4 +21,4 @@ class RewardTrainer(Watched, grpo.RewardTrainer):
                 self.noted.setdefault("drawing", []).append(self.ledger.peak)
 
 
-grpo.RewardTrainer, grpo.train = RewardTrainer, watched
+answers.AnswerTrainer, grpo.train = AnswerTrainer, watched

@@ -16,11 +16,11 @@ from toy import requirements
 from accelerate_recipes import distributed
 from accelerate_recipes.args import arg
 from accelerate_recipes.models.shared_rows import part_of_rows, row_group
-from accelerate_recipes.plan.ledger import GATHERED, PARAMETERS, Ledger
-from accelerate_recipes.plan.simulate import Job, load_trial, num_logits, outcome_of, take_steps
 from accelerate_recipes.ranks import data_world_size
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
+from recipe_tools.plan.ledger import GATHERED, PARAMETERS, Ledger
+from recipe_tools.plan.simulate import Job, load_trial, num_logits, outcome_of, take_steps
 
 # gloo's threads sometimes let go late of what was gathered: a peak is then too high, now and then by 2 %, or it is reached
 # sooner, by what is still there instead of by the copy inside the next gather.

@@ -10,10 +10,10 @@ from unittest import mock
 from torch import nn
 
 from accelerate_recipes import engine
-from accelerate_recipes.plan.ledger import ACTIVATIONS, GRADIENTS, PARAMETERS, Ledger
-from accelerate_recipes.plan.simulate import Outcome, num_logits, outcome_of
-from accelerate_recipes.posttraining.answers import AnswerTrainer
+from accelerate_recipes.conversations.answers import AnswerTrainer
 from accelerate_recipes.run import Run
+from recipe_tools.plan.ledger import ACTIVATIONS, GRADIENTS, PARAMETERS, Ledger
+from recipe_tools.plan.simulate import Outcome, num_logits, outcome_of
 
 NO_TRIAL: Any = SimpleNamespace(tokens=0, unit="")
 

@@ -3,9 +3,7 @@
 tests/test_levers.py runs this recipe, which is like any other.
 """
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -58,16 +56,14 @@ def main(args: Args) -> None:
     rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, document_mask=True)
     batches = iter(make_train_loader(rows, args, accelerator.process_index, accelerator.num_processes))
     losses = [train_step(run, [next(batches)], next_token_loss, count_next_tokens).loss for _ in range(STEPS)]
-    if accelerator.is_main_process:
-        result = {
-            "losses": losses,
-            "calls": [calls.count(i) / STEPS for i in range(len(layers))],
-            "offloads": len(offloads) / STEPS,
-            "reduced": sorted(set(reduced)),
-            "stored": sorted({str(parameter.dtype) for parameter in model.parameters()}),
-        }
-        Path(args.output_dir).mkdir(parents=True)
-        (Path(args.output_dir) / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    result = {
+        "losses": losses,
+        "calls": [calls.count(i) / STEPS for i in range(len(layers))],
+        "offloads": len(offloads) / STEPS,
+        "reduced": sorted(set(reduced)),
+        "stored": sorted({str(parameter.dtype) for parameter in model.parameters()}),
+    }
+    toy.finish(args, accelerator, result)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,14 @@
 tests/test_losses.py runs this recipe, which is like any other.
 """
 
-import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
+import toy
 from accelerate.utils import set_seed
 from torch import nn
 from torch.distributed.tensor import DTensor
+from toy import requirements
 from transformers import CONFIG_MAPPING
 
 from accelerate_recipes.args import TrainArgs
@@ -22,14 +22,11 @@ from accelerate_recipes.models.generation import generate_texts
 from accelerate_recipes.models.loading import new_model
 from accelerate_recipes.models.tokenizers import new_word_tokenizer
 from accelerate_recipes.models.weights import WRAPPERS
-from accelerate_recipes.recipe import Requirements, run_recipe
+from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
 
-MODELS = {
-    "llama": {},
-    "llama, tied": {"tie_word_embeddings": True},
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "router_aux_loss_coef": 0.0},
-}
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "router_aux_loss_coef": 0.0}
+MODELS = {"llama": {}, "llama, tied": {"tie_word_embeddings": True}, "mixtral": EXPERTS}
 
 
 @dataclass
@@ -37,10 +34,6 @@ class Args(TrainArgs):
     total_batch_size: int = 4
     per_device_train_batch_size: int = 2
     learning_rate: float = 1e-2
-
-
-def requirements(args: Args) -> Requirements:
-    return Requirements()
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -111,9 +104,7 @@ def main(args: Args) -> None:
             }
             found["trajectory with prefetching"] = train(run)
         result["models"][name] = found
-    if accelerator.is_main_process:
-        Path(args.output_dir).mkdir(parents=True)
-        (Path(args.output_dir) / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    toy.finish(args, accelerator, result)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,8 @@
 tests/test_levers.py runs this recipe. Of three ranks, one holds none of its 4 experts, and one fewer of its 20 dimensions than the others.
 """
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import toy
@@ -59,10 +57,7 @@ def main(args: Args) -> None:
         step = [next(batches) for _ in range(args.accumulation_steps(world_size))]
         losses.append(train_step(run, step, next_token_loss, count_next_tokens).loss)
     of_ranks = gather_object([sum(made)])
-    if run.accelerator.is_main_process:
-        Path(args.output_dir).mkdir(parents=True)
-        found = {"losses": losses, "made orthogonal": of_ranks}
-        (Path(args.output_dir) / "result.json").write_text(json.dumps(found), encoding="utf-8")
+    toy.finish(args, run.accelerator, {"losses": losses, "made orthogonal": of_ranks})
 
 
 if __name__ == "__main__":

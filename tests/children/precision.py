@@ -4,9 +4,7 @@ tests/test_equivalence.py runs this in bf16. The weights are large: with the ini
 nearly uniform, and no loss shows whether positions are right.
 """
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import toy
@@ -53,16 +51,9 @@ def main(args: Args) -> None:
         done = train_step(run, batches, next_token_loss, count_next_tokens)
         losses.append(done.loss)
         norms.append(done.grad_norm.item())
-    if accelerator.is_main_process:
-        buffers = {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers()}
-        result = {
-            "losses": losses,
-            "norms": norms,
-            "buffers": {name: [str(buffer.dtype), buffer.tolist()] for name, buffer in buffers.items()},
-        }
-        Path(args.output_dir).mkdir(parents=True)
-        (Path(args.output_dir) / "result.json").write_text(json.dumps(result), encoding="utf-8")
-    accelerator.end_training()
+    buffers = {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers()}
+    of_buffers = {name: [str(buffer.dtype), buffer.tolist()] for name, buffer in buffers.items()}
+    toy.finish(args, accelerator, {"losses": losses, "norms": norms, "buffers": of_buffers})
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from accelerate_recipes.arguments import shipped
+from accelerate_recipes.conversations.settings import make_model
+from accelerate_recipes.conversations.trained_rows import ReadRows
 from accelerate_recipes.distributed import local_numel
-from accelerate_recipes.posttraining.settings import make_model
-from accelerate_recipes.posttraining.trained_rows import ReadRows
 from accelerate_recipes.ranks import max_over_ranks
 from accelerate_recipes.run import Run
 

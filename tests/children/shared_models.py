@@ -3,9 +3,7 @@
 tests/test_sequence.py runs this recipe, which is like any other.
 """
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import toy
@@ -48,9 +46,7 @@ def loss_and_gradients(model: torch.nn.Module, batch: dict) -> tuple[torch.Tenso
     """Return this rank's loss, and the whole gradients, as FSDP reduced them."""
     loss = next_token_loss(model, batch)
     loss.backward()
-    found = {
-        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()
-    }
+    found = {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}
     model.zero_grad()
     return loss.detach(), found
 
@@ -66,7 +62,7 @@ def main(args: Args) -> None:
         accelerator.free_memory()
         vars(accelerator.state.fsdp_plugin).update(settings)
         run = Run(args, accelerator)
-        attention, _ = choose(args.attn_implementation, config, torch.float32, is_shared=True)
+        attention, _ = choose(args.attn_implementation, config, torch.float32, True, is_shared=True)
         run.shard(AutoModelForCausalLM.from_config(config, attn_implementation=attention))
         model = run.model.train()
         shared, parts = loss_and_gradients(model, part_of_rows(batch, row_group(accelerator)))
@@ -79,10 +75,7 @@ def main(args: Args) -> None:
             "losses": [sum_over_ranks(shared).item(), whole.item()],
             "distances": {key: ((size * parts[key] - g).norm() / g.norm()).item() for key, g in wanted.items()},
         }
-    if accelerator.is_main_process:
-        Path(args.output_dir).mkdir(parents=True)
-        (Path(args.output_dir) / "result.json").write_text(json.dumps(result), encoding="utf-8")
-    accelerator.end_training()
+    toy.finish(args, accelerator, result)
 
 
 if __name__ == "__main__":

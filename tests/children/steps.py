@@ -4,7 +4,6 @@ tests/test_equivalence.py runs this recipe, which is like any other, under each 
 """
 
 import contextlib
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -62,10 +61,8 @@ def main(args: Args) -> None:
         batches = iter(loader)
         found = []
         for _ in range(first, STEPS):
-            micro = [
-                on_this_rank(next(batches), accelerator, model)
-                for _ in range(args.accumulation_steps(run.data_world_size))
-            ]
+            number = args.accumulation_steps(run.data_world_size)
+            micro = [on_this_rank(next(batches), accelerator, model) for _ in range(number)]
             done = train_step(run, micro, next_token_loss, count_next_tokens)
             run.scheduler.step()
             found.append((done.loss, done.grad_norm.item()))
@@ -86,20 +83,18 @@ def main(args: Args) -> None:
     checkpointer.wait()
     checkpointer.resumed_from = checkpointer.newest
     resumed = steps(checkpointer.resume())
-    if accelerator.is_main_process:
-        result = {
-            "start": start,
-            "trajectory": trajectory,
-            "resumed": resumed,
-            "texts": texts,
-            "world_size": accelerator.num_processes,
-            "units": len(fsdp_units(model)),
-            "local": sum(local_numel(p) for p in model.parameters()),
-            "total": total,
-            "args": asdict(args),
-        }
-        (Path(args.output_dir) / "result.json").write_text(json.dumps(result), encoding="utf-8")
-    accelerator.end_training()
+    result = {
+        "start": start,
+        "trajectory": trajectory,
+        "resumed": resumed,
+        "texts": texts,
+        "world_size": accelerator.num_processes,
+        "units": len(fsdp_units(model)),
+        "local": sum(local_numel(p) for p in model.parameters()),
+        "total": total,
+        "args": asdict(args),
+    }
+    toy.finish(args, accelerator, result)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ Register it by `register()`; `faulty:///folder` is its URL. The class holds a se
 counts of each fault.
 """
 
+import errno
 import random
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
@@ -27,6 +29,7 @@ class Faulty(fsspec.AbstractFileSystem):
     generator = random.Random(0)
     rate = 0.0
     killed_after: int | None = None  # calls
+    place, capacity = Path(), None  # a folder that is full with so many bytes
     counts: ClassVar[dict[str, int]] = {}
     listings: ClassVar[dict[str, list]] = {}
 
@@ -65,7 +68,14 @@ class Faulty(fsspec.AbstractFileSystem):
         what = self.fault("delay", "503", "429", "cut", "half", "lost answer")
         if what == "cut":
             raise ConnectionResetError("the connection was cut")
-        self.inner.pipe_file(path, value[: len(value) // 2] if what == "half" else value)
+        value = value[: len(value) // 2] if what == "half" else value
+        if self.capacity is not None:
+            others = (file for file in self.place.rglob("*") if file.is_file() and str(file) != path)
+            room = max(0, self.capacity - sum(file.stat().st_size for file in others))
+            self.inner.pipe_file(path, value[:room])
+            if len(value) > room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        self.inner.pipe_file(path, value)
         if what == "lost answer":
             raise ConnectionResetError("the answer was lost")
 
@@ -79,7 +89,7 @@ class Faulty(fsspec.AbstractFileSystem):
 
     def cat_file(self, path: str, **options: Any) -> bytes:
         self.fault("delay", "503", "429")
-        return self.inner.cat_file(path)
+        return self.inner.cat_file(path, **options)
 
     def info(self, path: str, **options: Any) -> dict:
         self.fault("delay", "503", "429")

@@ -3,14 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+import transformers
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 # A whole Llama 4 of transformers 5.24 reads this from the output of its text part, which does not have it.
@@ -90,26 +83,26 @@ COMPOSITE = {
 }  # fmt: skip
 
 
-def composite_config(model_type: str, vocab_size: int = 100, **changes: object) -> PreTrainedConfig:
+def composite_config(model_type: str, vocab_size: int = 100, **changes: object) -> transformers.PreTrainedConfig:
     """Make the configuration of a tiny composite; `changes` are of the whole. Its last ten tokens are for images."""
     text, vision, whole = COMPOSITE[model_type]
     text = SIZES | text | {"vocab_size": vocab_size, "initializer_range": 0.1}
     if "vocab_size_per_layer_input" in text:
         text["vocab_size_per_layer_input"] = vocab_size
     whole = {k: v + vocab_size - 100 if isinstance(v, int) and v >= 90 else v for k, v in whole.items()}
-    return CONFIG_MAPPING[model_type](text_config=text, vision_config=vision, **whole | changes)
+    return transformers.CONFIG_MAPPING[model_type](text_config=text, vision_config=vision, **whole | changes)
 
 
-def tiny_composite(model_type: str, vocab_size: int = 100, **changes: object) -> PreTrainedModel:
+def tiny_composite(model_type: str, vocab_size: int = 100, **changes: object) -> transformers.PreTrainedModel:
     """Make a tiny model of a composite type, with random weights; see `composite_config`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return AutoModelForImageTextToText.from_config(composite_config(model_type, vocab_size, **changes))
+        return transformers.AutoModelForImageTextToText.from_config(composite_config(model_type, vocab_size, **changes))
 
 
-def tiny_config(model_type: str = "llama", **changes: object) -> PreTrainedConfig:
+def tiny_config(model_type: str = "llama", **changes: object) -> transformers.PreTrainedConfig:
     """Make the configuration of a tiny model of any architecture."""
-    config_class = CONFIG_MAPPING[model_type]
+    config_class = transformers.CONFIG_MAPPING[model_type]
     fields = SIZES | MORE.get(model_type, {}) | changes
     # Some defaults follow from others in the constructor, which knows only an architecture's own names.
     return config_class(**{config_class.attribute_map.get(name, name): value for name, value in fields.items()})
@@ -117,10 +110,12 @@ def tiny_config(model_type: str = "llama", **changes: object) -> PreTrainedConfi
 
 def tiny_model(
     model_type: str = "llama", kind: type | None = None, attention: str | None = None, seed: int = 0, **changes: object
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     """Make a tiny language model with random weights, or with a head of another `kind`, an auto class."""
     config = tiny_config(model_type, **changes)
-    kind = kind or (AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM)
+    kind = kind or (
+        transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return kind.from_config(config, attn_implementation=attention)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 from tiny import COMPOSITE, EXPERTS, QWEN_TOKENS, SIZES
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForImageTextToText,
@@ -168,6 +168,67 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+TEXTS_OF_PARTS = "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+IMAGES_OF_PARTS = (
+    "{# Render all images first #}{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}"
+    "{{ '<image>\n' }}{% endfor %}{# Render all text next #}"
+)
+# As their authors publish them.
+PUBLISHED = {
+    "llava": (
+        "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
+        + IMAGES_OF_PARTS + "{% if message['role'] != 'assistant' %}" + TEXTS_OF_PARTS + "{{ content['text'] + ' '}}{% endfor %}"
+        "{% else %}" + TEXTS_OF_PARTS + "{% generation %}{{ content['text'] + ' '}}{% endgeneration %}{% endfor %}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+    ),
+    "llava_next": (
+        "{% for message in messages %}{% if message['role'] == 'system' %}{{ '<<SYS>>\n' + message['content'][0]['text'] + "
+        "'\n<</SYS>>\n\n' }}{% elif message['role'] == 'user' %}{{ '[INST] ' }}" + IMAGES_OF_PARTS + TEXTS_OF_PARTS
+        + "{{ content['text'] }}{% endfor %}{{' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+        r"{{ ' ' + message['content'][0]['text'] + '<\s> '}}"
+        "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+    ),
+    "llava_onevision": (
+        "{% for message in messages %}{{'<|im_start|>' + message['role'] + ' '}}" + IMAGES_OF_PARTS
+        + "{% if message['role'] != 'assistant' %}" + TEXTS_OF_PARTS + "{{ '\n' + content['text'] }}{% endfor %}{% else %}"
+        + TEXTS_OF_PARTS + "{% generation %}{{ '\n' + content['text'] }}{% endgeneration %}{% endfor %}{% endif %}"
+        "{{'<|im_end|>'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "glm4v": """[gMASK]<sop>
+{%- for msg in messages %}
+    {%- if msg.role == 'system' %}
+<|system|>
+{{ msg.content }}
+    {%- elif msg.role == 'user' %}
+<|user|>{{ '\n' }}
+
+        {%- if msg.content is string %}
+{{ msg.content }}
+        {%- else %}
+            {%- for item in msg.content %}
+                {%- if item.type == 'video' or 'video' in item %}
+<|begin_of_video|><|video|><|end_of_video|>
+                {%- elif item.type == 'image' or 'image' in item %}
+<|begin_of_image|><|image|><|end_of_image|>
+                {%- elif item.type == 'text' %}
+{{ item.text }}
+                {%- endif %}
+            {%- endfor %}
+        {%- endif %}
+    {%- elif msg.role == 'assistant' %}
+        {%- if msg.metadata %}
+<|assistant|>{{ msg.metadata }}
+{{ msg.content }}
+        {%- else %}
+<|assistant|>
+{{ msg.content }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{% if add_generation_prompt %}<|assistant|>
+{% endif %}""",
+}  # fmt: skip
+
 
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
     """Make the tokenizer of a family, with its chat template."""
@@ -191,6 +252,27 @@ def processor(name: str) -> ProcessorMixin:
     made, text = class_of_processor(PROCESSOR_MAPPING_NAMES[name]), tokenizer(name)
     parts = dict.fromkeys(made.get_attributes()) | {"image_processor": images, "tokenizer": text}
     return made(**parts, **FAMILIES[name].get("processor", {}), chat_template=text.chat_template)
+
+
+def with_words(name: str, template: str, *words: str, adds: str = "$A") -> ProcessorMixin:
+    """Make a processor with another chat template, whose tokenizer joins a space with the word behind it, as Llama's does.
+
+    The tokenizer `adds` tokens around a text $A; its begin token is <s>, and its end token </s>.
+    """
+    made, family = processor(name), FAMILIES[name]
+    usual = {"pad_token": PAD, "unk_token": UNKNOWN, "bos_token": "<s>", "eos_token": "</s>"}
+    known = {token: number for number, token in enumerate([*usual.values(), *words])}
+    read = Tokenizer(models.WordLevel(known, unk_token=UNKNOWN))
+    read.pre_tokenizer, read.decoder = pre_tokenizers.Metaspace(prepend_scheme="never"), decoders.Metaspace()
+    tokens = [(token, known[token]) for token in ("<s>", "</s>")]
+    read.post_processor = processors.TemplateProcessing(single=adds, special_tokens=tokens)
+    found = PreTrainedTokenizerFast(tokenizer_object=read, **usual, extra_special_tokens=family.get("tokens", {}))
+    found.add_tokens(family.get("more", []), special_tokens=True)
+    found.chat_template = template
+    parts = {"image_processor": made.image_processor, "tokenizer": found}
+    return type(made)(
+        **dict.fromkeys(made.get_attributes()) | parts, **family.get("processor", {}), chat_template=template
+    )
 
 
 @cache
@@ -225,15 +307,21 @@ def model(name: str, attention: str | dict[str, str] = "sdpa", seed: int = 0) ->
 
 def save_base(folder: Path | str, name: str, seed: int = 0) -> Path:
     """Write a tiny model of a family as one that can be fine-tuned: weights, settings, tokenizer and processor."""
-    folder, made = Path(folder), processor(name)
+    folder = Path(folder)
     model(name, seed=seed).save_pretrained(folder)
-    made.tokenizer.save_pretrained(folder)
+    save_processor(folder, name).tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_processor(folder: Path, name: str) -> ProcessorMixin:
+    """Write the settings of the processor of a family; return it."""
+    made = processor(name)
     settings = made.to_dict()
     # A published model does not say that PIL processes its images.
     settings["image_processor"]["image_processor_type"] = type(made.image_processor).__name__.removesuffix("Pil")
     settings = {field: value for field, value in settings.items() if value is not None}
     (folder / "processor_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
-    return folder
+    return made
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

@@ -3,6 +3,7 @@
 <output_dir>/rows.jsonl lists the rows of each step. Variables of the environment: TOY_FAULT is where the run dies (see
 faults.py), TOY_FSIZE the largest size of a file in bytes, TOY_HANG a step in which the last rank hangs, TOY_BAD_DATA a step in which
 rank 1's data are bad (0: before training), TOY_POISON a row whose loss is not a number,
+TOY_STILL a step whose update is not made,
 TOY_FLIP bits that hardware flips: "step", "rank", "where" (loss, gradient or weight) and "times"; TOY_PACE extra seconds for each batch.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import faults
 import numpy as np
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from safetensors.torch import save_file
 from tiny import tiny_config, tiny_model
@@ -116,6 +118,14 @@ def evaluate(run: Run[Args], heldout: RowLoader) -> dict[str, float]:
     return {"loss": evaluate_loss(run.accelerator, run.model, heldout, next_token_loss, count_next_tokens)}
 
 
+def finish(args: TrainArgs, accelerator: Accelerator, result: dict) -> None:
+    """End a run of another child; the first rank writes the result to <output_dir>/result.json."""
+    if accelerator.is_main_process:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        (Path(args.output_dir) / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    accelerator.end_training()
+
+
 def look_at_data(run: Run[Args], step: int) -> None:
     if run.data_rank == 1 and os.environ.get("TOY_BAD_DATA") == str(step):
         raise DataError("bad.jsonl, row 17: no text")
@@ -148,6 +158,7 @@ def train_with_faults(run: Run[Args], loader: StepLoader, *, loss_fn: LossFn, ev
 
     if limit := os.environ.get("TOY_FSIZE"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+    faults.keep_still(run, int(os.environ.get("TOY_STILL", 0)))
     records = train(run, loader, loss_fn=faulty_loss, evaluate_fn=faulty_evaluate, **rest)
     if run.args.use_peft:
         frozen = {name: whole(p) for name, p in run.model.named_parameters() if not p.requires_grad}
@@ -164,7 +175,7 @@ def flipped(model: torch.nn.Module, loss: torch.Tensor, where: str, factor: floa
         loss.register_hook(lambda gradient: gradient * factor)
     else:
         weight = local_shard(next(model.parameters()).detach())
-        weight.view(torch.int32).flatten()[0] ^= 1
+        weight.view(torch.int32).flatten()[0] ^= 1 << 20  # rounding in the next steps may undo the lowest bit
     return loss
 
 

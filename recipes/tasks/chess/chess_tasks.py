@@ -13,12 +13,12 @@ from pathlib import Path
 from datasets import Dataset
 
 from accelerate_recipes.checkpoint.export import arguments_of
-from accelerate_recipes.chess import rules
-from accelerate_recipes.chess.games import GamesArgs, begin_token, load_games, prepare_games
-from accelerate_recipes.chess.rewards import answer
 from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.models.tokenizers import load_tokenizer
+from chess_games import rules
+from chess_games.games import GamesArgs, begin_token, load_games, prepare_games
+from chess_games.next_moves import answer
 
 
 def games_args(export: str) -> tuple[GamesArgs, dict]:

@@ -8,25 +8,21 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, NewType
+from typing import Any, ClassVar, NewType, get_args, get_type_hints
 
 import transformers
 import yaml
 from transformers import HfArgumentParser, PreTrainedConfig
 
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.errors import ConfigError, closest, suggestion
+from accelerate_recipes.arguments.names import meaning
+from accelerate_recipes.errors import ConfigError, closest
 
+VERY_NEAR = 0.85  # so that a misspelt name is recognised, and another name is not taken for one
 MAX_INT = 2**31 - 1  # small enough for numpy and torch, also for a seed plus step and rank, and a product of two sizes
 
 # Type of an argument that names a YAML file. A preset may hold its content instead, a section, which is kept as JSON.
 FileOrSection = NewType("FileOrSection", str)
-
-# Names that users of other programs type, and what they mean here. By its letters, --lr would be nearest to --lora_r.
-USUAL_NAMES = {
-    "lr": "learning_rate", "model": "model_name_or_path", "data": "train_files", "batch_size": "total_batch_size",
-    "per_device_batch_size": "per_device_train_batch_size", "epochs": "num_train_epochs",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,20 @@ class Parser(HfArgumentParser):
             settings |= {"type": settings_in, "nargs": "+", "action": Merge}
         return super().add_argument(*names, **settings)
 
+    def may_be_none(self, action: argparse.Action) -> bool:
+        """Tell whether None is another value of a field than its default, such as of trl's `max_length`: `none`."""
+        if action.type is not int or action.default is None:
+            return False
+        # HfArgumentParser takes None out of the types of the fields.
+        return any(type(None) in get_args(get_type_hints(one).get(action.dest)) for one in self.dataclass_types)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        is_none = arg_string.lower() == "none" and self.may_be_none(action)
+        return None if is_none else super()._get_value(action, arg_string)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if value is None and self.may_be_none(action):
+            return
         if not isinstance(action.choices, Range):
             super()._check_value(action, value)
         elif problem := action.choices.problem(value):
@@ -201,9 +210,12 @@ def read_preset(
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path} must hold `name: value` lines, not a {type(content).__name__}")
     for key, value in content.items():
+        action = parser._option_string_actions.get(f"--{key}")
+        if value is None and action and parser.may_be_none(action):
+            value = "none"
         if value in (None, [], {}):
             continue  # `save` writes an argument that was not set this way
-        value, action = shipped.data(value, path), parser._option_string_actions.get(f"--{key}")
+        value = shipped.data(value, path)
         if isinstance(action, Merge) and isinstance(value, dict):
             value = [
                 f"{name}={as_yaml(leaf)}" for part in value for name, leaf in with_dots(str(part), value[part]).items()
@@ -241,10 +253,12 @@ class Yaml(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         """Read a section; raise YAMLError for a key that occurs twice."""
         node, lines = super().compose_mapping_node(anchor), {}
-        for key, _ in node.value:
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
-                raise yaml.YAMLError(f"{key.value} stands twice, in lines {lines[key.value]} and {line}; remove one")
+            if key.value in lines:
+                where = f"lines {lines[key.value]} and {line}" if lines[key.value] < line else f"line {line}"
+                raise yaml.YAMLError(f"{key.value} stands twice, in {where}; remove one")
+            lines[key.value] = line
         return node
 
 
@@ -334,13 +348,16 @@ def flag_problem(
         return f"--{name} ({where}) is not an argument of the recipe: {elsewhere}"
     if action is None or flag == "--config":  # a preset cannot name another
         known = {action.dest for action in parser._actions if action.help != argparse.SUPPRESS}
-        meant = closest(USUAL_NAMES.get(name, name), known | of_launcher)
+        unknown = f"unknown argument {name!r} {where}"
+        if is_of_new_model(parser, name):
+            return f"{unknown}; a field of a new model's config.json is given by --config_overrides {name}=..."
+        if owned_elsewhere and (here := meaning(name, known)):
+            return f"{unknown}; here it is {here}"
+        meant = closest(name, known | of_launcher, VERY_NEAR)
         hint = f"; did you mean {meant!r}?" if meant else ""
         if meant in of_launcher - known:
             hint += f" It stands before the recipe: `accelerate launch --{meant} ... RECIPE`"
-        if not hint and is_of_new_model(parser, name):
-            hint = f"; a field of a new model's config.json is given by --config_overrides {name}=..."
-        return f"unknown argument {name!r} {where}{hint or suggestion(name, known, cutoff=0.6)}"
+        return f"{unknown}{hint}"
     if not all(isinstance(value, str) for value in values):
         return f"{name} {where} is {values!r:.60}; it must be one value, or a list of some"
     try:

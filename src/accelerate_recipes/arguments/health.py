@@ -1,12 +1,9 @@
-"""Arguments for steps that go wrong, which every recipe takes; see `life.spikes` and `checkpoint.replicas`."""
+"""Arguments for steps that go wrong, which every recipe takes; see `bad_steps`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from accelerate_recipes.arguments.declaring import arg
-
-OWN_FILES = ("skipped.jsonl", "non_finite.json")
 
 
 @dataclass
@@ -24,9 +21,6 @@ class HealthArgs:
         "stop", "End the run at a step that its rows make wrong, or leave that step out.", choices=["stop", "skip"]
     )
     max_skips: int = arg(5, "Steps left out in a row that end the run.", min=1)
-    exclude_rows: str = arg(
-        "", "File that names rows not to train on: skipped.jsonl or non_finite.json of a run, or one of your own."
-    )
     verify_replicas: int = arg(
         0, "Steps between comparisons of weights and optimizer states over the replicas; 0: never.", min=0
     )
@@ -35,9 +29,3 @@ class HealthArgs:
         """List problems of these arguments, one sentence each."""
         if self.on_spike == "stop" and self.max_skips != HealthArgs.max_skips:
             yield f"--max_skips {self.max_skips} has no effect with --on_spike stop; add --on_spike skip, or remove it"
-        if not self.exclude_rows:
-            return
-        yield from self.file_problems("exclude_rows", (".json", ".jsonl"))
-        file = Path(self.exclude_rows)
-        if file.name in OWN_FILES and file.resolve().parent == Path(self.output_dir).resolve():
-            yield f"--exclude_rows {file}: this run writes that file itself, and may change it; copy it to another name"

@@ -30,7 +30,7 @@ GROUPS = {
     "rare": "Rare",
 }
 # Types of the values, in --help and in JSON Schema.
-NAMES = {
+TYPE_NAMES = {
     int: ("N", "integer"), float: ("X", "number"), string_to_bool: ("", "boolean"),
     str: ("TEXT", ["string", "number", "boolean"]),  # a preset is read as text, so a text may look like a number in YAML
 }  # fmt: skip
@@ -55,8 +55,8 @@ class Argument:
 
     @property
     def type(self) -> Any:
-        """Type of a value, or of each in a list: a key of NAMES."""
-        return self.action.type if self.action.type in NAMES else str
+        """Type of a value, or of each in a list: a key of TYPE_NAMES."""
+        return self.action.type if self.action.type in TYPE_NAMES else str
 
     @property
     def flags(self) -> str:
@@ -65,7 +65,7 @@ class Argument:
             return f"--{self.name} NAME=VALUE ..."
         if self.is_switch:
             return f"--{self.name}" + (f", --no_{self.name}" if self.action.default is True else "")
-        value = self.action.metavar or ("true|false" if self.type is string_to_bool else NAMES[self.type][0])
+        value = self.action.metavar or ("true|false" if self.type is string_to_bool else TYPE_NAMES[self.type][0])
         return f"--{self.name} {value}{' ...' if self.action.nargs == '+' else ''}"
 
     def text(self, *, everything: bool) -> str:

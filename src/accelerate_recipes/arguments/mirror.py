@@ -11,6 +11,15 @@ from fsspec.registry import known_implementations, registry
 
 from accelerate_recipes.arguments.declaring import arg
 
+# Arguments that may differ where a run with an empty output directory takes the place of an earlier one for its own.
+OF_PLACE_AND_SPEED = {
+    "output_dir", "mirror", "mirror_bandwidth", "data_cache_dir", "dataset_num_proc", "dataloader_num_workers",
+    "per_device_train_batch_size", "per_device_eval_batch_size", "prefetch_layers", "checkpoint_every_n_layers",
+    "activation_memory_budget", "async_save", "ddp_timeout", "step_timeout", "report_to", "profile_steps", "profile_ranks",
+    "attn_implementation", "logging_steps", "save_steps", "save_minutes", "push_to_hub", "verify_replicas",
+    "resume_from_checkpoint",
+}  # fmt: skip
+
 
 @dataclass
 class MirrorArgs:
@@ -29,6 +38,8 @@ class MirrorArgs:
         """List problems of these arguments, one sentence each."""
         if self.mirror_bandwidth and not self.mirror:
             yield "--mirror_bandwidth has no effect without --mirror; add that, or remove it"
+        if self.resume_from_checkpoint == "mirror" and not self.mirror:
+            yield "--resume_from_checkpoint mirror has no effect without --mirror; add that, or give `latest`"
         if self.mirror:
             yield from (f"--mirror: {problem}" for problem in url_problems(self.mirror))
             place = self.mirror.removeprefix("file://")

@@ -5,9 +5,11 @@ In a clone they lie at its top; a wheel has them in `shipped_files/` of the pack
 
 import importlib.util
 import os
+import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib.metadata import requires
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,6 +57,24 @@ def other_presets(recipe: str, path: Path) -> str:
     return f"; {folder} holds {', '.join(names)}" if names else ""
 
 
+def preset_of_another(recipe: str, preset: str) -> list[str]:
+    """Say of which recipe a preset in a folder `configs/NAME` is, if that is another one."""
+    owner, own = Path(preset).parent, Path(recipe).stem
+    is_other = owner.parent.name == "configs" and owner.name in names("recipes") and owner.name != own
+    return [f"--config {preset} is a preset of {owner.name}.py, not of {own}.py"] if is_other else []
+
+
+def not_installed(modules: Iterable[str]) -> list[str]:
+    """List the packages of this project's that some modules need and that are not installed, one sentence each.
+
+    Other modules may be those of the user, and lie where only the script itself looks.
+    """
+    required = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in requires("accelerate-recipes") or ()}
+    packages = required & {name.partition(".")[0] for name in modules}
+    missing = sorted(name for name in packages if importlib.util.find_spec(name) is None)
+    return [f"{name} is not installed; run: pip install -r requirements.txt, or pip install {name}" for name in missing]
+
+
 def named(name: str, place: str) -> str:
     """Return where a shipped file lies, if no file of the user has this name."""
     path = HOME / place
@@ -93,6 +113,8 @@ def load(path: str | Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (problems := not_installed([error.name or ""])):
+            raise ConfigError(f"{path}: {problems[0]}") from error
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f" (line {lines[-1]})" if lines else ""  # a SyntaxError says it itself
         raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}{where}") from error

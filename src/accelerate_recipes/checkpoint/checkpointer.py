@@ -29,20 +29,19 @@ from transformers import GenerationConfig, PreTrainedConfig
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint import files, mirror
 from accelerate_recipes.checkpoint.files import SaveError
-from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
+from accelerate_recipes.checkpoint.state_reader import load_state
 from accelerate_recipes.checkpoint.weight_files import saved_tensors, write_adapter, write_safetensors
 from accelerate_recipes.disk import fsync, read_json, read_json_lines, readable
 from accelerate_recipes.distributed import strategy_name
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import update_status
-from accelerate_recipes.life.traces import rng_state, set_rng_state
 from accelerate_recipes.models import adapters
 from accelerate_recipes.models.pretrained import check_generation_config, model_checksum
 from accelerate_recipes.models.weights import WRAPPERS
 from accelerate_recipes.optim import local_shard
-from accelerate_recipes.ranks import is_first, on_all_ranks, on_first_rank
-from accelerate_recipes.upstream import library_versions
+from accelerate_recipes.ranks import is_first, on_all_ranks, on_first_rank, print_first, rng_state, set_rng_state
+from accelerate_recipes.upstream import library_versions, load_plain
 
 PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
 
@@ -92,7 +91,7 @@ class Checkpointer:
     artifacts: Sequence[Any]  # objects with `save_pretrained`: configuration, tokenizer, generation config
     resumed_from: Path | None
     adapter: adapters.Adapter | None = None  # if given, only trained parameters are saved
-    base: dict[str, str | None] | None = None  # what an export takes the rest from; see `untrained.described`
+    base: dict[str, str | None] | None = None  # what an export takes the rest from; see `base.described`
     newest: Path | None = None
     kept: set[int] | None = None  # steps whose checkpoints the last save has kept
     data_states: list[dict] = field(default_factory=list)  # after `resume`: the `data_state` of each rank
@@ -138,13 +137,13 @@ class Checkpointer:
         # With `async_save`, torch copies the state now and writes it in a thread of its own. Our thread waits for this, then
         # completes the checkpoint. The random state is read now too: the next step changes it.
         settings = {"checkpoint_id": files.unfinished(final) / "state", "process_group": self.group}
-        state = self._trained_state()
+        state, rng = self._trained_state(), loadable(rng_state())
         if self.args.async_save:
             write = dcp.async_save(state, async_stager=self.stager, **settings).result
-            self.in_flight = self.background.submit(self._complete, final, start, write, loadable(rng_state()))
+            self.in_flight = self.background.submit(self._complete, final, start, write, rng)
             self.in_flight.add_done_callback(ask_to_stop_if_failed)
         else:
-            self._complete(final, start, partial(dcp.save, state, **settings), loadable(rng_state()))
+            self._complete(final, start, partial(dcp.save, state, **settings), rng)
         return final
 
     def wait(self) -> None:
@@ -221,7 +220,7 @@ class Checkpointer:
         if lock.is_lost():
             raise OSError(f"another run has taken over {final.parent}")
         if final.exists():
-            assert files.defect(final), f"{final} is complete"  # find_resume refuses such a run
+            assert files.defect(final), f"{final} is complete"  # settle_resume refuses such a run
             files.set_aside(final)  # damaged, or written by another program; an unfinished checkpoint has another name
         files.remove_leftovers(final.parent)
         # The next checkpoint will be as large as the last one. Without room, fail before anything is written.
@@ -288,7 +287,7 @@ class Checkpointer:
         state = self._trained_state()
         check_classes(checkpoint, self.artifacts[0])
         check_shapes(checkpoint, state["model"])
-        dcp.load(state, storage_reader=StateReader(checkpoint / "state"), planner=StatePlanner())
+        load_state(state, checkpoint)
         set_state_dict(
             self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
             options=StateDictOptions(strict=self.adapter is None),  # frozen weights are not saved
@@ -302,14 +301,17 @@ class Checkpointer:
         seek(self.scheduler, marker["step"])
         self.data_states = read_json(checkpoint / "data.json")
         if marker["world_size"] == self.accelerator.num_processes:
-            state = torch.load(checkpoint / f"rng-{self.accelerator.process_index}.pt", weights_only=True)
-            kind, keys, *rest = state["numpy"]
-            set_rng_state(state | {"numpy": (kind, keys.numpy(), *rest)})
+            file = checkpoint / f"rng-{self.accelerator.process_index}.pt"
+            try:
+                state = load_plain(file)
+                kind, keys, *rest = state["numpy"]
+                set_rng_state(state | {"numpy": (kind, keys.numpy(), *rest)})
+            except Exception as error:  # the generators raise many kinds
+                raise ConfigError(f"{file} holds no state of random generators: {first_line(error)}") from error
         else:  # another number of ranks: the checkpoint lacks generators for new ranks, so seed all by the step
             set_seed(self.args.seed + marker["step"], device_specific=True)
-        if is_first():
-            saved_by = f"{marker['world_size']} x {marker['strategy']}"
-            print(f"Resumed {checkpoint} (step {marker['step']}, saved by {saved_by})", flush=True)
+        saved_by = f"{marker['world_size']} x {marker['strategy']}"
+        print_first(f"Resumed {checkpoint} (step {marker['step']}, saved by {saved_by})")
         return marker["step"]
 
     def _trained_state(self) -> dict[str, dict[str, Any]]:

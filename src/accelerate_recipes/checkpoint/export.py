@@ -13,16 +13,16 @@ import yaml
 from huggingface_hub.serialization._base import parse_size_to_int
 
 from accelerate_recipes.checkpoint import files, weight_files
-from accelerate_recipes.checkpoint.files import EXPORT, SaveError
-from accelerate_recipes.checkpoint.published import COMPOSITE
+from accelerate_recipes.checkpoint.base_form import COMPOSITE
+from accelerate_recipes.checkpoint.files import EXPORT, USAGE, SaveError
 from accelerate_recipes.disk import read_json, read_json_lines
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.metrics import is_evaluation
 from accelerate_recipes.models import adapters
+from accelerate_recipes.models.base import Base, described, folder_of_base, name_untrained, open_base
 from accelerate_recipes.models.composites import sees_images
 from accelerate_recipes.models.pretrained import mapped_weights, model_checksum
-from accelerate_recipes.models.untrained import Base, described, folder_of_base, open_base, untrained
 from accelerate_recipes.ranks import computes_in_bf16
 
 
@@ -102,7 +102,7 @@ def export(
                 weight_files.write_safetensors(checkpoint, folder, dtype, max_shard_size, base, is_whole, not is_asked)
             say_dtype(folder / "config.json", str(dtype).removeprefix("torch."))
         if base and is_whole and base.rest:
-            description += f" {untrained(base.rest, marker['base_model']['name'])}."
+            description += f" {name_untrained(base.rest, marker['base_model']['name'])}."
         (folder / "README.md").write_text(model_card(checkpoint, description), encoding="utf-8")
 
 
@@ -272,11 +272,12 @@ def model_card(checkpoint: Path, description: str) -> str:
     records = read_json_lines(checkpoint / "metrics.jsonl")
     result = next((record for record in reversed(records) if is_evaluation(record)), {})
     values = {name.removeprefix("eval_"): value for name, value in result.items() if name.startswith("eval_")}
+    usage = checkpoint / USAGE  # of a recipe whose models are not simply loaded
     measured = "".join(f"| {name} | {value:.5g} |\n" for name, value in values.items())
     return f"""# {Path(yaml.safe_load(arguments)["output_dir"]).name}
 
 {description} Trained with accelerate-recipes {marker["versions"]["accelerate_recipes"]}.
-{how_to_load(checkpoint, base) if base else ""}
+{how_to_load(checkpoint, base) if base else ""}{usage.read_text("utf-8") if usage.is_file() else ""}
 ## Result on held-out data
 
 | after {result.get("step", "no")} steps | |

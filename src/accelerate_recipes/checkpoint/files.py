@@ -26,10 +26,12 @@ warnings.filterwarnings("ignore", "Please use DTensor instead and we are depreca
 
 MARKER = "complete.json"
 EXPORT = "accelerate_recipes.json"  # lists the files of an export; a later export recognises an export by this list
-MIRROR = "mirror.json"  # in an output directory: `id` of the run there, and `reading`, the checkpoint being sent
-NAME = re.compile(r"checkpoint-(\d+)")
+# In an output directory: `id` of the run, the `places` of its copies, and `reading`, the checkpoint that is being sent.
+MIRROR = "mirror.json"
+USAGE = "usage.md"  # in a checkpoint: how an export of it is used, if it is not simply loaded
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 COPY = re.compile(r"checkpoint-(\d+)-([0-9a-f]{8})")  # in a mirror; see `checkpoint.store`
-SETTINGS = ("config.json", "adapter_config.json")  # of a model, and of adapters
+SETTINGS_FILES = ("config.json", "adapter_config.json")  # of a model, and of adapters
 RULES = ("save_total_limit", "keep_every_n_steps", "metric_for_best_model", "greater_is_better")  # of what is kept
 
 
@@ -53,9 +55,10 @@ def checkpoint_of(copy: str) -> str:
 def noted(output_dir: Path) -> dict[str, Any]:
     """Read mirror.json in an output directory; empty if there is none."""
     try:
-        return read_json(output_dir / MIRROR)
+        found = read_json(output_dir / MIRROR)
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def defect(checkpoint: Path) -> str | None:
@@ -81,8 +84,8 @@ def defect(checkpoint: Path) -> str | None:
 
 def other_kind(folder: Path, kind: str) -> str | None:
     """Return why a folder cannot be the `checkpoint` or `export` that was asked for, and which was meant; None if it can."""
-    is_checkpoint = (folder / MARKER).exists() or NAME.fullmatch(folder.name.removesuffix(".partial"))
-    is_export = not is_checkpoint and any((folder / name).is_file() for name in SETTINGS)
+    is_checkpoint = (folder / MARKER).exists() or CHECKPOINT.fullmatch(folder.name.removesuffix(".partial"))
+    is_export = not is_checkpoint and any((folder / name).is_file() for name in SETTINGS_FILES)
     if not folder.is_dir():
         return "it is a file" if folder.is_file() else "there is no such folder"
     if is_checkpoint if kind == "checkpoint" else is_export:
@@ -97,7 +100,7 @@ def other_kind(folder: Path, kind: str) -> str | None:
         return f"it is the output directory of a run, whose newest checkpoint is {found[-1]}"
     if (folder / "args.yaml").is_file():
         return f"it is the output directory of a run, which has no {kind} yet"
-    return f"it holds no {MARKER if kind == 'checkpoint' else ' or '.join(SETTINGS)}"
+    return f"it holds no {MARKER if kind == 'checkpoint' else ' or '.join(SETTINGS_FILES)}"
 
 
 def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
@@ -137,13 +140,16 @@ def checked_marker(marker: Any) -> dict:
     Raises:
         ValueError: if it was changed, or names a file outside of the checkpoint.
     """
-    if not isinstance(marker, dict) or "args.yaml" not in marker.get("files", ()):
+    if not isinstance(marker, dict) or not isinstance(listed := marker.get("files"), dict) or "args.yaml" not in listed:
         raise ValueError("it does not list the files of a checkpoint")
     written = marker.pop("checksum", None)
     if written != checksum_of(marker):
         raise ValueError(f"its checksum is {checksum_of(marker)} instead of {written}")
-    if outside := next((n for n in marker["files"] if Path(n).is_absolute() or ".." in Path(n).parts), None):
+    if outside := next((n for n in listed if Path(n).is_absolute() or ".." in Path(n).parts), None):
         raise ValueError(f"it names {outside}, which is not in the checkpoint")
+    entries = all(isinstance(entry, dict) and {"size", "checksum"} <= entry.keys() for entry in listed.values())
+    if not entries or not isinstance(marker.get("step"), int):
+        raise ValueError("it does not say the step, or the sizes and checksums of the files")
     return marker
 
 
@@ -175,12 +181,28 @@ def checksum_of(marker: dict) -> str:
 
 
 def saved_arguments(checkpoint: Path) -> dict[str, Any]:
-    return yaml.safe_load((checkpoint / "args.yaml").read_text(encoding="utf-8"))
+    file = checkpoint / "args.yaml"
+    return parsed_arguments(file.read_bytes(), str(file))
+
+
+def parsed_arguments(text: bytes, name: str) -> dict[str, Any]:
+    """Read the arguments in the `text` of an args.yaml.
+
+    Raises:
+        ConfigError: if a stranger has written it, or it is damaged: it is no mapping of names to plain values.
+    """
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} holds no arguments of a run: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ConfigError(f"{name} holds no arguments of a run, but a {type(found).__name__}")
+    return found
 
 
 def candidates(output_dir: Path) -> list[Path]:
     """List the directories whose names are those of checkpoints, oldest first."""
-    return sorted((path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=step_of)
+    return sorted((path for path in output_dir.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name)), key=step_of)
 
 
 def is_part(checkpoint: Path) -> bool:
@@ -233,7 +255,7 @@ def set_aside(checkpoint: Path) -> None:
 
 def leftovers(output_dir: Path) -> list[Path]:
     """List the unfinished directories that killed runs have left in their output directory; they can be removed."""
-    found = [path for path in output_dir.glob("checkpoint-*.partial") if NAME.fullmatch(path.stem)]
+    found = [path for path in output_dir.glob("checkpoint-*.partial") if CHECKPOINT.fullmatch(path.stem)]
     export = unfinished(output_dir / "export")
     return [*found, export] if (export / EXPORT).is_file() else found
 
@@ -258,7 +280,7 @@ def holds_adapter(marker: dict) -> bool:
 
 
 def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None] | None) -> None:
-    """Check that a checkpoint, which may not hold all of its model, belongs to this base; see `untrained.described`.
+    """Check that a checkpoint, which may not hold all of its model, belongs to this base; see `base.described`.
 
     Raises:
         ConfigError: if it was trained from a model with other weights, whatever its name.

@@ -12,26 +12,24 @@ import contextlib
 import json
 import os
 import queue
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.arguments.mirror import url_problems
+from accelerate_recipes.arguments.mirror import OF_PLACE_AND_SPEED, url_problems
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.store import Store
 from accelerate_recipes.disk import existing
 from accelerate_recipes.errors import ConfigError, printable, raise_problems
 from accelerate_recipes.life import lock, stop
-from accelerate_recipes.life.status import attempt, update_status
+from accelerate_recipes.life.status import this_owner, update_status
 from accelerate_recipes.ranks import gather_when_done, is_first, is_first_of_machine, on_all_ranks, on_first_rank, rank
 
 AFTER_FAILURE = 20.0  # seconds that a run which failed gives to its newest copy: its launcher may be ending it
@@ -49,7 +47,7 @@ def store_at(url: str) -> Store:
         ConfigError: for a URL that cannot be used here.
     """
     raise_problems("The place cannot be read", url_problems(url))
-    return Store(url)
+    return Store(url, say=say_of_mirror)
 
 
 def fetched(place: str, folder: Path) -> Path:
@@ -91,12 +89,12 @@ class Sender:
         self.output_dir = Path(args.output_dir)
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self.status: dict[str, Any] = {}  # `mirror` in status.json
-        self.is_ending = False
+        self.is_ending = self.has_begun = False
         self.process = subprocess.Popen(  # in its own session: a signal to the run's group must not end it
             [sys.executable, "-P", "-m", "accelerate_recipes.checkpoint.uploader"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
         )  # fmt: skip
-        values = args.values()
+        values, may_adopt = args.values(), args.resume_from_checkpoint == "mirror"
         self.ask(
             url=args.mirror,
             output_dir=str(self.output_dir.absolute()),
@@ -106,8 +104,11 @@ class Sender:
             has_own_disk=_has_own_disks,
             world_size=int(os.environ.get("WORLD_SIZE", 1)),
             parent=os.getpid(),
-            owner={"host": socket.gethostname(), "process": os.getpid(), "run": uuid.uuid4().hex, **attempt()},
-            fixed={name: values[name] for name in sorted(args.fixed_on_resume() & values.keys())},
+            owner=this_owner(),
+            arguments=values | {"resume_from_checkpoint": "latest" if may_adopt else args.resume_from_checkpoint},
+            fixed=sorted(args.fixed_on_resume()),
+            of_place_and_speed=sorted(OF_PLACE_AND_SPEED),
+            may_adopt=may_adopt,
             rules={name: values[name] for name in files.RULES},
         )
         threading.Thread(target=self.listen, daemon=True, name="mirror").start()
@@ -127,7 +128,7 @@ class Sender:
             else:
                 self.answers.put(event)
         self.answers.put({"error": f"its process has ended with code {self.process.wait()}"})
-        if not self.is_ending:
+        if self.has_begun and not self.is_ending:
             say_of_mirror("its process has ended, and no more copies are made")
             self.note({"problem": "its process has ended"})
 
@@ -235,6 +236,7 @@ def fetch_from_mirror(output_dir: Path) -> None:
 def begin_copies() -> None:
     """Send each new checkpoint from now on: the run has begun."""
     if _sender is not None:
+        _sender.has_begun = True
         _sender.ask(do="watch")
 
 
@@ -266,7 +268,7 @@ def finish_copies(output_dir: Path, state: str) -> None:
         while not event and stop.seconds_left() > 0 and time.monotonic() < until:
             with contextlib.suppress(queue.Empty):
                 event = _sender.answers.get(timeout=0.2)
-    if not is_first():
+    if not is_first() or not _sender.has_begun:  # a refused run has no copies
         return
     if event.get("ended"):
         say_of_mirror(f"the copy is complete: {event['copy']}" if event["copy"] else "there is no checkpoint to copy")

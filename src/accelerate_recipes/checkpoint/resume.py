@@ -15,16 +15,22 @@ from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.life import lock
 from accelerate_recipes.ranks import gather_when_done, is_first, on_all_ranks, on_first_rank, place_on_machine
 
-# Arguments of earlier versions that changed the model, with the values that changed nothing.
-STRETCHED = {"rope_scaling_factor": 1, "rope_theta": 0}
+# Arguments of earlier versions, with the values that changed nothing, and what to do with a run that had others.
+STRETCHED = "begin anew with the export of this checkpoint, whose config.json holds the stretched positions"
+GONE = {
+    "rope_scaling_factor": (1, STRETCHED),
+    "rope_theta": (0, STRETCHED),
+    "exclude_rows": ("", "begin anew with the export of this checkpoint, on files without these rows"),
+}
 
 
-def find_resume(args: TrainArgs) -> Path | None:
-    """Find the checkpoint at which the run begins, or None for a fresh start. Its content is not verified yet.
+def settle_resume(args: TrainArgs) -> Path | None:
+    """Choose the checkpoint at which the run begins, or None for a fresh start, and set the arguments that are left open.
+
+    The content of the checkpoint is not verified yet.
 
     `args.resume_from_checkpoint` says which one. But if this same command has saved in the output directory before, its
-    newest checkpoint is taken: a command that is given again continues. Arguments that are left open get their values
-    here.
+    newest checkpoint is taken: a command that is given again continues.
 
     Raises:
         ConfigError: for a path that is not a complete checkpoint, for a checkpoint of other data or batches, and for an
@@ -37,7 +43,7 @@ def find_resume(args: TrainArgs) -> Path | None:
         if other not in present and not files.is_part(other):
             warnings.warn(f"skipping {other}: {files.defect(other)}", stacklevel=2)
     # No changed argument: this same command has written the newest checkpoint, so it continues there.
-    if given == "latest" or (present and not changed_arguments(present[-1], args)):
+    if given in ("latest", "mirror") or (present and not changed_arguments(present[-1], args)):
         chosen = present[-1] if present else None
     elif given == "none":
         chosen = None
@@ -45,7 +51,7 @@ def find_resume(args: TrainArgs) -> Path | None:
         chosen = fetched(given, output_dir / "fetched") if is_copy(given) else Path(given)
         if reason := files.other_kind(chosen, "checkpoint"):
             raise ConfigError(f"--resume_from_checkpoint {given}: {reason}; give latest, none, or a checkpoint's path")
-        if not files.NAME.fullmatch(chosen.name):
+        if not files.CHECKPOINT.fullmatch(chosen.name):
             raise ConfigError(f"--resume_from_checkpoint {given}: its name must be checkpoint-STEP; rename it")
         if reason := files.defect(chosen):
             raise ConfigError(damaged(chosen, reason))
@@ -53,7 +59,7 @@ def find_resume(args: TrainArgs) -> Path | None:
         said = f"--resume_from_checkpoint {given} would overwrite {present[-1]}, which is further on"
         raise ConfigError(f"{said}; give another --output_dir, or latest, or move that checkpoint away")
     if chosen:
-        check_arguments(chosen, args)
+        settle_arguments(chosen, args)
         if args.max_steps > 0:  # else the number of steps is known only with the data
             check_not_beyond(chosen, args.max_steps)
     else:
@@ -73,13 +79,13 @@ def damaged(chosen: Path, reason: str) -> str:
 
 
 def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
-    """Agree on the checkpoint that `find_resume` finds on rank 0, and verify its checksums, each rank for some of its files.
+    """Agree on the checkpoint that `settle_resume` chooses on rank 0; verify its checksums, each rank for some of its files.
 
     From here on the output directory belongs to this run. Unfinished files of killed runs are removed from it. A damaged
     checkpoint is renamed to `<name>.damaged`, and the next older one is taken.
 
     Raises:
-        ConfigError: like `find_resume`, if a checkpoint that was given by its path is damaged, and if another run uses the
+        ConfigError: like `settle_resume`, if a checkpoint that was given by its path is damaged, and if another run uses the
             output directory.
     """
     rank, world_size, output_dir = accelerator.process_index, accelerator.num_processes, Path(args.output_dir)
@@ -93,14 +99,14 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
     while True:
         if args.mirror:
             mirror.fetch_from_mirror(output_dir)
-        chosen, *_ = gather_when_done(partial(find_in_own, args) if is_first() else None)
+        chosen, *_ = gather_when_done(partial(take_own_and_settle, args) if is_first() else None)
         if mirror.has_own_disks():
             gather_when_done(partial(tidy_disk, args, chosen) if mirror.is_first_of_disk() else None)
         unseen = [i for i, reason in enumerate(on_all_ranks(chosen and files.defect(chosen))) if reason]
         if unseen:
             remedy = "--output_dir must lie on a filesystem that all machines share"
             raise ConfigError(f"ranks {unseen} do not see {chosen} as rank 0 does; {remedy}")
-        if rank:  # `find_resume` did this on rank 0
+        if rank:  # `settle_resume` did this on rank 0
             args.settle(files.saved_arguments(chosen) if chosen else {})
         if chosen is None:
             return None
@@ -141,18 +147,18 @@ def tidy_disk(args: TrainArgs, chosen: Path | None) -> None:
     files.remove_leftovers(output_dir)
 
 
-def find_in_own(args: TrainArgs) -> Path | None:
-    """Take the output directory, find the checkpoint in it, and remove the unfinished files of killed runs.
+def take_own_and_settle(args: TrainArgs) -> Path | None:
+    """Take the output directory, settle on a checkpoint in it, and remove the unfinished files of killed runs.
 
     A run that is refused leaves the directory as it was.
 
     Raises:
-        ConfigError: like `find_resume`, and if another run owns the directory, or if it cannot be written to.
+        ConfigError: like `settle_resume`, and if another run owns the directory, or if it cannot be written to.
     """
     output_dir = Path(args.output_dir)
     take_directory(output_dir)
     try:
-        chosen = find_resume(args)
+        chosen = settle_resume(args)
     except ConfigError:
         lock.release()
         raise
@@ -173,14 +179,14 @@ def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
     """Return the arguments whose values differ from those of the checkpoint, as name: (before, now)."""
     saved, settled = files.saved_arguments(checkpoint), copy.copy(args)
     settled.settle(saved)
-    both = {name: (saved[name], value) for name, value in settled.values().items() if name in saved}
+    changed = {name: (saved[name], now) for name, now in settled.values().items() if saved.get(name, now) != now}
     # Earlier versions wrote a bool where there is a choice of texts now.
-    same = [name for name, (before, now) in both.items() if isinstance(before, bool) and str(before).lower() == now]
-    return {name: (before, now) for name, (before, now) in both.items() if before != now and name not in same}
+    same = [name for name, (before, now) in changed.items() if isinstance(before, bool) and str(before).lower() == now]
+    return {name: changed[name] for name in changed if name not in same}
 
 
-def check_arguments(checkpoint: Path, args: TrainArgs) -> None:
-    """Check that a checkpoint can be continued with these arguments, and copy from it those that are left open.
+def settle_arguments(checkpoint: Path, args: TrainArgs) -> None:
+    """Take the arguments that are left open from a checkpoint, and check that it can be continued with the others.
 
     Raises:
         ConfigError: if a difference would change the model, or the order of the data in the middle of the run.
@@ -193,9 +199,8 @@ def check_arguments(checkpoint: Path, args: TrainArgs) -> None:
     ]
     saved = files.saved_arguments(checkpoint)
     fatal += [
-        f"--{name} was {saved[name]!r}, and is no argument now; begin anew with the export of this checkpoint, whose "
-        "config.json holds the stretched positions"
-        for name, unset in STRETCHED.items()
+        f"--{name} was {saved[name]!r}, and is no argument now; {remedy}"
+        for name, (unset, remedy) in GONE.items()
         if saved.get(name, unset) != unset
     ]
     fatal += args.settle(saved)

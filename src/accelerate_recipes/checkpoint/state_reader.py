@@ -2,6 +2,7 @@
 
 import io
 import pickle
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.upstream import load_plain
 
 # Names that `.metadata` may contain, besides dtypes.
 IN_METADATA = {
@@ -22,6 +24,19 @@ IN_METADATA = {
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     )),
 }  # fmt: skip
+
+
+def load_state(state: dict[str, Any], checkpoint: Path, *, no_dist: bool = False) -> None:
+    """Load into `state` what the `state/` of a checkpoint holds of it.
+
+    Raises:
+        ConfigError: for a state that names what would run.
+    """
+    try:
+        dcp.load(state, storage_reader=StateReader(checkpoint / "state"), planner=StatePlanner(), no_dist=no_dist)
+    except dcp.CheckpointException as error:
+        refusals = [raised for raised, _ in error.failures.values() if isinstance(raised, ConfigError)]
+        raise (refusals or [error])[0] from None
 
 
 class StateReader(dcp.FileSystemReader):
@@ -61,5 +76,8 @@ class StatePlanner(dcp.DefaultLoadPlanner):
     """Planner that accepts only tensors and plain values, such as the betas: torch would unpickle anything."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        element = torch.load(value, weights_only=True)
+        try:
+            element = load_plain(value)
+        except ValueError as error:
+            raise ConfigError(f"{read_item.dest_index.fqn} in the checkpoint's state/: {error}") from None
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], element)

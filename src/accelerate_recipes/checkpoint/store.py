@@ -17,12 +17,20 @@
    part-marker, which lists them. The store's client guards the way up by its own checksums. Once the part-markers list all
    files, the first machine writes complete.json.
 4. A copy without a valid complete.json does not exist for a reader. A reader lists the place without any cache, and adds
-   what the lease names, since a listing may be older. The reader compares the checksum of each file that it fetches. If a
-   file differs, or is gone, damaged.json takes the place of the marker, and the next older copy is taken. A store that does
-   not answer is an error instead.
-5. Removal goes the other way: complete.json, the part-markers, the files. The newest complete copy is never removed.
+   what the lease names, since a listing may be older. The reader compares the checksum of each file that it fetches.
+5. What is lost, and when: one answer proves nothing. A file is absent if the store says so twice, and the listing agrees
+   where a marker is. A file is damaged if the store returns it wrongly twice, in the same way; what this machine's disk
+   makes of it is no proof. A damaged copy is set aside (damaged.json takes the place of the marker) once an older one has
+   been fetched whole; without an older one it stays, and the start ends. A store that does not answer ends the start too. A
+   copy is removed if it is complete, older than another, and not kept by the rules; if it was never complete, when the next
+   one begins; if it was set aside, when a newer one is complete. Removal goes the other way: complete.json, then the
+   part-markers, then the files. What a disk returns is compared with the checksums of the save before it is sent.
 6. A writer owns the lease. A start waits until a foreign lease has not changed for LEASE seconds; it need not wait for a
-   process that is known to be dead. A writer that finds another's lease stops.
+   process that is known to be dead. A writer that finds another's lease, or none, writes nothing.
+7. A run has the place whose id is in its mirror.json. A place that it knew, and that is empty now, is an error: its disk may
+   be gone. A run with an empty directory also has the place of a run with the same arguments, but for those of place and
+   speed, and by `--resume_from_checkpoint mirror` that of one with others. Any other place must be empty. A run that is
+   refused changes nothing.
 
 Only fsspec and its clients talk to the store. This module does without torch: a process of its own imports it.
 """
@@ -36,26 +44,32 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
+from glob import has_magic
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import fsspec
+import xxhash
 
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.files import MARKER
 from accelerate_recipes.disk import fsync, write_atomically
+from accelerate_recipes.life.status import UNKNOWN, is_owner
 
 T = TypeVar("T")
 
-RUN, LEASE_FILE, GONE = "run.json", "lease.json", "gone.json"
+RUN, LEASE_FILE, GONE, DAMAGED = "run.json", "lease.json", "gone.json", "damaged.json"
 WAITS = (0.5, 2.0, 8.0, 30.0)  # seconds before an attempt is repeated, on average
 PATIENCE = 120.0  # seconds for one call, and for a file at first;
 SLOWEST = 2**20  # bytes a second at which a file may come
+NOTE_EVERY = 15.0  # seconds of waiting for a store between two words about it
+PIECE = 2**26  # bytes of a file that are compared at a time
 AT_ONCE = 2  # files on the way up; each in parts, by the store's client
 # A client reads as many parts of a file at once; with s3fs's own 10 of 50 MiB, two files take a GiB of memory.
-OPTIONS = {"file": {"auto_mkdir": True}, "s3": {"max_concurrency": 4}}
+OPTIONS = {"s3": {"max_concurrency": 4}}
+NO_KEYS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")  # of botocore and google.auth
 SECRETS = re.compile(r"//[^/\s@]*@|\?\S*|(?i:(?<=key=)|(?<=token=)|(?<=signature=))\S+")
 
 
@@ -63,12 +77,16 @@ class StoreError(OSError):
     """The store did not do what was asked, or the place cannot be that of this run. The text holds no credentials."""
 
 
+class Contradiction(StoreError):
+    """The store says of a file that it is there, and that it is not."""
+
+
 class Gone(Exception):
     """The checkpoint that was being sent is no longer on the disk."""
 
 
 class Damaged(OSError):
-    """A file of a copy is missing, or is not what was sent."""
+    """A file of a copy is missing, or is not what was sent. Once `Store` has raised it, the store itself says so."""
 
 
 def told(error: BaseException) -> str:
@@ -80,8 +98,8 @@ def told(error: BaseException) -> str:
     return SECRETS.sub("...", text)[:400]
 
 
-def within(seconds: float, call: Callable[[], T]) -> T:
-    """Call a function in a thread, and wait for its result. After a TimeoutError the thread may still be at work."""
+def within(seconds: float, call: Callable[[], T], say: Callable[[str], None] = lambda text: None) -> T:
+    """Call a function in a thread, wait for its result, and say so. After a TimeoutError the thread may still be at work."""
     done: Future[T] = Future()
 
     def work() -> None:
@@ -91,8 +109,10 @@ def within(seconds: float, call: Callable[[], T]) -> T:
             done.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
+    if wait([done], first := min(seconds, NOTE_EVERY)).not_done:
+        say(f"no answer for {first:.0f} s")
     try:
-        return done.result(timeout=seconds)
+        return done.result(timeout=seconds - first)
     except TimeoutError as error:
         raise TimeoutError(str(error) or f"no answer within {seconds:.0f} s") from None
 
@@ -123,7 +143,8 @@ class Store:
         StoreError: after the last attempt.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, say: Callable[[str], None] = lambda text: None):
+        self.url, self.say, self.said_at = url, say, 0.0
         scheme = url.partition("://")[0] if "://" in url else "file"
         try:
             self.fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **OPTIONS.get(scheme, {}))
@@ -134,30 +155,51 @@ class Store:
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
 
-    def _insist(self, call: Callable[..., T], *args: Any, seconds: float = PATIENCE) -> T:
-        """Call with `args`, again and again, and each time without cached listings, and for `seconds` at most."""
+    def _insist(self, call: Callable[..., T], *args: Any, seconds: float = 0) -> T:
+        """Call with `args`, again and again, each time without cached listings, for `seconds` (0: PATIENCE) at most."""
+        begun = time.monotonic()
 
         def fresh() -> T:
             self.fs.invalidate_cache()
             return call(*args)
 
-        for wait in (*WAITS, None):
+        def say(problem: str) -> None:
+            if not seconds and (now := time.monotonic()) - max(begun, self.said_at) >= NOTE_EVERY:
+                self.said_at = now
+                self.say(f"{self.url}: {problem}; still trying")
+
+        for pause in (*WAITS, None):
             try:
-                return within(seconds, fresh)
-            except (FileNotFoundError, Gone):
+                return within(seconds or PATIENCE, fresh, say)
+            except (FileNotFoundError, Gone, StoreError):
                 raise
             except Exception as error:
-                if wait is None or isinstance(error, PermissionError | NotADirectoryError):
+                if isinstance(error, PermissionError) or type(error).__name__ in NO_KEYS:
+                    remedy = "give credentials, or a user, that may list, read, write and remove there"
+                    raise StoreError(f"{self.url} refuses access ({told(error)}): {remedy}") from None
+                if pause is None or isinstance(error, NotADirectoryError):
                     raise error if isinstance(error, Damaged) else StoreError(told(error)) from None
-                time.sleep(wait * random.uniform(0.5, 1.5))
+                say(told(error))
+                time.sleep(pause * random.uniform(0.5, 1.5))
         raise AssertionError
+
+    def _found(self, call: Callable[..., T], *args: Any) -> T | None:
+        """Return the result of a call, or None if the store says twice that there is no such file."""
+        for _ in range(2):
+            with contextlib.suppress(FileNotFoundError):
+                return self._insist(call, *args)
+        return None
+
+    def _make_folder(self, place: str) -> None:
+        """Make the folder of a file, but not the place itself: its disk may have gone."""
+        if self.is_folder:
+            if not Path(self.root).is_dir():
+                raise StoreError(f"{self.root} is gone; is its disk mounted?")
+            Path(place).parent.mkdir(parents=True, exist_ok=True)
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file, or None if there is none."""
-        try:
-            return self._insist(self.fs.cat_file, self._path(name))
-        except FileNotFoundError:
-            return None
+        return self._found(self.fs.cat_file, self._path(name))
 
     def read_json(self, name: str) -> Any:
         """Return the value in a file; None if there is no such file, or if it is no JSON."""
@@ -171,8 +213,8 @@ class Store:
         place = self._path(name)
 
         def pipe() -> None:
+            self._make_folder(place)
             if self.is_folder:
-                Path(place).parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(Path(place), data.decode())
             else:
                 self.fs.pipe_file(place, data)
@@ -193,6 +235,7 @@ class Store:
 
         def put() -> None:
             pace.check()
+            self._make_folder(self._path(name))
             is_slowed = self.is_folder and pace.rate  # LocalFileSystem's own copy cannot be, but the kernel makes it
             put_file = partial(fsspec.AbstractFileSystem.put_file, self.fs) if is_slowed else self.fs.put_file
             try:
@@ -213,7 +256,7 @@ class Store:
         self._insist(put, seconds=PATIENCE + size / min(SLOWEST, pace.rate / 2 or SLOWEST))
 
     def fetch(self, copy: str, name: str, folder: Path, marker: dict) -> None:
-        """Fetch a file of a copy, unless the folder has it. Raises Damaged if it is missing or differs, each time."""
+        """Fetch a file of a copy, unless the folder has it. Raises Damaged if it is missing or differs in the store."""
 
         def get() -> None:
             try:
@@ -226,16 +269,37 @@ class Store:
         if files.difference(folder, name, marker) is None:
             return
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        self._insist(get, seconds=PATIENCE + marker["files"][name]["size"] / SLOWEST)
+        try:
+            self._insist(get, seconds=PATIENCE + marker["files"][name]["size"] / SLOWEST)
+        except OSError as error:
+            (folder / name).unlink(missing_ok=True)
+            if not isinstance(error, Damaged):
+                raise
+            if (fault := self.fault(copy, name, marker)) and fault == self.fault(copy, name, marker):
+                raise Damaged(fault) from None
+            said = f"{copy} cannot be fetched to {folder}: {error}"
+            raise StoreError(f"{said}. The store itself returns {name} unharmed, or each time otherwise") from None
         fsync(folder / name)
+
+    def fault(self, copy: str, name: str, marker: dict) -> str | None:
+        """Return what is wrong with a file of a copy as the store returns it; None if it is right. No disk takes part."""
+        place, wanted, found = self._path(f"{copy}/{name}"), marker["files"][name], xxhash.xxh3_128()
+        if (info := self._found(self.fs.info, place)) is None:
+            return f"{name} is missing"
+        if info["size"] != wanted["size"]:
+            return f"{name} has {info['size']} bytes there instead of {wanted['size']}"
+        for start in range(0, size := wanted["size"], PIECE):
+            end = min(start + PIECE, size)
+            found.update(self._found(partial(self.fs.cat_file, place, start=start, end=end)) or b"")
+        said = f"the checksum of {name} is {found.hexdigest()} instead of {wanted['checksum']}"
+        return None if found.hexdigest() == wanted["checksum"] else said
 
     def names(self, folder: str = "") -> list[str]:
         """List the names in a folder."""
-        try:
-            paths = self._insist(partial(self.fs.ls, self._path(folder), detail=False))
-        except FileNotFoundError:
-            return []
-        return [PurePosixPath(path).name for path in paths]
+        place = self._path(folder)
+        paths = self._found(partial(self.fs.ls, place, detail=False)) or ()
+        # A store may name the folder itself.
+        return [PurePosixPath(path).name for path in paths if path.rstrip("/") != place]
 
     def remove(self, name: str) -> None:
         """Remove a small file; nothing if there is none."""
@@ -251,41 +315,87 @@ class Store:
         found = {name for name in self.names() if files.COPY.fullmatch(name)} | {*named}
         return sorted(found, key=lambda name: (files.step_of_copy(name), name in named, name), reverse=True)
 
+    def lease(self) -> dict | None:
+        """Return the lease; None if there is none. What is no lease counts as that of an unknown process."""
+        if (data := self.read(LEASE_FILE)) is None:
+            return None
+        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
+            lease = json.loads(data)
+            copies = [copy for copy in lease["copies"] if files.COPY.fullmatch(copy)]
+            if lease["owner"] is None or is_owner(lease["owner"]):
+                return {"owner": lease["owner"], "beat": lease["beat"], "copies": copies}
+        return {"owner": UNKNOWN, "beat": data.hex(), "copies": []}
+
     def named(self) -> list[str]:
         """List the copies that the lease names."""
-        return [name for name in (self.read_json(LEASE_FILE) or {}).get("copies", ()) if files.COPY.fullmatch(name)]
+        return (self.lease() or {"copies": []})["copies"]
 
     def marker(self, copy: str) -> dict | None:
-        """Return the marker of a complete copy; None for any other."""
-        try:
-            marker = files.checked_marker(self.read_json(f"{copy}/{MARKER}"))
-        except ValueError:
-            return None
-        return marker if copy == files.name_of_copy(marker) else None
+        """Return the marker of a complete copy; None for any other. Raises Damaged for a marker that was changed."""
+        name = f"{copy}/{MARKER}"
+        for pause in (*WAITS, 0.0):
+            data = self.read(name)
+            if data is None and MARKER not in self.names(copy):
+                return None
+            try:
+                marker = files.checked_marker(json.loads(data or b"null"))
+                if copy == files.name_of_copy(marker):
+                    return marker
+                reason = f"it is that of {files.name_of_copy(marker)}"
+            except (ValueError, RecursionError) as error:
+                reason = str(error)
+            if data is not None and data == self.read(name):
+                is_cut = not data.endswith(b"}") and self._insist(self.fs.info, self._path(name))["size"] == len(data)
+                if is_cut:  # its writer was killed, or had no space
+                    return None
+                raise Damaged(f"its {MARKER} is damaged: {reason}")
+            time.sleep(pause)
+        raise Contradiction(f"{self.url} lists {name}, and does not return it, or each time otherwise")
+
+    def markers(self) -> dict[str, dict | None]:
+        """Return the marker of each complete copy, the newest first, and None for those that are not; no doubtful ones."""
+        found = {}
+        for copy in self.copies():
+            with contextlib.suppress(Damaged, Contradiction):
+                found[copy] = self.marker(copy)
+        return found
 
     def complete(self) -> Iterator[tuple[str, dict]]:
         """Yield name and marker of each complete copy, the newest first."""
-        return ((copy, marker) for copy in self.copies() if (marker := self.marker(copy)))
+        return ((copy, marker) for copy, marker in self.markers().items() if marker)
+
+    def metrics(self, copy: str, marker: dict) -> list[dict]:
+        """Read the log records in a complete copy."""
+        if (entry := marker["files"].get("metrics.jsonl")) is None:
+            return []
+        data = self.read(f"{copy}/metrics.jsonl") or b""
+        if xxhash.xxh3_128_hexdigest(data) != entry["checksum"]:
+            raise StoreError(f"{copy}/metrics.jsonl is not what was sent, so it is not known which copy is the best")
+        return list(map(json.loads, data.splitlines()))
 
     def fetch_copy(self, copy: str, marker: dict, checkpoint: Path) -> None:
         """Fetch a copy, as a checkpoint that is complete or absent. Raises Damaged, naming a file that differs.
 
         Files of the same checkpoint that are there are not fetched.
         """
-        unfinished = files.unfinished(checkpoint)
+        unfinished, has_part = files.unfinished(checkpoint), False
         shutil.rmtree(unfinished, ignore_errors=True)
         with contextlib.suppress(OSError, ValueError):
-            if files.read_marker(checkpoint) == marker:
-                checkpoint.rename(unfinished)
-        with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda name: self.fetch(copy, name, unfinished, marker), marker["files"]))
+            has_part = files.read_marker(checkpoint) == marker and bool(checkpoint.rename(unfinished))
+        try:
+            with ThreadPoolExecutor(8) as threads:
+                list(threads.map(lambda name: self.fetch(copy, name, unfinished, marker), marker["files"]))
+        except OSError:
+            if has_part:
+                unfinished.rename(checkpoint)
+            raise
         if checkpoint.exists():
             files.set_aside(checkpoint)
         files.publish(checkpoint, marker)
 
     def set_copy_aside(self, copy: str, reason: str) -> None:
         """Note why a copy is of no use, and make it incomplete."""
-        self.write_json(f"{copy}/damaged.json", {"reason": reason})
+        self.write_json(f"{copy}/{DAMAGED}", {"reason": reason})
         self.remove(f"{copy}/{MARKER}")
 
     def sent(self, copy: str) -> set[str]:
@@ -294,23 +404,38 @@ class Store:
         if GONE in names:
             raise Gone(copy)
         parts = [name for name in names if name.startswith("part-")]
-        return {name for part in parts for name in self.read_json(f"{copy}/{part}") or ()}
+        return {name for part in parts for name in self.listed(f"{copy}/{part}")}
 
-    def send_part(self, checkpoint: Path, copy: str, names: Sequence[str], rank: int, pace: Pace) -> None:
+    def listed(self, part: str) -> list[str]:
+        """List the files that a part-marker names."""
+        found = self.read_json(part)
+        return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+    def send_part(self, checkpoint: Path, copy: str, marker: dict, names: Sequence[str], rank: int, pace: Pace) -> None:
         """Send those files of a machine which are not there, then its part-marker."""
+
         part = f"{copy}/part-{rank}.json"
         before = self.sent(copy)
         if missing := [name for name in names if name not in before]:
+            for name in missing:
+                pace.check()
+                if (checkpoint / name).exists() and (reason := files.difference(checkpoint, name, marker)):
+                    raise StoreError(f"{checkpoint} is damaged on this disk, and is not sent: {reason}")
             with ThreadPoolExecutor(1 if pace.rate else AT_ONCE) as threads:
                 list(threads.map(lambda name: self.send(checkpoint / name, f"{copy}/{name}", pace), missing))
-            self.write_json(part, [*(self.read_json(part) or ()), *missing])
+            self.write_json(part, [*self.listed(part), *missing])
 
     def remove_copy(self, copy: str) -> None:
+        place = self._path(copy)
         for name in (MARKER, *self.names(copy)):
             if name == MARKER or name.startswith("part-"):
                 self.remove(f"{copy}/{name}")
+        if not self.is_folder and has_magic(place):  # `rm` would take it for a pattern, and remove what matches
+            for path in self._found(self.fs.find, place) or ():
+                self._insist(self.fs.rm_file, path)
+            return
         with contextlib.suppress(FileNotFoundError):
-            self._insist(partial(self.fs.rm, recursive=True), self._path(copy))
+            self._insist(partial(self.fs.rm, recursive=True), place)
 
     def abort_leftovers(self) -> None:
         """Abort the unfinished uploads that a killed writer has left here, which cost money and show in no list."""

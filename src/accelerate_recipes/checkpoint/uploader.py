@@ -22,10 +22,21 @@ from typing import Any
 
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.files import EXPORT, MARKER
-from accelerate_recipes.checkpoint.store import GONE, LEASE_FILE, RUN, Damaged, Gone, Pace, Store, StoreError, told
+from accelerate_recipes.checkpoint.store import (
+    DAMAGED,
+    GONE,
+    LEASE_FILE,
+    RUN,
+    Damaged,
+    Gone,
+    Pace,
+    Store,
+    StoreError,
+    told,
+)
 from accelerate_recipes.disk import readable, size_and_times, write_atomically
 from accelerate_recipes.life import parent
-from accelerate_recipes.life.status import is_known_dead
+from accelerate_recipes.life.status import UNKNOWN, is_known_dead
 
 LEASE = 180.0  # seconds without a renewal after which a lease has expired; it is renewed each third of them
 LOOK = 1.0  # seconds between two looks at the output directory
@@ -38,6 +49,11 @@ WATCHED = ("args.yaml", "metrics.jsonl", "report.html", "status.json")
 OWNER = re.compile(r"(?:state/__|rng-)(\d+)")  # of a file: the rank that wrote it; rank 0 wrote all others
 
 
+OPEN = (None, "", "auto")  # values of arguments that a run settles later
+# Names in a place that is empty all the same; a start that was killed leaves all but the last.
+NOT_FOREIGN = {LEASE_FILE, f"{LEASE_FILE}.partial", f"{RUN}.partial", "lost+found"}
+
+
 class Uploader:
     """Uploader of one machine. `rank` is the first of the machine; `ranks` are the first of all machines."""
 
@@ -45,6 +61,7 @@ class Uploader:
     coming, good = "", []  # copies that the lease names: one that is about to be complete, and complete ones
     problem, failures, beat, shared_at, is_lost, is_over = "", 0, 0, 0.0, False, False
     reading: Path | None = None
+    run: dict[str, Any] | None = None  # what run.json is to say
     # Of other machines: owner of the lease; its last beat, and when it was seen.
     first, heard, heard_at = None, None, 0.0
     wanted = ""  # checkpoint that is to be made whole
@@ -52,7 +69,8 @@ class Uploader:
 
     def __init__(self, settings: dict[str, Any]):
         self.settings, self.rank, self.owner, self.url = settings, settings["rank"], settings["owner"], settings["url"]
-        self.output_dir, self.store, self.ranks = Path(settings["output_dir"]), Store(self.url), settings["ranks"]
+        self.output_dir, self.ranks = Path(settings["output_dir"]), settings["ranks"]
+        self.store = Store(self.url, say=lambda text: self.tell(say=text))  # until `watch`: the run waits
         self.has_disk = self.rank == 0 or settings["has_own_disk"]  # the first machine takes care of a shared one
         self.pace, self.since, self.shared = Pace(settings["bandwidth"], self.check), time.time(), {}
         self.wake, self.leasing = threading.Event(), threading.Lock()
@@ -77,32 +95,32 @@ class Uploader:
     # The start, on the first machine.
 
     def begin(self) -> None:
-        """Make the place that of this run. Raises StoreError if it belongs to another, or to one that is alive."""
-        run, mine, fixed = self.store.read_json(RUN), files.noted(self.output_dir).get("id"), self.settings["fixed"]
+        """Make the place that of this run. Raises StoreError, and changes nothing, if it may not have it."""
+        found = run_of(self.store)
         if not self.has_disk:
             return  # the store answers this machine too
-        if run is None and (copies := self.store.copies()):
-            raise StoreError(f"{self.url} holds {copies[0]}, but no {RUN}; give another place")
-        if run and (mine or files.candidates(self.output_dir)) and run["id"] != mine:
-            remedy = "give another --mirror, or another --output_dir"
-            raise StoreError(f"{self.url} holds another run than {self.output_dir}; {remedy}")
-        run = run or {"id": mine or uuid.uuid4().hex, "fixed": fixed}
-        is_open = (None, "")  # it is settled later; and a model may have moved
-        for name in sorted(run["fixed"].keys() & fixed.keys() - {"model_name_or_path"}):
-            was, now = run["fixed"][name], fixed[name]
-            if was != now and was not in is_open and now not in is_open:
-                raise StoreError(f"{self.url} holds a run whose --{name} was {was!r} and is now {now!r}; set it back")
+        check_place(self.store, found, self.output_dir, self.settings)
+        noted, arguments = files.noted(self.output_dir), self.settings["arguments"]
+        run = {"id": found["id"] if found else noted.get("id") or uuid.uuid4().hex, "arguments": arguments}
         if self.rank == 0:
+            if found is None:
+                make_place(self.store)
+                self.tell(say=f"{self.url} is a new place, and holds no copies yet")
             self.take_lease()
-            self.store.write_json(RUN, run)
+            if run_of(self.store) != found:
+                self.write_lease(None)
+                raise StoreError(f"{self.url} was taken by another run just now; give another place")
+            if found is None:
+                self.store.write_json(RUN, run)
+            self.run = run
             self.store.abort_leftovers()
             threading.Thread(target=self.keep_lease, daemon=True).start()
-        self.note(id=run["id"], reading=None)
+        self.note(id=run["id"], places=sorted({*noted.get("places", ()), self.store.root}), reading=None)
 
     def take_lease(self) -> None:
         """Wait until the lease of another process has expired, then write ours, and look whether it stays."""
         before, until = None, time.monotonic() + LEASE
-        while (lease := self.store.read_json(LEASE_FILE)) and (other := lease["owner"]):
+        while (lease := self.store.lease()) and (other := lease["owner"]):
             if is_known_dead(other, self.owner) or time.monotonic() > until:
                 break
             who = f"process {other['process']} on {other['host']}"
@@ -112,10 +130,11 @@ class Uploader:
                 raise StoreError(f"{self.url} is in use by {who}, which is alive; stop it, or give another place")
             before = lease["beat"]
             time.sleep(min(5 * LOOK, LEASE / 10))
-        self.good = [copy for copy in self.store.named() if self.store.marker(copy)]
+        complete = dict(self.store.complete())
+        self.good = [copy for copy in self.store.named() if copy in complete]
         self.write_lease(self.owner)
         time.sleep(LOOK)  # another may have found the same lease expired: the last to write has it
-        if (self.store.read_json(LEASE_FILE) or {}).get("owner") != self.owner:
+        if (self.store.lease() or {"owner": None})["owner"] != self.owner:
             raise StoreError(f"{self.url} was taken by another run just now; give another place")
 
     def write_lease(self, owner: dict[str, Any] | None) -> None:
@@ -125,13 +144,17 @@ class Uploader:
             lease = {"owner": owner, "beat": [self.owner["run"], self.beat], "copies": copies}
             self.store.write_json(LEASE_FILE, lease)
 
-    def renew_lease(self) -> None:
-        """Renew the lease, unless another run has it: then stop."""
-        found = self.store.read_json(LEASE_FILE)
-        if found and found["owner"] != self.owner and not self.is_lost:
+    def check_lease(self) -> None:
+        """Raise StoreError unless this run has the lease. If another one has it, this one stops."""
+        if (found := self.store.lease()) is None:
+            raise StoreError(f"{self.url} has lost its {LEASE_FILE}: is its disk mounted?")
+        if found["owner"] not in (self.owner, UNKNOWN) and not self.is_lost:
             self.is_lost = True
             self.tell(say="another run has taken over the mirror: no more copies are made there")
         self.check()
+
+    def renew_lease(self) -> None:
+        self.check_lease()
         self.write_lease(self.owner)
 
     def keep_lease(self) -> None:
@@ -144,23 +167,38 @@ class Uploader:
         """Fetch a copy, by default the newest complete one, if it is further on than the output directory.
 
         Returns its name, or "". A machine with a disk of its own has nothing that is further on, but has files of the copy.
+
+        Raises:
+            StoreError: if each copy that is further on is damaged; all of them stay.
         """
-        wanted, found = copy, files.complete_checkpoints(self.output_dir)
-        for copy, marker in self.store.complete():
-            if wanted not in ("", copy):
+        wanted, found, damaged = copy, files.complete_checkpoints(self.output_dir), {}
+        here = (
+            {files.name_of_copy(files.read_marker(path)) for path in found} if self.settings["has_own_disk"] else set()
+        )
+        newest = 0 if self.settings["has_own_disk"] else max(map(files.step_of, found), default=0)
+        for copy in self.store.copies():
+            if wanted not in ("", copy) or files.step_of_copy(copy) <= newest:
                 continue
-            if self.settings["has_own_disk"]:
-                if copy in (files.name_of_copy(files.read_marker(path)) for path in found):
-                    return copy
-            elif marker["step"] <= max(map(files.step_of, found), default=0):
-                break
-            self.tell(say=f"fetching {copy} ({readable(files.listed_bytes(marker))}) from {self.url}")
-            try:
-                self.store.fetch_copy(copy, marker, self.output_dir / f"checkpoint-{marker['step']}")
+            if copy in here:
                 return copy
+            try:
+                if (marker := self.store.marker(copy)) is None:
+                    continue
+                self.tell(say=f"fetching {copy} ({readable(files.listed_bytes(marker))}) from {self.url}")
+                self.store.fetch_copy(copy, marker, self.output_dir / f"checkpoint-{marker['step']}")
             except Damaged as error:
-                self.tell(say=f"{copy} is set aside there, and an older one is taken: {error}")
-                self.store.set_copy_aside(copy, str(error))
+                damaged[copy] = error
+                continue
+            for name, error in damaged.items():  # this one has shown that store and disk are well
+                self.tell(say=f"{name} is set aside there, and {copy} is taken, which is older: {error}")
+                self.store.set_copy_aside(name, str(error))
+            return copy
+        if damaged:
+            name, error = next(iter(damaged.items()))
+            raise StoreError(
+                f"{name} in {self.url} is damaged ({error}), and no copy that is older can take its place; it stays. "
+                f"Restore that file, or remove {name} from there to go on without it"
+            )
         return ""
 
     def send_now(self, name: str) -> None:
@@ -172,7 +210,7 @@ class Uploader:
             copy = files.name_of_copy(marker)
             if self.rank:
                 self.send_part(checkpoint, copy, marker)
-            elif self.store.marker(copy) is None:
+            elif self.store.markers().get(copy) is None:
                 self.tell(say=f"making a copy of {name} from the disks of all machines")
                 self.send_copy(checkpoint, copy, marker)
         self.pace.rate = rate
@@ -181,7 +219,7 @@ class Uploader:
 
     def watch(self) -> None:
         """Send each newest checkpoint, until the run has ended; then its export, and what a person watches."""
-        look = LOOK * (5 if self.rank else 1)
+        look, self.store.say = LOOK * (5 if self.rank else 1), lambda text: None
         while not (self.finish and (self.is_complete() or (self.failures and time.monotonic() > self.until))):
             if self.finish:
                 time.sleep(look / 5)
@@ -216,12 +254,18 @@ class Uploader:
         self.leave()
 
     def turn_of_first(self) -> None:
+        if self.run:  # it has begun with these arguments
+            self.check_lease()
+            self.store.write_json(RUN, self.run)
+            self.run = None
         present, done = reversed(files.candidates(self.output_dir)), files.checkpoint_of(self.copy)
         newest = next((c for c in present if c.name == done or files.defect(c) is None or files.is_part(c)), None)
         if newest is not None and newest.name != done:
             marker, start = files.read_marker(newest), time.monotonic()
             copy = files.name_of_copy(marker)
-            if self.store.marker(copy) is None:
+            there = self.store.markers()
+            if there.get(copy) is None:
+                self.remove_unfinished([name for name, marker in there.items() if marker is None and name != copy])
                 self.send_copy(newest, copy, marker, PATIENCE_WITH_OTHERS)
                 seconds = time.monotonic() - start
                 self.tell(say=f"{copy} is complete ({readable(files.listed_bytes(marker))} in {seconds:.0f} s)")
@@ -273,11 +317,11 @@ class Uploader:
             return max(first for first in self.ranks if first <= owner) == self.rank
 
         mine = [name for name in sorted(marker["files"]) if is_mine(name)]
-        self.store.send_part(checkpoint, copy, mine, self.rank, self.pace)
+        self.store.send_part(checkpoint, copy, marker, mine, self.rank, self.pace)
 
     def turn_of_other(self) -> None:
         """Send this machine's part of the copy that the first machine has chosen."""
-        if (lease := self.store.read_json(LEASE_FILE)) is None:
+        if (lease := self.store.lease()) is None or lease["owner"] == UNKNOWN:
             return
         if self.heard != lease["beat"]:
             self.heard, self.heard_at = lease["beat"], time.monotonic()
@@ -294,24 +338,33 @@ class Uploader:
                     self.send_part(checkpoint, copy, marker)
             self.copy = copy
         elif any(files.step_of(c) > files.step_of_copy(copy) for c in files.candidates(self.output_dir)):
-            if self.store.marker(copy) is None:
+            if self.store.markers().get(copy) is None:
                 self.store.write_json(f"{copy}/{GONE}", self.rank)  # the first machine then takes a newer one
             self.copy = copy
 
+    def remove_unfinished(self, copies: list[str]) -> None:
+        """Remove copies that were never complete, since the next may need their space. What was set aside waits for it."""
+        self.check_lease()
+        for copy in copies:
+            if DAMAGED not in self.store.names(copy):
+                self.store.remove_copy(copy)
+
     def remove_old(self) -> None:
-        """Remove the copies that are not kept, by the rules of the output directory, and what was never completed."""
-        rules, complete = SimpleNamespace(**self.settings["rules"]), dict(self.store.complete())
+        """Remove the copies that are not kept, by the rules of the output directory, and what is not complete."""
+        rules, there = SimpleNamespace(**self.settings["rules"]), self.store.markers()
         scores = {}
-        for copy, marker in complete.items():
-            text = self.store.read(f"{copy}/metrics.jsonl") if rules.metric_for_best_model else None
-            scores[marker["step"]] = files.score(map(json.loads, (text or b"").splitlines()), marker["step"], rules)
+        for copy, marker in there.items():
+            if marker is not None:
+                metrics = self.store.metrics(copy, marker) if rules.metric_for_best_model else ()
+                scores[marker["step"]] = files.score(metrics, marker["step"], rules)
         keep = files.kept(scores, rules) - {files.step_of_copy(self.copy)}
-        for copy in self.store.copies():
-            if copy != self.copy and (copy not in complete or files.step_of_copy(copy) not in keep):
+        for copy, marker in there.items():
+            if copy != self.copy and (marker is None or marker["step"] not in keep):
                 self.store.remove_copy(copy)
 
     def share(self) -> None:
         """Send what a person watches, where it has changed."""
+        self.check_lease()
         for name in WATCHED:
             with contextlib.suppress(FileNotFoundError):
                 if self.shared.get(name) != (state := size_and_times(self.output_dir / name)):
@@ -388,6 +441,70 @@ def run_uploader() -> None:
         is_plain = isinstance(error, StoreError)
         print(json.dumps({"error": str(error) if is_plain else told(error)}), flush=True)
         os._exit(1)
+
+
+def run_of(store: Store) -> dict[str, Any] | None:
+    """Return what run.json says of the run that owns a place; None if there is none."""
+    if (data := store.read(RUN)) is None:
+        return None
+    with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        run = json.loads(data)
+        if isinstance(run["id"], str) and isinstance(run.get("arguments", run.get("fixed")), dict):
+            return run
+    raise StoreError(f"{store.url}/{RUN} does not say whose place this is; restore that file, or give another place")
+
+
+def check_place(store: Store, run: dict[str, Any] | None, output_dir: Path, settings: dict[str, Any]) -> None:
+    """Raise StoreError unless the run in `output_dir` may have a place, which is that of `run`, or of none."""
+    noted = files.noted(output_dir)
+    mine = noted.get("id")
+    if run is None:
+        if mine and store.root in noted.get("places", []):
+            raise StoreError(
+                f"{store.url} was the place of this run, and holds no {RUN} now: is its disk mounted? To begin a new place "
+                f"there, remove {output_dir / files.MIRROR}"
+            )
+        if foreign := sorted(n for n in store.names() if n not in NOT_FOREIGN and not n.startswith(".")):
+            raise StoreError(f"{store.url} holds {', '.join(foreign[:3])}, but no {RUN}; give an empty place")
+        return
+    if (mine or files.candidates(output_dir)) and run["id"] != mine:
+        raise StoreError(
+            f"{store.url} holds another run than {output_dir}; give another --mirror, or another --output_dir"
+        )
+    before, now = recorded(store, run), settings["arguments"]
+    differ = {name for name in before.keys() & now.keys() if before[name] != now[name]}
+    left_open = {name for name in differ if before[name] in OPEN or now[name] in OPEN}
+    fatal = differ & {*settings["fixed"]} - left_open - {"model_name_or_path"}  # a model may move
+    remedy = "set it back"
+    adopts = mine is None and settings["rank"] == 0  # the other machines follow rank 0
+    if adopts and not settings["may_adopt"] and not fatal:
+        fatal = differ - {*settings["of_place_and_speed"]} - (set() if "arguments" in run else left_open)
+        remedy = "give another --mirror, or go on with that run by --resume_from_checkpoint mirror"
+    if fatal:
+        said = ", ".join(f"--{name} was {before[name]!r} and is now {now[name]!r}" for name in sorted(fatal))
+        raise StoreError(f"{store.url} holds a run whose {said}; {remedy}")
+
+
+def make_place(store: Store) -> None:
+    """Make the place of a new run, in a folder that is there: else its disk may be gone. A bucket is never made."""
+    if store.is_folder:
+        place = Path(store.root)
+        try:
+            place.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            remedy = "is its disk mounted? Make it, or give another place"
+            raise StoreError(f"{store.url}: there is no folder {place.parent}; {remedy}") from None
+        except OSError as error:
+            raise StoreError(told(error)) from None
+
+
+def recorded(store: Store, run: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a run's last start, or, where an earlier version did not record them, of its newest copy."""
+    if "arguments" in run:
+        return run["arguments"]
+    newest = next((copy for copy, _ in store.complete()), None)
+    text = store.read(f"{newest}/args.yaml") if newest else None
+    return files.parsed_arguments(text or b"{}", f"{store.url}/{newest}/args.yaml") | run["fixed"]
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ import transformers
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 
+from accelerate_recipes.checkpoint.base_form import COMPOSITE
 from accelerate_recipes.checkpoint.files import saved_arguments
-from accelerate_recipes.checkpoint.published import COMPOSITE
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import adapters
+from accelerate_recipes.models.base import Base, as_in_files, form_differences, kept_in_fp32, parts_in_files
 from accelerate_recipes.models.composites import freeze, layers_in_whole, name_in_whole, places_of_parts, sees_images
 from accelerate_recipes.models.pretrained import NUM_NAMED, conversions, model_class, output_is_embedding
-from accelerate_recipes.models.untrained import Base, as_in_files, form_differences, kept_in_fp32, parts_in_files
 
 
 def write_safetensors(
@@ -151,13 +151,11 @@ def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def read_state(checkpoint: Path, wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Read the `wanted` tensors of the model from `checkpoint/state`."""
-    import torch.distributed.checkpoint as dcp
-
-    from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
+    from accelerate_recipes.checkpoint.state_reader import load_state
 
     # Allocate them in the dtype to be written: the reader converts as it copies, without a second buffer.
     tensors = {f"model.{name}": torch.empty_like(tensor, device="cpu") for name, tensor in wanted.items()}
-    dcp.load(tensors, storage_reader=StateReader(checkpoint / "state"), planner=StatePlanner(), no_dist=True)
+    load_state(tensors, checkpoint, no_dist=True)
     return {name: tensors[f"model.{name}"] for name in wanted}
 
 

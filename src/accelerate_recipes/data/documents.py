@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import build_hf_headers
 
 from accelerate_recipes.data.reading import (
-    LONGEST,
+    MAX_LINE,
     TOO_LONG,
     TXT,
     check_characters,
@@ -237,12 +237,12 @@ def lines(shard: str, chunks: Iterable[bytes], first: int, stride: int) -> Itera
     """Yield lines `first`, `first + stride`, ...; lines before `first` are counted, but not split.
 
     Raises:
-        DataError: for a line that is longer than LONGEST.
+        DataError: for a line that is longer than MAX_LINE.
     """
     rest, number = b"", 1  # start of a line whose end was not read yet, and its number
     for chunk in chunks:
         number += chunk.count(b"\n")
-        if len(rest) > LONGEST and b"\n" not in chunk:
+        if len(rest) > MAX_LINE and b"\n" not in chunk:
             raise DataError(f"{shard}, line {number} {TOO_LONG}")
         if first and first >= (ended := chunk.count(b"\n")):
             first -= ended

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from accelerate_recipes.data.reading import reading
-from accelerate_recipes.disk import IS_POINTER, checksum, is_pointer, written_beside
+from accelerate_recipes.disk import IS_POINTER, checksum, is_pointer, made_once
 from accelerate_recipes.errors import DataError, other_recipe, suggestion
 from accelerate_recipes.hub import cache
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-VERSION = 1  # of the tables in the cache; raise it when files are read differently, so that old tables are not used
-KINDS = cache.BUILDERS | {".arrow": "arrow", ".tsv": "tsv"}
+VERSION = 3  # of the tables in the cache; raise it when files are read differently, so that old tables are not used
+FILE_KINDS = cache.BUILDERS | {".arrow": "arrow", ".tsv": "tsv"}
 PACKED = [kind + how for kind in (".jsonl", ".json", ".csv", ".tsv") for how in (".gz", ".zst")]
-SUFFIXES = (*KINDS, *PACKED)  # of the files that are read
+SUFFIXES = (*FILE_KINDS, *PACKED)  # of the files that are read
 
 # These libraries also log the errors that they raise.
 logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
@@ -30,7 +30,7 @@ logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 def file_kind(file: str) -> str | None:
     """Return the kind of a file by its suffix; None if such files are not read."""
     suffix = next((suffix for suffix in SUFFIXES if file.endswith(suffix)), "")
-    return KINDS.get(suffix.removesuffix(".gz").removesuffix(".zst"))
+    return FILE_KINDS.get(suffix.removesuffix(".gz").removesuffix(".zst"))
 
 
 def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> "datasets.Dataset":
@@ -54,14 +54,10 @@ def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> "da
             sums.append(checksum(Path(file)))
     name = xxhash.xxh3_128_hexdigest(json.dumps([VERSION, kind, sums]).encode())
     table = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / f"files-{name}" / "rows.arrow"
-    if not table.exists():
-        table.parent.mkdir(parents=True, exist_ok=True)
-        with written_beside(table) as partial:
-            write_table(files, kind, str(partial))
-    return datasets.Dataset.from_file(str(table))
+    return datasets.Dataset.from_file(str(made_once(table, lambda partial: write_table(files, kind, str(partial)))))
 
 
-def read_split(need: cache.HubDataset, split: str, cache_dir: str | Path | None = None) -> "datasets.Dataset":
+def read_split(need: cache.HubDataset, split: str) -> "datasets.Dataset":
     """Read a split, such as `train[:10%]`, of a folder or of a downloaded dataset.
 
     Raises:
@@ -71,7 +67,7 @@ def read_split(need: cache.HubDataset, split: str, cache_dir: str | Path | None 
     import datasets
     from datasets.data_files import DataFilesList
 
-    root, options, is_typed = Path(cache_dir or datasets.config.HF_DATASETS_CACHE), {}, False
+    root, options, is_typed = Path(datasets.config.HF_DATASETS_CACHE), {}, False
     saved = cache.saved_splits(need.name)
     arguments = {} if saved else cache.load_arguments(need)
     with reading(f"{need.name}, split {split}"):
@@ -96,7 +92,7 @@ def read_split(need: cache.HubDataset, split: str, cache_dir: str | Path | None 
         is_usual = options == ({"sep": "\t"} if kinds == {"tsv"} else {})
         if is_typed or not is_usual or len(kinds) > 1 or None in kinds:
             return datasets.load_dataset(**arguments, split=split, cache_dir=str(root))
-        parts = {name: read_files(files[name], cache_dir) for name in names}
+        parts = {name: read_files(files[name]) for name in names}
         sizes = {name: len(part) for name, part in parts.items()}
         places = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
         chosen = [parts[place.splitname].select(range(place.from_, place.to)) for place in places]
@@ -181,6 +177,16 @@ def class_names(labels: Iterable[str]) -> list[str]:
 def falls_under(source: str, share: float) -> bool:
     """Tell whether the hash of a text falls under a share."""
     return text_hash(source) < int(share * 2**64)
+
+
+def other_share(hashes: Collection[int], share: float) -> str:
+    """Say which share would leave something on both sides, where this one leaves a side empty: the least, in few digits."""
+    first, last = min(hashes, default=0), max(hashes, default=0)
+    for digits in range(1, 18):
+        found = (first * 10**digits // 2**64 + 1) / 10**digits
+        if first < int(found * 2**64) <= last:
+            return f"give --heldout_share {found} (it is {share})"
+    return f"all are alike, and no --heldout_share (it is {share}) divides them: give others"
 
 
 def text_hash(text: str) -> int:

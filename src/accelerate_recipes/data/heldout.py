@@ -13,11 +13,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.files import SUFFIXES, falls_under, file_kind, read_files, read_split, text_hash
+from accelerate_recipes.data.files import (
+    SUFFIXES,
+    falls_under,
+    file_kind,
+    other_share,
+    read_files,
+    read_split,
+    text_hash,
+)
 from accelerate_recipes.data.reading import files_of_folder, without_nulls
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.errors import ConfigError, collecting_errors
 from accelerate_recipes.hub import cache
-from accelerate_recipes.ranks import is_first
+from accelerate_recipes.ranks import print_first
 
 if TYPE_CHECKING:
     import datasets
@@ -50,21 +58,19 @@ class RowsArgs:
         below=1,
     )
 
-    def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
+    def source_problems(self) -> list[str]:
+        found = super().source_problems()
         if bool(self.dataset_name) == bool(self.train_files):
             found.append("give one of --dataset_name and --train_files")
         found += cache.folder_problems("dataset_name", self.dataset_name)
         for name in ("train_files", "eval_files"):
-            try:
+            with collecting_errors(found, f"--{name}: "):
                 files = in_folders(getattr(self, name))
-            except ConfigError as error:
-                found.append(f"--{name}: {error}")
-                continue
-            files = [file for file in files if Path(file).suffix or not self.is_elsewhere(file)]  # it may be a folder
-            found += self.file_problems(name, SUFFIXES, files)
-            if len(kinds := {file_kind(file): file for file in files}) > 1:
-                found.append(f"--{name} must all be of one kind; these are not: {', '.join(map(str, kinds.values()))}")
+                files = [file for file in files if Path(file).suffix or not self.is_elsewhere(file)]  # else a folder
+                found += self.file_problems(name, SUFFIXES, files)
+                if len(kinds := {file_kind(file): file for file in files}) > 1:
+                    those = ", ".join(map(str, kinds.values()))
+                    found.append(f"--{name} must all be of one kind; these are not: {those}")
         return found
 
     @property
@@ -80,8 +86,8 @@ class RowsArgs:
         return ", ".join(self.train_files) or self.dataset_name
 
     @property
-    def sources(self) -> dict[str, str]:
-        """Names of the sources of each part of the rows, for messages."""
+    def origins(self) -> dict[str, str]:
+        """Names of what each side of the rows is read from, for messages."""
         return {"train": self.source, "test": ", ".join(self.eval_files)}
 
     def read_rows(self) -> "dict[str, datasets.Dataset]":
@@ -130,14 +136,14 @@ class RowsArgs:
             if both := repeated(trained, evaluated):
                 first = repr(beginning(rows["test"][both[0]], asked)[-60:])  # a conversation may begin as all others do
                 check_apart(both, len(evaluated), f"begin as rows of {self.source} do", first)
-                if is_first():
-                    said = f"{len(both):,} of {len(evaluated):,} rows of {self.sources['test']}"
-                    print(f"{said} begin as rows to train on do; the first is {first}", flush=True)
+                said = f"{len(both):,} of {len(evaluated):,} rows of {self.origins['test']}"
+                print_first(f"{said} begin as rows to train on do; the first is {first}")
         for name, side in rows.items():
             if not len(side):
+                hashes = [text_hash(beginning(row, asked)) for row in whole.select_columns([asked])]
                 raise ConfigError(
                     f"none of {len(whole):,} rows is left to {'train' if name == 'train' else 'evaluate'} on: rows that "
-                    f"begin alike lie on one side; change --heldout_share {self.heldout_share}, or give more rows"
+                    f"begin alike lie on one side; {other_share(hashes, self.heldout_share)}, --eval_files, or more rows"
                 )
         return rows
 

@@ -1,4 +1,4 @@
-"""Rows of several finite sources, which stand one behind the other in one table: their order, and the loader that keeps it.
+"""Rows of one or several finite sources, which stand one behind the other in one table, and their order.
 
 Place n of a run takes its source by (seed, n), and of this source its next row: each pass over a source is a permutation
 of its own.
@@ -17,7 +17,7 @@ import xxhash
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.mixture import Mixture, Weights, changed_shares, check_same_sources, continued
 from accelerate_recipes.data.prepared import check_content
-from accelerate_recipes.data.rows import LengthOrder, StepLoader, StepOrder, permutation
+from accelerate_recipes.data.rows import StepOrder, permutation
 from accelerate_recipes.data.shares import Shares
 from accelerate_recipes.errors import ConfigError
 
@@ -25,8 +25,8 @@ BLOCK = 32  # steps whose rows are found together, which takes less time
 
 
 @dataclass
-class MixedTable:
-    """Facts about the rows of a mixture, which decide their order.
+class SourceTable:
+    """Facts about the rows of all sources, which decide their order.
 
     Args:
         mixture: sources, in the order in which their rows stand in the table.
@@ -44,7 +44,7 @@ class MixedTable:
 
     @property
     def names(self) -> list[str]:
-        return self.mixture.names
+        return [source.name for source in self.mixture.sources]
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -61,13 +61,12 @@ class MixedTable:
     def shares(self) -> Shares:
         batch, limits = self.args.total_batch_size, []
         for source, size in zip(self.mixture.sources, self.sizes, strict=True):
-            endless = math.isinf(source.max_epochs)
-            limits.append(math.inf if endless else round(source.max_epochs * size))
+            epochs, said = source.max_epochs, f"{self.mixture.file}, source {source.name}: max_epochs"
+            if not source.name and self.args.max_steps < 1:
+                epochs, said = self.args.num_train_epochs, "--num_train_epochs"
+            limits.append(math.inf if math.isinf(epochs) else round(epochs * size))
             if not limits[-1]:
-                raise ConfigError(
-                    f"{self.mixture.file}, source {source.name}: max_epochs {source.max_epochs:g} of {size:,} rows is less "
-                    "than one row; raise it"
-                )
+                raise ConfigError(f"{said} {epochs:g} of {size:,} rows is less than one row; raise it")
         table = [(step * batch, [weights[name] for name in self.names]) for step, weights in self.weights]
         return Shares(table, limits, self.args.seed)
 
@@ -99,6 +98,8 @@ class MixedTable:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides the step. A run without a mixture refuses the `content` of all."""
+        if not self.mixture.names:
+            return {"content": self.contents[0]}
         facts = self.facts()
         content = xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
         return {"content": content, "sources": facts, "weights": self.weights}
@@ -107,6 +108,8 @@ class MixedTable:
         """Raise ConfigError if the states of a checkpoint belong to other sources. `remedy` is that of `check_content`."""
         if not states:
             return
+        if not self.mixture.names and "sources" not in states[0]:
+            return check_content(self.contents[0], list(states), remedy)
         now = self.facts()  # its weights can be told once the sources are the same
         check_same_sources(states[0], {"sources": now}, self.mixture.file)
         for name, facts in now.items():
@@ -115,29 +118,24 @@ class MixedTable:
             except ConfigError as error:
                 raise ConfigError(f"{self.mixture.file}, source {name}: {error}") from None
 
-    def source_of(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the number of the source of each row of the table."""
-        return np.searchsorted(self.ends, numbers, side="right")
-
     def seen(self, step: int) -> dict[str, float]:
         """Return rows, epochs and share of each source after a step, and the share that the weights asked for."""
         place = min(step * self.args.total_batch_size, self.shares.end)
         counts, asked = self.shares.counts(int(place)), self.shares.asked(place)
         found = {}
-        for name, size, count, wanted in zip(self.names, self.sizes, counts.tolist(), asked.tolist(), strict=True):
+        of_sources = zip(self.mixture.names, self.sizes, counts.tolist(), asked.tolist(), strict=False)
+        for name, size, count, wanted in of_sources:
             values = {"rows": count, "epochs": count / size, "share": count / place, "asked": wanted / place}
             found |= {f"{name}_{key}": value for key, value in values.items()}
         return found
 
 
-class MixtureOrder(LengthOrder):
-    """LengthOrder, or without `lengths` StepOrder, of the rows of several sources."""
+class SourceOrder(StepOrder):
+    """StepOrder of the rows of all sources."""
 
-    def __init__(
-        self, table: MixedTable, lengths: np.ndarray | None, num_rows: int, args: TrainArgs, rank: int, world_size: int
-    ):
-        StepOrder.__init__(self, num_rows, args, rank, world_size)
-        self.table, self.lengths = table, lengths
+    def __init__(self, table: SourceTable, *place: Any):
+        super().__init__(*place)
+        self.table = table
         self.firsts = table.ends - table.sizes
         # One source has the order that it has without a mixture. Several of equal sizes need orders of their own; the name
         # decides, so that other sources can be written before it.
@@ -174,18 +172,3 @@ class MixtureOrder(LengthOrder):
                 now = epochs == epoch
                 found[mine[now]] = self.permutation(source, epoch)[places[now]]
         return found.tolist()
-
-    def share_of(self, rows: list[int]) -> list[int]:
-        return StepOrder.share_of(self, rows) if self.lengths is None else super().share_of(rows)
-
-
-class MixtureLoader(StepLoader):
-    """StepLoader of the rows of a mixture."""
-
-    table: MixedTable
-
-    def check(self, states: list[dict]) -> None:
-        self.table.check(states)
-
-    def state(self) -> dict:
-        return self.table.state()

@@ -1,4 +1,4 @@
-"""Mixtures: several sources of data in one run, as YAML names them, and which weights hold from which step on."""
+"""Sources of a run's data: one, or as YAML names them several with weights, and which weights hold from which step on."""
 
 import copy
 import json
@@ -8,12 +8,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import FileOrSection, Texts, parse_groups, read_yaml
 from accelerate_recipes.arguments.help import recipe_parser
-from accelerate_recipes.errors import ConfigError, noting, raise_problems, suggestion
+from accelerate_recipes.errors import ConfigError, collecting_errors, raise_problems, suggestion
 
 # Flags that would name data beside those of a mixture.
 WHICH_DATA = ("dataset_name", "train_files", "eval_files", "validation_files")
@@ -27,13 +28,16 @@ NAME = re.compile(r"(?!eval_|aux$)\w[\w.-]*", re.ASCII)
 Weights = list[tuple[int, dict[str, float]]]
 
 
-class MixedSource(NamedTuple):
-    """One source of a mixture. `values` are arguments of the recipe; a weight of None is that of its size."""
+class Source(NamedTuple):
+    """One source of a run, without a name if it is the only one. `values` are arguments of the recipe that hold for it.
 
-    name: str
-    weight: float | None
-    max_epochs: float
-    values: dict[str, Any]
+    A weight of None is that of its size.
+    """
+
+    name: str = ""
+    weight: float | None = 1.0
+    max_epochs: float = math.inf
+    values: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def limit(self) -> float | None:
@@ -58,17 +62,18 @@ class MixturePhase(NamedTuple):
 
 @dataclass
 class Mixture:
-    """Sources of a mixture, by name, and its phases, in order. `problems` says what is wrong with the `file`."""
+    """Sources of a run, by name, and its phases, in order. `problems` says what is wrong with the `file`."""
 
-    file: str
-    sources: list[MixedSource] = field(default_factory=list)
+    file: str = ""
+    sources: list[Source] = field(default_factory=list)
     phases: list[MixturePhase] = field(default_factory=list)
     temperature: float = 1.0
     problems: list[str] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
-        return [source.name for source in self.sources]
+        """Names of the sources, which the log tells apart; none without a mixture."""
+        return [source.name for source in self.sources if source.name]
 
     def weights(self, sizes: Mapping[str, int], total_steps: int) -> Weights:
         """List the weights of a run from its first step on. `sizes` are the numbers of rows by source, where they count.
@@ -97,10 +102,13 @@ class Mixture:
         if late := [phase.begin for phase in self.phases if phase.first_step(num_steps) >= num_steps]:
             raise ConfigError(f"{self.file}, phase from {late[0]:g}: it begins after the last step, {num_steps}")
 
-    def lr_factors(self, total_steps: int) -> list[tuple[int, float]]:
-        """List the factors on the schedule's learning rate, each from a step on."""
-        factors = [(phase.first_step(total_steps), phase.lr_factor) for phase in self.phases]
-        return [(step, factor) for step, factor in factors if factor is not None]
+
+ONE_SOURCE = Mixture(sources=[Source()])
+
+
+def titled(title: str, name: str) -> str:
+    """Return a title with the name of a source, if it has one."""
+    return f"{title}, {name}" if name else title
 
 
 def shares_of(weights: Mapping[str, float]) -> dict[str, float]:
@@ -147,18 +155,17 @@ class MixtureArgs:
     # Names of the arguments that a source of a mixture may set.
     of_source: ClassVar[tuple[str, ...]]
 
-    # Name of the source, in the arguments of a run on it alone.
-    part = ""
-
     # What a phase may change.
     of_phase: ClassVar[tuple[str, ...]] = ("weights", "lr_factor")
 
     @cached_property
-    def read(self) -> Mixture:
-        """Content of --mixture; empty without one."""
+    def mix(self) -> Mixture:
+        """Content of --mixture; without one, a single source."""
+        if not self.mixture:
+            return ONE_SOURCE
         # A file on a volume that this machine does not see is read where the run is.
         is_unseen = self.is_elsewhere(self.mixture) and not Path(self.mixture).exists()  # pyright: ignore
-        return read_mixture(self.mixture, type(self)) if self.mixture and not is_unseen else Mixture(self.mixture)
+        return Mixture(self.mixture) if is_unseen else read_mixture(self.mixture, type(self))
 
     def values(self) -> dict[str, Any]:
         """Return all arguments by name; a mixture that the preset holds is a section, as there."""
@@ -166,40 +173,37 @@ class MixtureArgs:
         return found | {"mixture": section_in(self.mixture) or self.mixture}
 
     @property
-    def alone(self) -> list[Any]:
-        """Arguments of a run on each source alone, in the order of `read.sources`; without a mixture, these arguments."""
-        return [self.of(source) for source in self.read.sources] if self.mixture else [self]
-
-    def of(self, source: MixedSource) -> Any:
-        """Return the arguments of a run on one source alone."""
-        args = copy.copy(self)
-        vars(args).pop("read", None)
-        args.mixture, args.part = "", source.name
+    def sources(self) -> list[Any]:
+        """Arguments of a run on each source alone, in the order of `mix.sources`; without a mixture, these arguments."""
+        if not self.mixture:
+            return [self]
         unset = {
             f.name: f.default if f.default_factory is MISSING else f.default_factory()
             for f in fields(self)
             if f.name in WHICH_DATA
         }
-        vars(args).update(unset | source.values)
-        return args
+        found = []
+        for source in self.mix.sources:
+            found.append(copy.copy(self))
+            vars(found[-1]).pop("mix", None)
+            vars(found[-1]).update(unset | {"mixture": "", "source_name": source.name, **source.values})
+        return found
 
-    def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)  # pyright: ignore[reportAttributeAccessIssue]
+    @property
+    def phases(self) -> list[MixturePhase]:
+        """Phases of the mixture."""
+        return self.mix.phases
+
+    def source_problems(self) -> list[str]:
         if not self.mixture:
-            return found
-
-        def is_of_source(problem: str) -> bool:
-            return any(re.search(rf"--{name}\b", problem) for name in self.of_source)
-
-        found = [problem for problem in found if not is_of_source(problem)] + self.read.problems
-        for source in self.read.sources:
-            own = super(MixtureArgs, self.of(source)).problems(world_size)  # pyright: ignore[reportAttributeAccessIssue]
-            found += [f"{self.read.file}, source {source.name}: {problem}" for problem in filter(is_of_source, own)]
-        return [*found, *self.mixture_problems()]
+            return super().source_problems()  # pyright: ignore[reportAttributeAccessIssue]
+        own = [(f"{self.mix.file}, source {one.source_name}", one.source_problems()) for one in self.sources]
+        of_sources = [f"{where}: {problem}" for where, problems in own for problem in problems]
+        return [*self.mix.problems, *of_sources, *self.mixture_problems()]
 
     def mixture_problems(self) -> Iterator[str]:
         """List what of the mixture and the flags does not go together, one sentence each."""
-        mixture, file, args = self.read, self.read.file, vars(self)
+        mixture, file, args = self.mix, self.mix.file, vars(self)
         defaults = {f.name: f.default for f in fields(self)}
         for name in (*WHICH_DATA, "num_train_epochs"):
             value = args.get(name)
@@ -239,7 +243,7 @@ def read_mixture(given: str, args_class: type[MixtureArgs]) -> Mixture:
     """Read a mixture, as --mixture gives it. What is wrong with it is in `problems` of the result."""
     content: Any = section_in(given)
     file, found = INSIDE if content else given, []
-    with noting(found, "--mixture "):
+    with collecting_errors(found, "--mixture "):
         content = content or read_yaml(Path(given), Texts)
     if found:
         return Mixture(file, problems=found)
@@ -296,20 +300,21 @@ def number_in(
     section: Mapping[str, Any], key: str, default: float, where: str, found: list[str], above: float = -math.inf
 ) -> float:
     """Read a finite number of at least 0; note in `found` what is wrong with it."""
-    value = section.get(key)
-    if value is None:
+    if key not in section:
         return default
+    value = section[key]
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
     if math.isfinite(number) and number >= 0 and number > above:
         return number
-    found.append(f"{where}: {key} is {value}; it must be a number {'above' if above == 0 else 'of at least'} 0")
+    shown = "null" if value is None else value
+    found.append(f"{where}: {key} is {shown}; it must be a number {'above' if above == 0 else 'of at least'} 0")
     return default
 
 
-def read_source(section: Any, number: int, file: str, args_class: type[MixtureArgs], found: list[str]) -> MixedSource:
+def read_source(section: Any, number: int, file: str, args_class: type[MixtureArgs], found: list[str]) -> Source:
     """Read one source of a mixture, its arguments by the parser of the recipe; note in `found` what is wrong."""
     where = f"{file}, source {number}"
     if not isinstance(section, dict):
@@ -323,7 +328,7 @@ def read_source(section: Any, number: int, file: str, args_class: type[MixtureAr
         must = of_log if isinstance(name, str) and NAME.fullmatch(f"x{name}") else "be letters, digits, _, - and ."
         found.append(f"{where}: its name is {name if name else 'missing'}; it must {must}")
         name = f"number {number}"
-    if section.get("weight") is None:
+    if "weight" not in section:
         found.append(f"{where}: its weight is missing; give a number, or {SIZE}")
     weight = None if section.get("weight") == SIZE else number_in(section, "weight", 1.0, where, found)
     max_epochs = number_in(section, "max_epochs", math.inf, where, found, above=0)
@@ -333,7 +338,7 @@ def read_source(section: Any, number: int, file: str, args_class: type[MixtureAr
     owned_elsewhere: Any = args_class.owned_elsewhere  # pyright: ignore[reportAttributeAccessIssue]
     parsed, right, wrong = parse_groups(recipe_parser(args_class), owned_elsewhere, groups)
     found += wrong
-    return MixedSource(name, weight, max_epochs, {flag[2:]: getattr(parsed, flag[2:]) for flag in right})
+    return Source(name, weight, max_epochs, {flag[2:]: getattr(parsed, flag[2:]) for flag in right})
 
 
 def read_phase(section: Any, where: str, names: Sequence[str], known: Sequence[str], found: list[str]) -> MixturePhase:
@@ -345,8 +350,8 @@ def read_phase(section: Any, where: str, names: Sequence[str], known: Sequence[s
     begin = number_in(section, "from", 0, where, found, above=0)
     if "from" not in section or (begin >= 1 and begin % 1):
         found.append(f"{where}: from is {section.get('from')}; it must be a step, or a share of the run below 1")
-    given = section.get("weights") or {}
-    if not isinstance(given, dict):
+    given = section.get("weights", {})
+    if not isinstance(given, dict) or (not given and "weights" in section):
         found.append(f"{where}: weights is {given!r:.60}; it must be a section with a weight of each source")
         given = {}
     weights = {name: number_in(given, name, 0.0, f"{where}, weights", found) for name in given}
@@ -367,13 +372,17 @@ def read_phase(section: Any, where: str, names: Sequence[str], known: Sequence[s
 def check_same_sources(before: Mapping[str, Any], state: Mapping[str, Any], file: str) -> None:
     """Raise ConfigError if a resumed run has other sources than its checkpoint, or others of their `max_epochs`.
 
-    The states before and now hold under `sources`, by the name of each, what decides its rows and their order.
+    The states before and now hold under `sources`, by the name of each, what decides its rows and their order. Earlier
+    versions wrote no `sources` without a mixture.
     """
-    if "sources" not in before:
+    now = state["sources"]
+    then = before.get("sources", {"": {"max_epochs": None}})
+    if "" in {*then} - {*now}:
         raise ConfigError(
             "the checkpoint was trained without a mixture; remove --mixture, or start anew in another --output_dir"
         )
-    then, now = before["sources"], state["sources"]
+    if "" in {*now} - {*then}:
+        raise ConfigError("the checkpoint is that of a run with --mixture; give it again, or another --output_dir")
     new, lost = (", ".join(sorted({*one} - {*other})) for one, other in ((now, then), (then, now)))
     if new or lost:
         added = f"{new} new in {file}" if new else ""

@@ -1,6 +1,7 @@
 """Packing of documents into rows of one length; a document that fits into a row is never cut."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from accelerate_recipes.data.passes import map_rows
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.documents import boundaries
@@ -59,11 +61,12 @@ def pack_documents(documents: "Dataset", max_length: int, cache_file: Path) -> "
     `documents` must have no pending selection (`flatten_indices`). The rows are written to `cache_file`.
     """
     import pyarrow as pa
-    from datasets import Dataset
+    from datasets import Dataset, Features, List, Value
 
     rows = pack(lengths_of(documents).tolist(), max_length)
 
-    def gather(pieces_of_rows: list[list[list[int]]]) -> dict[str, list]:
+    def gather(table: pa.Table, first: int) -> pa.Table:
+        pieces_of_rows = table["pieces"].to_pylist()
         # Take the documents of all pieces with one Arrow call. Document i of `taken` is tokens[offsets[i] : offsets[i + 1]].
         wanted = pa.array([document for pieces in pieces_of_rows for document, _, _ in pieces])
         taken = documents.data.column("input_ids").take(wanted).combine_chunks()
@@ -73,17 +76,10 @@ def pack_documents(documents: "Dataset", max_length: int, cache_file: Path) -> "
             parts = [tokens[at + start : at + end] for (_, start, end), at in zip(pieces, begins, strict=False)]
             packed.append(np.concatenate(parts))
             lengths.append([len(part) for part in parts])
-        return {"input_ids": packed, "lengths": lengths}
+        return pa.table({"input_ids": packed, "lengths": lengths})
 
-    return Dataset.from_dict({"pieces": rows}).map(
-        gather,
-        input_columns="pieces",
-        remove_columns="pieces",
-        batched=True,
-        cache_file_name=str(cache_file),
-        new_fingerprint="packed",  # not used; the default would read and hash all `documents`
-        desc="Packing",
-    )
+    features = Features(input_ids=documents.features["input_ids"], lengths=List(Value("int64")))
+    return map_rows(Dataset.from_dict({"pieces": rows}), partial(gather), features, (), 1, "Packing", cache_file)
 
 
 def pack_row(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from accelerate_recipes.disk import written_beside
+from accelerate_recipes.disk import made_once
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import workers
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-BATCH = 500  # rows that are made together
+ROWS_TOGETHER = 500  # rows that are made together
 ROWS_A_PROCESS = 5000  # for fewer rows, another process is not worth its start
 MOST_PROCESSES, MEMORY_OF_PROCESS = 8, 1 << 30  # by default
 
@@ -34,7 +34,7 @@ Make = Callable[["pa.Table", int], "pa.Table"]  # of rows, and of the number of 
 _make: Make  # in a process of a pass
 
 
-def made_of(
+def map_rows(
     rows: "datasets.Dataset",
     make: partial,
     features: "datasets.Features",
@@ -48,7 +48,7 @@ def made_of(
 
     `make` is a function of a module, with its settings. They decide the name of the file, as does the `code` of modules.
     The result does not depend on the number of processes, `num_proc` (default: see `num_processes`), nor on `batch`, the
-    number of rows that are made together (default: BATCH). With `file`, which must not exist, the rows are kept there
+    number of rows made together (default: ROWS_TOGETHER). With `file`, which must not exist, the rows are kept there
     instead, for as long as the caller needs them.
     """
     import datasets
@@ -56,7 +56,7 @@ def made_of(
     from datasets.fingerprint import Hasher
     from datasets.table import InMemoryTable
 
-    schema, batch = features.arrow_schema, batch or BATCH
+    schema, batch = features.arrow_schema, batch or ROWS_TOGETHER
 
     def tables() -> Iterator[pa.Table]:
         # Of rows that were selected, each is a chunk, with which the whole table would be sent to a process.
@@ -67,20 +67,17 @@ def made_of(
                 bar.update(batch)
                 yield table.cast(schema)
 
+    def write(file: Path) -> None:
+        with pa.OSFile(str(file), "wb") as opened, pa.ipc.new_stream(opened, schema) as stream:
+            for table in tables():
+                stream.write_table(table)
+
     if file is None:
         if not rows.cache_files:  # in memory
             return datasets.Dataset(InMemoryTable(pa.concat_tables(tables())))
         key = Hasher.hash([rows._fingerprint, make, schema.to_string(), *map(inspect.getsource, code)])
         file = Path(rows.cache_files[0]["filename"]).with_name(f"cache-{key}.arrow")
-    if not file.exists():
-        with (
-            written_beside(file) as partial_file,
-            pa.OSFile(str(partial_file), "wb") as opened,
-            pa.ipc.new_stream(opened, schema) as stream,
-        ):
-            for table in tables():
-                stream.write_table(table)
-    return datasets.Dataset.from_file(str(file))
+    return datasets.Dataset.from_file(str(made_once(file, write)))
 
 
 def chosen_rows(rows: "datasets.Dataset", is_chosen: np.ndarray) -> "datasets.Dataset":
@@ -149,7 +146,15 @@ def in_order(pool: ProcessPoolExecutor, most: int, items: Iterable[tuple]) -> It
         yield waiting.popleft().result()
 
 
-def rows_in(table: "pa.Table", features: "datasets.Features") -> list[dict[str, Any]]:
-    """Return the rows of a table of `datasets`."""
-    columns = features.decode_batch(table.to_pydict())
+def columns_in(table: "pa.Table", features: "datasets.Features | None" = None) -> dict[str, list]:
+    """Return the values of a table of `datasets`, column by column; `features` are its types (default: of its schema)."""
+    import datasets
+
+    features = datasets.Features.from_arrow_schema(table.schema) if features is None else features
+    return features.decode_batch(table.to_pydict())
+
+
+def rows_in(table: "pa.Table", features: "datasets.Features | None" = None) -> list[dict[str, Any]]:
+    """Return the rows of a table of `datasets`; see `columns_in`."""
+    columns = columns_in(table, features)
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

@@ -8,14 +8,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.disk import naming, own_suffix
+from accelerate_recipes.disk import made_once, naming
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import is_first_of_machine, on_all_ranks
@@ -40,11 +40,17 @@ def check_content(now: str, states: list[dict], remedy: str = "") -> None:
         )
 
 
-def checksum_of_rows(rows: "Dataset", columns: Sequence[str]) -> str:
-    """Compute XXH3 of columns of any type. It does not depend on how the columns are divided into chunks."""
-    chunks = [(column, chunk) for column in columns for chunk in rows.data.column(column).chunks]
-    if rows._indices is not None:  # shuffled or selected rows: also hash their numbers in the table
-        chunks += [("", chunk) for chunk in rows._indices.column(0).chunks]
+def checksum_of_rows(rows: Any, columns: Sequence[str] = ()) -> str:
+    """Compute XXH3 of columns of any type of a dataset, or of those that a `Packed` names.
+
+    It does not depend on how the columns are divided into chunks.
+    """
+    if isinstance(rows, Sequence):
+        chunks = rows.arrays()
+    else:
+        chunks = [(column, chunk) for column in columns for chunk in rows.data.column(column).chunks]
+        if rows._indices is not None:  # shuffled or selected rows: also hash their numbers in the table
+            chunks += [("", chunk) for chunk in rows._indices.column(0).chunks]
     digests = defaultdict(xxhash.xxh3_128)
     for column, chunk in chunks:
         for leaf, values in leaf_arrays(column, chunk):
@@ -53,7 +59,7 @@ def checksum_of_rows(rows: "Dataset", columns: Sequence[str]) -> str:
     return xxhash.xxh3_128_hexdigest(repr(sums).encode())
 
 
-def content_of(rows: "Dataset", columns: Sequence[str]) -> str:
+def content_of(rows: Any, columns: Sequence[str]) -> str:
     """Compute `checksum_of_rows` in the first process of each machine; return it on every rank.
 
     Raises:
@@ -143,38 +149,31 @@ def cached(root: Path, key: dict, build: Callable[[Path, Path], dict]) -> Path:
 
     The result of `build` is kept as `facts.json`; `tmp` is a folder for temporary files. The other processes wait
     without a collective, which could time out; if the builder fails, the launcher ends them. The folder gets its name
-    only when it is complete. On a shared filesystem two nodes may build at once; the second then uses the folder of the
-    first.
+    only when it is complete.
 
     Raises:
         ConfigError: if the machines have different keys.
     """
     final = root / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     same_on_machines(final.name, "the key of the prepared data")
-    if not is_first_of_machine():
-        while not final.exists():
-            time.sleep(0.2)
-    elif not final.exists():
-        partial = final.with_name(final.name + own_suffix())
+
+    def make(folder: Path) -> None:
         print(f"Preparing the data, once; it is kept in {final}", flush=True)
-        try:
-            with naming(final):
-                tmp = partial / "tmp"
-                tmp.mkdir(parents=True)
-                facts = build(partial, tmp)
-                shutil.rmtree(tmp)
-                (partial / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
-                (partial / "key.json").write_text(json.dumps(key, indent=1), encoding="utf-8")
-            try:
-                partial.rename(final)
-            except OSError:
-                if not final.exists():
-                    raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                root.rmdir()  # works only if empty: a failed build leaves nothing
-    return final
+        with naming(final):
+            tmp = folder / "tmp"
+            tmp.mkdir(parents=True)
+            facts = build(folder, tmp)
+            shutil.rmtree(tmp)
+            (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+            (folder / "key.json").write_text(json.dumps(key, indent=1), encoding="utf-8")
+
+    while not (is_first_of_machine() or final.exists()):
+        time.sleep(0.2)
+    try:
+        return made_once(final, make)
+    finally:
+        with contextlib.suppress(OSError):
+            root.rmdir()  # works only if empty: a failed build leaves nothing
 
 
 def prepared_rows(folder: Path) -> "Dataset":
@@ -188,7 +187,7 @@ def tokenizing_warnings(args: TrainArgs, needed: Sequence[cache.HubDataset]) -> 
     """Warn if the rows probably take longer to tokenise than the waiting processes allow."""
     if not args.tokenizes_first:
         return []
-    local = [file for source in args.alone for file in (*source.train_files, *source.eval_files)]
+    local = [file for source in args.sources for file in (*source.train_files, *source.eval_files)]
     size = sum(cache.size_of(Path(file)) or 0 for file in local) + sum(map(cache.bytes_of, needed))
     num_workers = args.dataset_num_proc or 1
     seconds = size / (TOKENIZED_PER_SECOND * num_workers)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 TXT = ".txt"
 BOM = b"\xef\xbb\xbf"
-LONGEST = 64 << 20  # bytes of a line; a longer line means a damaged file, and would fill the memory
-TOO_LONG = f"has more than {LONGEST >> 20} MiB; divide or remove it"
+MAX_LINE = 64 << 20  # bytes of a line; a longer line means a damaged file, and would fill the memory
+TOO_LONG = f"has more than {MAX_LINE >> 20} MiB; divide or remove it"
 
 
 @contextlib.contextmanager
@@ -97,12 +97,37 @@ def record_of(file: str, index: int, line: bytes) -> dict:
     return record
 
 
-def without_nulls(value: Any) -> Any:
-    """Return a nested value without fields that are null. But a message that calls tools keeps its `content`, even if null.
+def json_in(text: str) -> Any:
+    """Return the value of a JSON text.
 
-    Templates ask whether it is null, and fail if it is missing.
+    Raises:
+        ValueError: for a text that is no JSON, has too many levels, or holds half of a surrogate pair.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    if "\\ud" in text.lower():
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def without_nulls(value: Any, kept: str = "") -> Any:
+    """Return a nested value without fields that are null; what the field `kept` holds stays as it is.
+
+    But a message that calls tools keeps its `content`, even if null: templates ask whether it is null, and fail if it is
+    missing.
     """
     if isinstance(value, dict):
         needed = {"content": None} if value.get("tool_calls") else {}
-        return needed | {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
-    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
+        said = {name: entry for name, entry in value.items() if entry is not None}
+        return needed | {name: entry if name == kept else without_nulls(entry, kept) for name, entry in said.items()}
+    return [without_nulls(entry, kept) for entry in value] if isinstance(value, list) else value
+
+
+def as_written(value: Any, feature: Any) -> Any:
+    """Return a value of a column of this type without the nulls that Arrow adds to structures; those in JSON are written."""
+    if isinstance(value, dict) and isinstance(feature, dict):
+        return {name: as_written(entry, feature[name]) for name, entry in value.items() if entry is not None}
+    inner = getattr(feature, "feature", None)  # of a list
+    return [as_written(entry, inner) for entry in value] if isinstance(value, list) and inner else value

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Sampler
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import NUM_ROWS
-from accelerate_recipes.data.excluded import excluded_rows
 from accelerate_recipes.data.prepared import check_content
 from accelerate_recipes.errors import ConfigError, DataError
 
@@ -59,23 +58,23 @@ class StepOrder(Sampler[list[int]]):
     """Sampler of one rank's micro-batches, from `start_step` to the last row. Rank r takes slice r of each global batch.
 
     With `max_steps` there is no last row: epochs follow without end.
+
+    With `lengths`, numbers that grow with the cost of each row, a micro-batch has rows of similar length.
+    The rows of a step stay a random draw: steps that have one length each would have gradients that differ with the length,
+    and teach less. In one forward pass the ranks get neighbours in length, because all ranks wait for the slowest one.
     """
 
-    def __init__(self, num_rows: int, args: TrainArgs, rank: int, world_size: int):
+    def __init__(self, num_rows: int, args: TrainArgs, rank: int, world_size: int, lengths: np.ndarray | None = None):
         self.num_rows = num_rows
         self.args = args
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
+        self.lengths = lengths
         self.start_step = 0
-        self.excluded = excluded_rows(args.exclude_rows)
-        if beyond := [row for row in self.excluded if row >= num_rows]:
-            said = f"--exclude_rows {args.exclude_rows} names row {max(beyond)}"
-            raise ConfigError(f"{said}, but the data have {num_rows} rows, from 0; the file belongs to other data")
 
     def __iter__(self) -> Iterator[list[int]]:
         size, step = self.args.per_device_train_batch_size, self.start_step
         while rows := self.rows(step):
-            mine = [-1 if row % self.num_rows in self.excluded else row for row in self.share_of(rows)]
+            mine = self.share_of(rows)
             for start in range(0, len(mine), size):
                 yield mine[start : start + size]
             step += 1
@@ -93,25 +92,11 @@ class StepOrder(Sampler[list[int]]):
 
     def share_of(self, rows: list[int]) -> list[int]:
         """Return this rank's share of a global batch."""
-        share = len(rows) // self.world_size
-        return rows[self.rank * share : (self.rank + 1) * share]
-
-
-class LengthOrder(StepOrder):
-    """StepOrder with rows of similar length in a micro-batch.
-
-    The rows of a step stay a random draw: steps that have one length each would have gradients that differ with the length,
-    and teach less. `lengths` holds a number for each row that grows with the row's cost. In one forward pass the ranks get
-    neighbours in length, because all ranks wait for the slowest one.
-    """
-
-    def __init__(self, lengths: np.ndarray, args: TrainArgs, rank: int, world_size: int):
-        super().__init__(len(lengths), args, rank, world_size)
-        self.lengths = lengths
-
-    def share_of(self, rows: list[int]) -> list[int]:
+        if (lengths := self.lengths) is None:
+            share = len(rows) // self.world_size
+            return rows[self.rank * share : (self.rank + 1) * share]
         # Sort the global batch by length and deal it out: micro-batch m of rank r is number m * world_size + r.
-        rows = sorted(rows, key=lambda row: math.inf if row < 0 else self.lengths[row])
+        rows = sorted(rows, key=lambda row: math.inf if row < 0 else lengths[row])
         size = self.args.per_device_train_batch_size
         starts = range(self.rank * size, len(rows), self.world_size * size)
         return [row for start in starts for row in rows[start : start + size]]
@@ -159,8 +144,7 @@ class RowLoader(DataLoader):
         super().__init__(rows, pin_memory=torch.cuda.is_available(), generator=torch.Generator(), **settings)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for batch in super().__iter__():
-            yield without_error(batch)
+        yield from map(without_error, super().__iter__())
 
     def first_batch(self, size: int = NUM_ROWS) -> dict[str, torch.Tensor]:
         """Make a batch of the first `size` rows, to show them. The state of the loader does not change."""
@@ -205,17 +189,15 @@ def make_train_loader(
     collate_fn: Callable[[list], dict[str, torch.Tensor]] | None = None,
     content: str = "",
     order_class: Callable[..., StepOrder] = StepOrder,
-    loader_class: type[StepLoader] = StepLoader,
 ) -> StepLoader:
     """Make the loader of this rank's micro-batches, in the order of the steps.
 
     With `lengths`, the micro-batches of a step have rows of similar length. `order_class` is EpochOrder for rows with random
-    changes; a mixture has its own order and loader. `content` is the `checksum_of_rows`, by which a resumed run checks that
+    changes; rows of sources have their own order. `content` is the `checksum_of_rows`, by which a resumed run checks that
     the rows are the same.
     """
-    position = (args, rank, world_size)
-    order = order_class(len(rows), *position) if lengths is None else LengthOrder(lengths, *position)
-    loader = loader_class(rows, batch_sampler=order, collate_fn=collate_fn, num_workers=args.dataloader_num_workers)
+    order = order_class(len(rows), args, rank, world_size, lengths)
+    loader = StepLoader(rows, batch_sampler=order, collate_fn=collate_fn, num_workers=args.dataloader_num_workers)
     loader.content = content
     return loader
 

@@ -11,7 +11,7 @@ import re
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path, PurePath
 
 import xxhash
@@ -21,7 +21,7 @@ from huggingface_hub.utils import EntryNotFoundError
 
 from accelerate_recipes.data.reading import TXT, files_of_folder, is_remote
 from accelerate_recipes.disk import IS_POINTER, is_pointer
-from accelerate_recipes.errors import ConfigError, first_line
+from accelerate_recipes.errors import ConfigError, first_line, near_path
 from accelerate_recipes.hub import cache
 
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst", ".json", ".jsonl", TXT, ".parquet")
@@ -68,7 +68,8 @@ def named_shards(files: Sequence[str], suffixes: Sequence[str] = SUFFIXES) -> li
         elif not is_remote(file) and Path(file).is_dir():
             found += files_of_folder(file, suffixes)
         elif not is_remote(file) and not Path(file).is_file():
-            raise ConfigError(f"{file}: no such file")
+            url = "; of URLs, those of http, https and hf are read" if "://" in file else ""
+            raise ConfigError(f"{file}: no such file{url or near_path(file)}")
         else:
             found.append(file)
     check_suffixes(found, suffixes)
@@ -114,7 +115,8 @@ def pinned_commit(dataset_name: str) -> str:
 
 
 def check_suffixes(shards: Sequence[str], suffixes: Sequence[str] = SUFFIXES) -> None:
-    """Raise ConfigError for a shard whose kind cannot be read, or that is named twice."""
+    """Raise ConfigError for a shard whose kind cannot be read, or that is named twice, perhaps in two ways."""
+    names: dict[Hashable, list[str]] = {}
     for shard in shards:
         if not shard.endswith(tuple(suffixes)):
             raise ConfigError(f"{shard}: its name must end with one of {', '.join(suffixes)}")
@@ -122,11 +124,20 @@ def check_suffixes(shards: Sequence[str], suffixes: Sequence[str] = SUFFIXES) ->
             raise ConfigError(f"{shard} {IS_POINTER}")
         if is_remote(shard) and shard.endswith(".parquet"):
             raise ConfigError(f"{shard}: Parquet is read from a disk only; download it first, see docs/offline.md")
-    if twice := {shard for shard in shards if shards.count(shard) > 1}:
-        raise ConfigError(f"named twice, it would be trained on twice: {', '.join(sorted(twice))}")
+        names.setdefault(identity(shard), []).append(shard)
+    if twice := next((found for found in names.values() if len(found) > 1), None):
+        raise ConfigError(f"one file is named twice, it would be trained on twice: {', '.join(twice)}")
 
 
-def on_hub(dataset_name: str, pattern: str, revision: str = "") -> list[str]:
+def identity(shard: str) -> Hashable:
+    """Return what two names of one file have in common. In the Hub's cache, equal files of a dataset are one."""
+    if is_remote(shard) or Path(shard).resolve().parent.name == "blobs":
+        return shard
+    found = os.stat(shard)
+    return found.st_dev, found.st_ino
+
+
+def on_hub(dataset_name: str, pattern: str, revision: str) -> list[str]:
     """Return URLs at one commit, so that a dataset which changes during a run does not change the run."""
     api = HfApi(endpoint=constants.ENDPOINT)
     try:

@@ -54,8 +54,8 @@ class Shares:
     """Sources of the places of a run, or of one of its streams, by error diffusion.
 
     Each source is due at equal distances, from an offset on that the seed draws; the places follow in this order. So after
-    any number of places a source has its share, but for less than one place for each other source. Nothing is kept: any
-    place can be asked for.
+    any number of places of a stretch a source has its share of them, but for less than one place for each other source.
+    Nothing is kept: any place can be asked for.
 
     Args:
         weights: by the first place for which they hold, in order and from place 0 on; (K,) for K sources.

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from accelerate_recipes.data.prepared import chunks_of
 from accelerate_recipes.disk import write_atomically
 from accelerate_recipes.errors import ConfigError, printable
 from accelerate_recipes.life.page import Html, element, picture, write_page
@@ -18,6 +19,8 @@ from accelerate_recipes.models import IGNORE_INDEX
 
 MAX_TOKENS = 2000  # number of tokens shown of a row
 MOST_REPEATED = 3  # times that a special token is shown again
+NUM_ASKED = 1000  # number of rows that are looked at, of rows that are made when they are needed
+OF_TOKENS = {"input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "source_ids", "target_ids"}
 CONTEXT = 8  # earlier tokens that are decoded with a token: they decide about a space, or complete a character
 
 
@@ -101,6 +104,48 @@ def first_rows(
             "chat template, --assistant_only_loss, --completion_only_loss and --max_length"
         )
     return counted, as_text(parts)
+
+
+def tokens_of(loader: Any) -> Iterator[tuple[str, Iterable[tuple[np.ndarray, np.ndarray]]]]:
+    """Yield each kind of tokens of a loader's rows, as "target", with their lengths and the joined tokens, part by part.
+
+    These are all rows if they are prepared, else the first, of a stream very few.
+    """
+    rows: Any = getattr(getattr(loader, "dataset", loader), "rows", None)
+    names = [name for name in getattr(rows, "column_names", ()) if name in OF_TOKENS]
+    for name in names:
+        yield name.removesuffix("_ids"), rows.chunks(name) if hasattr(rows, "chunks") else chunks_of(rows, name)
+    if not names:
+        batch = loader.first_batch(NUM_ASKED) if hasattr(loader, "dataset") else loader.first_batch()
+        masks = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        ids = [row[mask].numpy() for row, mask in zip(batch["input_ids"], masks, strict=True)]
+        yield "input", [(np.array([*map(len, ids)]), np.concatenate(ids))]
+
+
+def unknown_lines(tokenizer: PreTrainedTokenizerBase, loaders: dict[str, HasRows]) -> list[str]:
+    """Say how many tokens stand for what the tokenizer has no tokens for, and show the first of each loader."""
+    unknown, lines = tokenizer.unk_token_id, []
+    if unknown in (None, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        return []  # a tokenizer that writes all characters may name another token so
+    for heading, loader in loaders.items():
+        for kind, parts in tokens_of(loader):
+            numbers, first = np.zeros(4, int), ""
+            for lengths, ids in parts:
+                (places,), ends = (ids == unknown).nonzero(), lengths.cumsum()
+                rows = ends.searchsorted(places, "right")
+                if len(places) and not first:
+                    place, row = places[0], rows[0]
+                    part = ids[max(place - CONTEXT, ends[row] - lengths[row]) : min(place + CONTEXT, ends[row])]
+                    first = f"row {numbers[3] + row + 1}: {tokenizer.decode(part)!r}"
+                numbers += len(places), len(ids), len({*rows.tolist()}), len(lengths)
+            if first:
+                found, tokens, having, rows = (f"{number:,}" for number in numbers)
+                kind = "tokens" if kind == "input" else f"{kind} tokens"
+                lines.append(
+                    f"{heading}: {found} of {tokens} {kind}, in {having} of {rows} rows, are {tokenizer.unk_token!r}, what "
+                    f"the tokenizer has no tokens for, and the model cannot tell apart; the first is in {first}"
+                )
+    return lines
 
 
 def draw_first_images(file: Path, loaders: dict[str, HasRows], names: Sequence[str], processor: Any) -> None:

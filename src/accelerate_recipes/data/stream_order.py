@@ -16,26 +16,31 @@ The order of an epoch depends on (seed, epoch). The shards are permuted and deal
 left over (all of them, if there are fewer shards than streams) are shared: if k streams share a shard, each takes every
 k-th document. Within a shard, each stream shuffles its documents in blocks of `shuffle_block`.
 
-In a mixture (`mixed_streams`) rows run on over the end of an epoch: the row in which an epoch ends goes on with the first
-documents of the next, so no stream ever ends. Streams that share a shard take turns with its documents, so a source may have
-fewer documents than there are streams: an epoch of it still has each document once.
+In a mixture each place of a stream has a source (`Mixing`), which goes on where its last row in this stream ended. So
+a stream keeps a state for each source. Rows run on over the end of an epoch: the row in which an epoch ends goes on with the
+first documents of the next, so no stream ends before its sources do. Streams that share a shard take turns with its
+documents, so a source may have fewer documents than there are streams: an epoch of it still has each document once.
 
-Every row carries the state of its stream after that row, eight numbers. So a checkpoint holds the states after the rows
-that were consumed, not after those that workers have prepared. For a resume, each stream decompresses at most one shard
-from its start.
+Every row carries the state of its source in its stream after that row, eight numbers. So a checkpoint holds the states after
+the rows that were consumed, not after those that workers have prepared. For a resume, each stream decompresses at most one
+shard from its start.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from accelerate_recipes.data.shares import Shares
 from accelerate_recipes.errors import DataError
 
 Offer = tuple[tuple[int, bool, int], int, int]  # key of a row, number of its tokens, rank that has it
 # Its multiples modulo 2**64 fill any interval evenly, so in few epochs each stream has each of the turns.
 GOLDEN = 0x9E3779B97F4A7C15
+ROWS_AT_ONCE = 1024  # of a stream, whose sources are computed together
 SHUFFLE_BLOCK = 1024  # documents that every stream holds in memory, about 2 MB of C4's text
 
 
@@ -98,8 +103,8 @@ class Row(NamedTuple):
     place: int  # (number of earlier rows of its stream in the epoch) * (number of streams) + (number of its stream)
     tokens: np.ndarray  # (T,) integers, or one object
     lengths: list[int]  # of the pieces of documents in the row
-    state: StreamState  # of its stream, or of its source in this stream, after this row
-    source: int = 0  # number of its source in a mixture
+    state: StreamState  # of its source in its stream, after this row
+    source: int = 0  # number of its source
 
     @property
     def key(self) -> tuple[int, bool, int]:
@@ -166,7 +171,9 @@ def stream_rows(
     def row(is_rest: bool, behind: StreamState) -> Row:
         tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
         place = state.rows * order.num_streams + stream
-        return Row(state.epoch, is_rest, place, tokens, [len(piece) for piece in pieces], behind)
+        return Row(
+            0 if order.runs_on else state.epoch, is_rest, place, tokens, [len(piece) for piece in pieces], behind
+        )
 
     # One turn of this loop is the rest of an epoch, from `state` on. `start` is the first unread token of the document.
     pieces, space, is_checked = [], order.max_length, False
@@ -200,6 +207,72 @@ def stream_rows(
         else:
             yield row(True, behind)
             state, pieces, space = behind, [], order.max_length
+
+
+@dataclass
+class Mixing:
+    """Sources of the rows of all streams: each mixes the sources by itself, so the ranks need not talk.
+
+    Row k of stream s is row k S + s of the run, of S streams. Its source is what `Shares` says for place k of this stream.
+    """
+
+    rows: Sequence[tuple[int, Sequence[float]]]  # weights of the K sources, each from a row of the run on
+    limits: np.ndarray  # (number of streams, K): most rows of a stream that come from a source; infinity for any number
+    seed: int
+
+    @property
+    def num_streams(self) -> int:
+        return len(self.limits)
+
+    def place(self, row: int, stream: int) -> int:
+        """Return the place in a stream of its first row that is no earlier row of the run than `row`."""
+        return max(0, -(-(row - stream) // self.num_streams))
+
+    @cached_property
+    def shares(self) -> list[Shares]:
+        """Sources of the places of each stream."""
+        return [
+            Shares([(self.place(row, stream), some) for row, some in self.rows], limits, self.seed, stream)
+            for stream, limits in enumerate(self.limits.tolist())
+        ]
+
+    @property
+    def end(self) -> float:
+        """First row of the run for which no source is left; infinity if there always is one."""
+        return min(shares.end * self.num_streams + stream for stream, shares in enumerate(self.shares))
+
+    def counts(self, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Count the rows of each source among the first `num_rows` of the run, and those that the weights ask for, (K,)."""
+        places = [self.place(num_rows, stream) for stream in range(self.num_streams)]
+        both = [(shares.counts(place), shares.asked(place)) for shares, place in zip(self.shares, places, strict=True)]
+        counts, asked = np.sum(both, axis=0)
+        return counts.astype(int), asked
+
+
+def rows_of_sources(
+    sources: Sequence[Documents],
+    orders: Sequence[Order],
+    mixing: Mixing,
+    stream: int,
+    states: Sequence[StreamState],
+    on_retry: Callable[[], None],
+) -> Iterator[Row]:
+    """Yield the rows of one stream from `states` on, one for each source, to the end of all sources.
+
+    Raises:
+        DataError: if a source that is due has no document.
+    """
+    shares, place = mixing.shares[stream], sum(state.rows for state in states)
+    of_sources = zip(sources, orders, states, strict=True)
+    rows = [stream_rows(source, order, stream, state, on_retry) for source, order, state in of_sources]
+    while True:
+        for source in shares.take(place, place + ROWS_AT_ONCE)[0].tolist():
+            if source < 0:
+                return
+            row = next(rows[source])._replace(source=source)
+            # Without end, places of a row are counted over all sources.
+            yield row._replace(place=place * mixing.num_streams + stream) if orders[source].runs_on else row
+            place += 1
 
 
 def check_not_empty(source: Documents, order: Order, on_retry: Callable[[], None]) -> None:

@@ -1,46 +1,62 @@
 """Streams of rows: their arguments, and the loader of a rank's rows, which can stop and resume on any number of ranks.
 
 `stream_order` defines the order of the rows. Rank r of W reads streams r, r + W, ...
+
+A source that has `max_epochs` is counted before the run: in each stream it ends with the last whole row of the documents
+that this stream reads of it in so many epochs. So no document is trained on more often.
 """
 
 import heapq
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data import NUM_ROWS
-from accelerate_recipes.data.excluded import excluded_rows
+from accelerate_recipes.data.mixture import (
+    ONE_SOURCE,
+    Mixture,
+    Weights,
+    changed_shares,
+    check_same_sources,
+    continued,
+    titled,
+)
 from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.data.shards import fingerprint
 from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.data.stream_order import (
     Documents,
+    Mixing,
     Order,
     Row,
     StreamState,
     join_rests,
     rows_of_epoch,
+    rows_of_sources,
     stream_rows,
+    tokens_of_epoch,
 )
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank, ranks_a_row, readers
+from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank, print_first, ranks_a_row, readers
 
 NUM_STREAMS = 24  # or the smallest multiple that the ranks divide; 24 divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
 HANDED_OVER = 16  # rows of a rank in one collective: every rank receives the rows of all ranks, and images are large
 
 
-def stream_problems(num_streams: int, world_size: int, row_size: int = 1) -> list[str]:
+def stream_problems(num_streams: int, world_size: int, row_size: int) -> list[str]:
     """Check that the processes, or groups of `row_size` processes that share rows, divide the logical streams evenly."""
     if num_streams % world_size == 0:
         return []
@@ -131,64 +147,100 @@ class Lookahead:
 
 
 class StreamLoader:
-    """Loader of this rank's micro-batches in the order of the steps, without end; it also keeps the state of its streams.
+    """Loader of this rank's micro-batches in the order of the steps; it also keeps the states of its streams.
 
-    `order` are fields of `Order`, such as `max_length`.
+    `documents` are those of each source of the mixture; `order` are fields of `Order`, such as `max_length`. In a mixture,
+    `source` of a batch, (B, T), numbers the sources, and rows have `max_length` tokens until a phase gives another length:
+    where a stream stands does not depend on the length of its rows. A mixture ends with its sources, one source never.
 
     Each iteration continues after the last whole step of the previous iteration, or where `start_at` says. Batches are
     in host memory, pinned if there is a GPU.
     """
 
-    names = ("epoch", "place")  # numbers by which a batch identifies a row
-
     def __init__(
         self,
-        source: Documents,
+        documents: Sequence[Documents],
         args: TrainArgs,
         rank: int,
         world_size: int,
         *,
+        mixture: Mixture = ONE_SOURCE,
         document_mask: bool = True,
         num_streams: int = NUM_STREAMS,
         **order: Any,
     ):
         if problems := stream_problems(num_streams, world_size, ranks_a_row()):
             raise ConfigError(problems[0])
-        self.source = source
+        self.documents, self.mixture = documents, mixture
         self.args = args
         self.rank, self.world_size = rank, world_size
         self.document_mask = document_mask
         self.share = args.accumulation_steps(world_size) * args.per_device_train_batch_size
-        self.order = Order(num_streams, seed=args.seed, **order)
-        self.excluded = excluded_rows(args.exclude_rows, self.names)
+        self.order = Order(num_streams, seed=args.seed, runs_on=bool(mixture.names), **order)
+        self.lengths = [(0, self.order.max_length), *mixture.lengths(args.max_steps)]
         self.step = 0
-        self.consumed: dict[int, Any] = dict.fromkeys(range(rank, num_streams, world_size), self.beginning)
+        # States of the sources in each stream.
+        beginning = (StreamState(),) * len(documents)
+        self.consumed = dict.fromkeys(range(rank, num_streams, world_size), beginning)
         # Each worker writes the entries of its own streams; the main process reads them.
         self.retries = torch.zeros(num_streams, dtype=torch.int64).share_memory_()
         self.is_uneven = True
-        self.version = on_first_rank(source.version)
+        versions = on_first_rank(lambda: [some.version() for some in documents])
+        named = zip(mixture.sources, versions, strict=True)
+        self.version = {
+            f"{kind} of {source.name}" if source.name else kind: value
+            for source, version in named
+            for kind, value in version.items()
+        }
+        sizes, self.limits = on_first_rank(self._counted)
+        self.weigh(mixture.weights(sizes, args.max_steps))
 
     @property
-    def beginning(self) -> Any:
-        """State of a stream before its first row."""
-        return StreamState()
+    def shards(self) -> list[str]:
+        """Files of all sources."""
+        return [shard for documents in self.documents for shard in documents.shards]
 
-    def restored(self, state: Sequence[Any]) -> Any:
-        """Return the state of a stream that a checkpoint holds as plain numbers."""
-        return StreamState(*state)
+    def weigh(self, weights: Weights) -> None:
+        """Mix the sources by `weights`."""
+        self.weights, size = weights, self.args.total_batch_size
+        rows = [(step * size, [some[source.name] for source in self.mixture.sources]) for step, some in weights]
+        self.mixing = Mixing(rows, self.limits, self.args.seed)
 
-    def read(self, order: Order) -> Callable[[int, Any, Callable[[], None]], Iterator[Row]]:
-        """Return what reads the rows of a stream: from its number, its state, and what to call before a retry."""
-        return partial(stream_rows, self.source, order)
-
-    def consume(self, row: Row) -> None:
-        """Let the state of a row's stream be that after the row."""
-        self.consumed[row.place % self.order.num_streams] = row.state
+    def orders(self, order: Order) -> list[Order]:
+        """Return the order of each source: two sources with the same documents have them in different orders."""
+        names = [source.name for source in self.mixture.sources]
+        keys = [xxhash.xxh3_64_intdigest(f"{order.seed} {name}".encode()) if name else order.seed for name in names]
+        return [order._replace(seed=key) for key in keys]
 
     @property
     def current(self) -> Order:
         """Order of the rows of the next step. Where it changes, workers begin anew at the states of the streams."""
-        return self.order
+        length = next(length for step, length in reversed(self.lengths) if step <= self.step)
+        return self.order._replace(max_length=length)
+
+    def _counted(self) -> tuple[dict[str, int], np.ndarray]:
+        """Count the rows of an epoch of each source, and the most rows that each stream takes of it, where this is asked."""
+        sizes, limits = {}, np.full((self.order.num_streams, len(self.documents)), math.inf)
+        steps = self.args.max_steps if self.args.max_steps > 0 else math.inf
+        needed = steps * self.args.total_batch_size / self.order.num_streams + 1  # rows of a stream
+        parts = zip(self.mixture.sources, self.documents, self.orders(self.order), strict=True)
+        for k, (source, documents, order) in enumerate(parts):
+            if source.weight is not None and math.isinf(source.max_epochs):
+                continue
+            lengths = lengths_in(documents)
+            sizes[source.name] = sum(tokens_of_epoch(lengths, order, 0)) // order.max_length
+            if not sizes[source.name]:
+                least = f"less than a row of {order.max_length} tokens"
+                raise DataError(f"{self.mixture.file}, source {source.name} has {least}; give more text, or remove it")
+            if math.isinf(source.max_epochs):
+                continue
+            tokens, epoch = np.zeros(order.num_streams), 0
+            # A source may have more epochs than the run needs.
+            while epoch < source.max_epochs and (tokens // order.max_length).min() < needed:
+                tokens += min(1, source.max_epochs - epoch) * np.array(tokens_of_epoch(lengths, order, epoch))
+                epoch += 1
+            limits[:, k] = tokens // order.max_length
+        return sizes, limits
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self._batches(*self._start())
@@ -214,8 +266,10 @@ class StreamLoader:
                 # The last micro-batch of a step: only now do its rows count as consumed in `state`.
                 if start + size == self.share:
                     self.step += 1
-                    for row in gone:
-                        self.consume(row)
+                    for row in gone:  # the state of its source in its stream is that after the row
+                        states = [*self.consumed[stream := row.place % self.order.num_streams]]
+                        states[row.source] = row.state
+                        self.consumed[stream] = tuple(states)
                     self.is_uneven = not (order.runs_on or self._goes_on_evenly(last, ahead))
                 batch = self._batch(mine[start : start + size], order.max_length)
                 if torch.cuda.is_available():
@@ -224,47 +278,69 @@ class StreamLoader:
 
     @property
     def first(self) -> dict[str, HasRows]:
-        """Sources of the first rows to train on, by heading."""
-        return {"Training": self}
+        """First rows of each source to train on, by heading."""
+        names = [source.name for source in self.mixture.sources]
+        batches = (partial(self.first_batch, number) for number in range(len(names)))
+        firsts: list[Any] = [SimpleNamespace(first_batch=first_batch, check=self.check) for first_batch in batches]
+        return {titled("Training", name): first for name, first in zip(names, firsts, strict=True)}
 
     def described(self, num_steps: int) -> list[str]:
         """Describe each source of a mixture in one line, for a run of so many steps."""
-        return []
+        num_rows = num_steps * self.args.total_batch_size
+        parts = zip(self.mixture.names, self.documents, self.mixing.counts(num_rows)[0], strict=False)
+        return [
+            f"Source {name}: {len(documents.shards):,} shards; {count / num_rows:.2%} of the run's rows"
+            for name, documents, count in parts
+        ]
 
     def seen(self, step: int) -> dict[str, float]:
         """Return what the log tells of the sources of a mixture after a step."""
-        return {}
+        num_rows, found = step * self.args.total_batch_size, {}
+        for name, count, asked in zip(self.mixture.names, *self.mixing.counts(num_rows), strict=False):
+            found |= {f"{name}_rows": int(count), f"{name}_share": count / num_rows, f"{name}_asked": asked / num_rows}
+        return found
 
-    def first_batch(self) -> dict[str, Any]:
-        """Make a batch of the run's first rows, to show them. Only this process reads them.
+    def first_batch(self, source: int = 0) -> dict[str, Any]:
+        """Make a batch of the first rows of a source in the first streams, to show them. Only this process reads them.
 
         Raises:
             DataError: for shards that cannot be read.
         """
-        read = self.read(self.order)
-        first = (next(read(stream, self.beginning, lambda: None)) for stream in range(self.order.num_streams))
+        documents, order = self.documents[source], self.orders(self.order)[source]
+        streams = range(order.num_streams)
+        first = (next(stream_rows(documents, order, stream, StreamState(), lambda: None)) for stream in streams)
         rows = islice((row for row in first if len(row.tokens)), NUM_ROWS)
-        return self._batch([[row] for row in rows], self.order.max_length)
+        return self._batch([[row._replace(source=source)] for row in rows], order.max_length)
 
     def num_steps(self) -> int:
-        """Count the optimizer steps of the run: --max_steps, or the steps that --num_train_epochs passes over the rows need.
+        """Count the optimizer steps of the run: --max_steps, or as many as the sources of a mixture have rows for.
 
-        The first process counts the tokens of all documents. The last step is filled with rows of the next epoch.
+        One source has as many as --num_train_epochs passes over its rows need; rows of the next epoch fill the last step.
+        For this, the first process counts the tokens of all documents.
 
         Raises:
-            ConfigError: if the number would be 0.
+            ConfigError: if the sources of a mixture end before the last step.
             DataError: for shards that cannot be read.
         """
 
         def count() -> int:
-            lengths = [self.source.lengths(shard) for shard in range(len(self.source.shards))]  # pyright: ignore
-            whole, part = divmod(self.args.num_train_epochs, 1)
+            lengths, (whole, part) = lengths_in(self.documents[0]), divmod(self.args.num_train_epochs, 1)
             rows = sum(rows_of_epoch(lengths, self.order, epoch) for epoch in range(int(whole)))
             return rows + round(part * rows_of_epoch(lengths, self.order, int(whole)))
 
-        if self.args.max_steps > 0:
-            return self.args.max_steps
-        return max(1, math.ceil(on_first_rank(count) / self.args.total_batch_size))
+        steps, end = self.args.max_steps, self.mixing.end
+        possible = end // self.args.total_batch_size
+        if possible < max(1, steps):
+            raise ConfigError(
+                f"with the max_epochs of {self.mixture.file}, all sources end after {end:,.0f} rows, which are "
+                f"{possible:.0f} steps; --max_steps is {steps}: lower it, or raise a max_epochs"
+            )
+        if steps < 1 and self.order.runs_on:
+            steps = int(possible)
+        elif steps < 1:
+            steps = max(1, math.ceil(on_first_rank(count) / self.args.total_batch_size))
+        self.mixture.check_phases(steps)
+        return steps
 
     @property
     def workers_note(self) -> str:
@@ -281,9 +357,11 @@ class StreamLoader:
         lists_of_two_steps = max(2, -(-2 * self.share // len(streams)))
         of_worker = {"num_workers": 1, "prefetch_factor": lists_of_two_steps} if num_workers else {}
         started = []
+        # Reads the rows of a stream: from its number, its states, and what to call before a retry.
+        read = partial(rows_of_sources, self.documents, self.orders(self.current), self.mixing)
         for part in parts:
             states = {stream: self.consumed[stream] for stream in part}
-            rows = StreamRows(self.read(self.current), states, self.retries)
+            rows = StreamRows(read, states, self.retries)
             # Each worker has its own loader, because workers do not have equally many rows. And each loader its generator:
             # iter() would draw from the global one, and change a resumed run's dropout.
             loader = DataLoader(rows, batch_size=None, collate_fn=list, generator=torch.Generator(), **of_worker)
@@ -351,14 +429,12 @@ class StreamLoader:
     def _batch(self, rows: list[list[Row]], max_length: int) -> dict[str, Any]:
         packed = []
         for parts in rows:
-            name = parts[0].epoch, parts[0].place
-            if name in self.excluded:
-                name, parts = (-1, -1), []
-            tokens = np.concatenate([part.tokens for part in parts] or [np.empty(0, np.int32)])
+            tokens = np.concatenate([part.tokens for part in parts])
             lengths = [length for part in parts for length in part.lengths]
             row = pack_row(tokens, lengths, max_length, 0, self.document_mask)
-            packed.append(row | {"row": torch.tensor(name)})
-        return collate(packed)
+            packed.append(row | {"row": torch.tensor((parts[0].epoch, parts[0].place))})
+        sources = torch.tensor([parts[0].source for parts in rows])[:, None].expand(-1, max_length)
+        return collate(packed) | ({"source": sources} if self.mixture.names else {})
 
     def state(self) -> dict:
         """Return the state of this rank's streams after the last step of which all micro-batches were delivered.
@@ -367,9 +443,11 @@ class StreamLoader:
         """
         return {
             "order": self.order._asdict(),
-            "shards": fingerprint(self.source.shards),
+            "shards": fingerprint(self.shards),
             "version": self.version,
-            "streams": {str(stream): list(state) for stream, state in self.consumed.items()},
+            "streams": {str(stream): [list(state) for state in states] for stream, states in self.consumed.items()},
+            "sources": {source.name: {"max_epochs": source.limit} for source in self.mixture.sources},
+            "weights": self.weights,
         }
 
     def start_at(self, step: int, states: list[dict]) -> None:
@@ -384,14 +462,20 @@ class StreamLoader:
         if not states:
             return
         self.check(states)
-        streams = {stream: state for part in states for stream, state in part["streams"].items()}
-        self.consumed = {stream: self.restored(streams[str(stream)]) for stream in self.consumed}
+        streams = {int(stream): saved for part in states for stream, saved in part["streams"].items()}
+        for stream in self.consumed:
+            saved = streams[stream]  # earlier versions wrote the one state of a stream without a mixture
+            of_sources = [saved] if isinstance(saved[0], int) else saved
+            self.consumed[stream] = tuple(StreamState(*numbers) for numbers in of_sources)
+        before = states[0].get("weights", self.weights)
+        self.weigh(continued(before, step, self.weights))
+        if said := changed_shares(before, self.weights, step):
+            print_first(said)
 
     def check(self, states: list[dict]) -> None:
         """Raise ConfigError if the states belong to other data, or to another order."""
         then, now = states[0], self.state()
-        if "sources" in then and "sources" not in now:
-            raise ConfigError("the checkpoint is that of a run with --mixture; give it again, or another --output_dir")
+        check_same_sources(then, now, self.mixture.file)
         for name, value in Order(**then["order"])._asdict().items():  # earlier versions had fewer fields
             if now["order"][name] != value:
                 raise ConfigError(f"{name} is {now['order'][name]}, the checkpoint has {value}; set it back")
@@ -408,20 +492,29 @@ class StreamLoader:
                     "back as they were (of a dataset on the Hub: --dataset_revision), or start anew in another --output_dir"
                 )
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         """Count what this rank's streams have read since the start of the run. The caller sums the counts over the ranks.
 
         `retries` counts retries on a failing network since this process started.
         """
-        return self.counts_of(self.consumed.values())
-
-    def counts_of(self, states: Collection[StreamState]) -> dict[str, int]:
-        return {
+        states = [*chain.from_iterable(self.consumed.values())]
+        found: dict[str, Any] = {
             "tokens_seen": sum(state.tokens for state in states),
             "documents_seen": sum(state.documents for state in states),
             "documents_left_out": sum(state.left_out for state in states),
             "retries": int(self.retries.sum()),
         }
+        for name, own in zip(self.mixture.names, zip(*self.consumed.values(), strict=True), strict=False):
+            found[f"{name}_tokens"] = sum(state.tokens for state in own)
+            found[f"{name}_documents"] = sum(state.documents for state in own)
+            # The mean over all streams, once the caller has added the ranks up.
+            found[f"{name}_epochs"] = sum(state.epoch for state in own) / self.order.num_streams
+        return found
+
+
+def lengths_in(documents: Any) -> list[np.ndarray]:
+    """Count the tokens of each document of each shard."""
+    return [documents.lengths(shard) for shard in range(len(documents.shards))]
 
 
 def single_rows(lists: Iterator[Sequence[Row | str]]) -> Iterator[Row]:

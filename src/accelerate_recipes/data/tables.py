@@ -1,15 +1,18 @@
 """Rows of local files as one Arrow table on the disk. Its schema fits all rows, wherever in the files a field first appears.
 
-Texts stay as they are written, also in CSV. Values whose types differ between rows are stored as JSON, a type of `datasets`.
+Texts stay as they are written, also in CSV. Values whose types differ between rows are stored as JSON, a type of `datasets`:
+so are whole numbers beside fractions, those beyond 64 bits, and objects with a field that is null, since Arrow adds nulls.
+But in a message, a field that is null is not there, and weights are numbers.
 """
 
 import contextlib
 import csv
 import io
+import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -18,11 +21,14 @@ import pyarrow as pa
 import pyarrow.csv
 from datasets.table import table_cast
 
-from accelerate_recipes.data.reading import BOM, LONGEST, TOO_LONG, check_characters, open_parquet, reading, record_of
+from accelerate_recipes.data.reading import BOM, MAX_LINE, TOO_LONG, check_characters, open_parquet, reading, record_of
+from accelerate_recipes.data.template_values import WEIGHTS
 from accelerate_recipes.errors import DataError
+from accelerate_recipes.upstream import keep_json_exact
 
-BLOCK = 10 << 20  # bytes that are parsed together
-BATCH = 1000  # rows
+keep_json_exact()
+BYTES_PARSED = 10 << 20  # bytes that are parsed together
+ROWS_A_CHUNK = 1000  # rows
 # Levels of nested lists and objects; deeper levels are JSON. The time of `datasets` doubles with each level.
 DEEPEST = 16
 SPACE = re.compile(r"\s*")
@@ -67,7 +73,7 @@ def write_stream(path: str, features: datasets.Features, parts: Iterator[tuple[s
             with reading(name):
                 table = table_cast(table, schema)
                 check_texts(table, name, start)
-            stream.write_table(table, max_chunksize=BATCH)
+            stream.write_table(table, max_chunksize=ROWS_A_CHUNK)
             counts[name] = start + len(table)
 
 
@@ -124,7 +130,7 @@ def read_parquet(file: str) -> Read:
     opened = open_parquet(file)
     rows = opened.metadata.num_rows
     size = sum(opened.metadata.row_group(i).total_byte_size for i in range(opened.num_row_groups))
-    return opened.schema_arrow, opened.iter_batches(max(1, min(BATCH, rows * BLOCK // max(size, 1))))
+    return opened.schema_arrow, opened.iter_batches(max(1, min(ROWS_A_CHUNK, rows * BYTES_PARSED // max(size, 1))))
 
 
 def read_arrow(file: str) -> Read:
@@ -145,7 +151,12 @@ def decompressed(file: str) -> io.BufferedReader:
 def read_csv(file: str, delimiter: str = ",") -> Read:
     """Read texts alone, because leading zeros of a number may carry meaning."""
     with io.TextIOWrapper(decompressed(file), encoding="utf-8-sig", newline="") as lines:
-        names = next(filter(None, csv.reader(lines, delimiter=delimiter)), [])
+        first = next((line for line in lines if line.strip("\r\n")), "")
+        names = next(filter(None, csv.reader(itertools.chain([first], lines), delimiter=delimiter)), [])
+    marks = ";\t|," if len(names) == 1 else ""
+    if other := next((mark for mark in marks if len(next(csv.reader([first], delimiter=mark))) > 1), ""):
+        remedy = f"save it with {delimiter!r}" + (", or name it .tsv" if other == "\t" else "")
+        raise ValueError(f"its columns are separated by {other!r}, not by {delimiter!r}; {remedy}")
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"it has several columns called {min(twice)!r}")
     schema = pa.schema([(name, pa.string()) for name in names])
@@ -154,7 +165,7 @@ def read_csv(file: str, delimiter: str = ",") -> Read:
 
 def csv_batches(file: str, schema: pa.Schema, delimiter: str) -> Iterator[pa.RecordBatch]:
     # With threads, the message about a wrong row would lack the number of the row.
-    blocks = pa.csv.ReadOptions(block_size=LONGEST, use_threads=False)
+    blocks = pa.csv.ReadOptions(block_size=MAX_LINE, use_threads=False)
     cells = pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     texts = pa.csv.ConvertOptions(column_types=schema, strings_can_be_null=False)
     rows = 0
@@ -194,24 +205,24 @@ def blocks_of(file: str) -> Iterator[list[dict]]:
     """Yield the rows of a file, block by block: objects, each on a line, or JSON on many lines.
 
     Raises:
-        DataError: names the first line that is not a JSON object, or is longer than LONGEST.
+        DataError: names the first line that is not a JSON object, or is longer than MAX_LINE.
     """
     with reading(file):
         if (rows := rows_on_many_lines(file)) is not None:
-            for first in range(0, len(rows), BATCH):
-                yield rows[first : first + BATCH]
+            for first in range(0, len(rows), ROWS_A_CHUNK):
+                yield rows[first : first + ROWS_A_CHUNK]
             return
         with decompressed(file) as lines:
             found, size = [], 0
             for number, line in enumerate(lines_of(lines), 1):
-                if len(line) > LONGEST:
+                if len(line) > MAX_LINE:
                     raise DataError(f"{file}, line {number} {TOO_LONG}")
                 if line.removeprefix(BOM).strip():
                     found.append(record_of(file, number - 1, line))
                     if b"\\ud" in line.lower():  # maybe half of a surrogate pair
                         check_characters(json.dumps(found[-1], ensure_ascii=False), f"{file}, line {number}")
                 size += len(line)
-                if found and size >= BLOCK:
+                if found and size >= BYTES_PARSED:
                     yield found
                     found, size = [], 0
             if found:
@@ -219,8 +230,8 @@ def blocks_of(file: str) -> Iterator[list[dict]]:
 
 
 def lines_of(stream: io.BufferedReader) -> Iterator[bytes]:
-    """Read line by line; of a line that is longer than LONGEST, a part shows it."""
-    return iter(lambda: stream.readline(LONGEST + 1), b"")
+    """Read line by line; of a line that is longer than MAX_LINE, a part shows it."""
+    return iter(lambda: stream.readline(MAX_LINE + 1), b"")
 
 
 def rows_on_many_lines(file: str) -> list[dict] | None:
@@ -236,7 +247,7 @@ def rows_on_many_lines(file: str) -> list[dict] | None:
     start = begin.removeprefix(BOM).lstrip()[:1]
     if start == b"{":
         with contextlib.suppress(DataError):  # the object ends on another line, or is broken
-            if len(begin) <= LONGEST:
+            if len(begin) <= MAX_LINE:
                 record_of(file, 0, begin)
             return None
     elif start != b"[":
@@ -269,8 +280,13 @@ def schema_of(rows: list[dict]) -> pa.Schema:
     return pa.schema([(name, kind_of([row.get(name) for row in rows])) for name in names])
 
 
-def kind_of(values: list, levels: int = DEEPEST) -> pa.DataType:
-    """Return the common type of JSON values. It is JSON if the values have different types, or objects different fields."""
+def is_message(names: Collection[str], levels: int) -> bool:
+    """Tell whether an object with fields of these names is a message, an entry of the list in a column."""
+    return "role" in names and levels == DEEPEST - 1
+
+
+def kind_of(values: list, levels: int = DEEPEST, *, are_weights: bool = False) -> pa.DataType:
+    """Return the common type of JSON values. It is JSON if no other type gives all of them back as they are written."""
     values = [value for value in values if value is not None]
     kinds = {*map(type, values)}
     if not kinds:
@@ -279,30 +295,41 @@ def kind_of(values: list, levels: int = DEEPEST) -> pa.DataType:
         return pa.string()
     if kinds == {bool}:
         return pa.bool_()
-    if kinds <= {int, float}:
-        is_whole = float not in kinds and min(values) >= -(2**63) and max(values) < 2**63
-        return pa.int64() if is_whole else pa.float64()
+    if kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63:
+        return pa.int64()
+    if kinds == {float} or (are_weights and kinds == {int, float}):
+        return pa.float64()
     if not levels:
         return JSON
     if kinds == {list}:
         return pa.list_(kind_of([entry for value in values for entry in value], levels - 1))
     if kinds == {dict} and values[0] and all(value.keys() == values[0].keys() for value in values):
-        return pa.struct([(name, kind_of([value[name] for value in values], levels - 1)) for name in values[0]])
+        fields, are_messages = values[0].keys(), is_message(values[0], levels)
+        # The fields of a message have no order; the options of a question have one, and Arrow would keep that of the first.
+        if are_messages or all(None not in value.values() and [*value] == [*fields] for value in values):
+            weights = WEIGHTS if are_messages else ()
+            of_fields = {name: [value[name] for value in values] for name in fields}
+            return pa.struct([(n, kind_of(v, levels - 1, are_weights=n in weights)) for n, v in of_fields.items()])
     return JSON
 
 
-def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+def common_type(
+    one: pa.DataType, other: pa.DataType, levels: int = DEEPEST, *, are_weights: bool = False
+) -> pa.DataType:
     """Return a type that can hold the values of both types."""
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
         return other
-    if {one, other} == {pa.int64(), pa.float64()}:
+    if are_weights and {one, other} == {pa.int64(), pa.float64()}:
         return pa.float64()
     if pa.types.is_list(one) and pa.types.is_list(other):
-        return pa.list_(common_type(one.value_type, other.value_type))
-    if pa.types.is_struct(one) and pa.types.is_struct(other) and {f.name for f in one} == {f.name for f in other}:
-        return pa.struct([(field.name, common_type(field.type, other.field(field.name).type)) for field in one])
+        return pa.list_(common_type(one.value_type, other.value_type, levels - 1))
+    names = [[f.name for f in kind] if pa.types.is_struct(kind) else [] for kind in (one, other)]
+    if names[0] and (names[0] == names[1] or ({*names[0]} == {*names[1]} and is_message(names[0], levels))):
+        weights = WEIGHTS if is_message(names[0], levels) else ()
+        pairs = [(f.name, f.type, other.field(f.name).type) for f in one]
+        return pa.struct([(n, common_type(a, b, levels - 1, are_weights=n in weights)) for n, a, b in pairs])
     return JSON
 
 
@@ -317,9 +344,8 @@ def array_of(values: list, kind: pa.DataType) -> pa.Array:
 
 
 def is_converted(kind: pa.DataType) -> bool:
-    """Tell whether values of a type are converted: JSON to texts, whole numbers among fractions to fractions."""
-    is_other = kind == JSON or pa.types.is_floating(kind)
-    return is_other or any(is_converted(kind.field(i).type) for i in range(kind.num_fields))
+    """Tell whether values of a type are converted: JSON, which becomes texts."""
+    return kind == JSON or any(is_converted(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def storage(kind: pa.DataType) -> pa.DataType:
@@ -335,8 +361,6 @@ def stored(value: Any, kind: pa.DataType) -> Any:
         return None
     if kind == JSON:
         return json.dumps(value, ensure_ascii=False)
-    if pa.types.is_floating(kind):
-        return float(value)
     if pa.types.is_list(kind):
         return [stored(entry, kind.value_type) for entry in value]
     if pa.types.is_struct(kind):

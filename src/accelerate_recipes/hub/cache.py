@@ -27,11 +27,11 @@ from accelerate_recipes.errors import ConfigError
 
 MANIFEST = "accelerate_recipes.json"
 # `from_pretrained` takes the first of these files that exists. An index lists the files that hold the weights.
-WEIGHTS = (
+WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
 # Endings of files of weights, also in formats that are not read; and parts of weights, which an index names.
-FORMATS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+WEIGHT_FORMATS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 # Builders with which `datasets` reads files, by the suffixes of the files.
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
@@ -150,13 +150,18 @@ def parsed_manifest(file: Path) -> dict:
 
 
 def revision(repo_type: str, name: str) -> str | None:
-    """Return the commit to read on this machine: the downloaded one, else the newest one in the cache, else None."""
+    """Return the commit to read on this machine: the downloaded one, else the newest one in the cache, else None.
+
+    A download that was interrupted leaves the name of a commit without its files.
+    """
     if manifest := read_manifest(repo_type, name):
         return manifest["revision"]
+    place = repository(repo_type, name)
     try:
-        return (repository(repo_type, name) / "refs" / "main").read_text(encoding="utf-8").strip()
+        commit = (place / "refs" / "main").read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    return commit if commit and (place / "snapshots" / commit).is_dir() else None
 
 
 def folder(repo_type: str, name: str) -> Path | None:
@@ -257,14 +262,14 @@ def lacking_of_model(place: Path, weights: bool) -> list[str]:
     pointers = {path.name for path in place.iterdir() if is_pointer(path)}
     names = ["config.json"] if any("index.json" in name for name in pointers) else ["config.json", *weight_files(place)]
     # A clone may hold pointers to weights in other formats, which are not read.
-    needed = {name for name in pointers if not name.endswith(FORMATS) or (weights and name in names)}
+    needed = {name for name in pointers if not name.endswith(WEIGHT_FORMATS) or (weights and name in names)}
     found = [f"{name} (it is a git-LFS pointer; `git lfs pull` gets the file)" for name in sorted(needed)]
     if not weights:
         return found if any((place / name).is_file() for name in TOKENIZERS) else [*found, "tokenizer.json"]
     if (place / "adapter_config.json").is_file() and not (place / "config.json").is_file():
         return ["a whole model, as it holds adapters: `python -m accelerate_recipes export --merge_adapter` makes one"]
     lost = [name for name in names if not (place / name).is_file()]
-    return found + [without_weights(place) if name == WEIGHTS[0] else name for name in lost]
+    return found + [without_weights(place) if name == WEIGHT_FILES[0] else name for name in lost]
 
 
 def without_weights(place: Path) -> str:
@@ -273,15 +278,15 @@ def without_weights(place: Path) -> str:
     if shards := [name for name in names if SHARD.fullmatch(name)]:
         stem, end = shards[0].split("-")[0], shards[0].rpartition(".")[2]
         return f"{stem}.{end}.index.json (it names the weights in {shards[0]} and its like; copy or download it too)"
-    if other := next((name for name in names if name.endswith(FORMATS)), None):
+    if other := next((name for name in names if name.endswith(WEIGHT_FORMATS)), None):
         said = "is for llama.cpp" if other.endswith(".gguf") else "is in a format that is not read here"
-        return f"{WEIGHTS[0]} ({other} {said}; give the same model in the format of transformers)"
-    return WEIGHTS[0]
+        return f"{WEIGHT_FILES[0]} ({other} {said}; give the same model in the format of transformers)"
+    return WEIGHT_FILES[0]
 
 
 def weight_files(place: Path) -> list[str]:
     """Return the files of a folder that hold the weights: those of the first index or file that `from_pretrained` takes."""
-    found = next((name for name in WEIGHTS if (place / name).is_file()), WEIGHTS[0])
+    found = next((name for name in WEIGHT_FILES if (place / name).is_file()), WEIGHT_FILES[0])
     return shards_of(place / found) if found.endswith(".index.json") else [found]
 
 

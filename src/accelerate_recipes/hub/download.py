@@ -26,7 +26,7 @@ from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils.sha import git_hash, sha_fileobj
 
 from accelerate_recipes.disk import existing, own_suffix, readable, write_atomically
-from accelerate_recipes.errors import ConfigError, first_few, first_line, noting, raise_problems
+from accelerate_recipes.errors import ConfigError, collecting_errors, first_few, first_line, near_path, raise_problems
 from accelerate_recipes.hub import cache
 from accelerate_recipes.hub.cache import HubDataset, HubModel, Need
 
@@ -60,7 +60,7 @@ def download(
     plans: dict[tuple[str, str], dict] = {}  # manifests of these needs alone
     problems: list[str] = []
     for need in needs:
-        with noting(problems):
+        with collecting_errors(problems):
             add_to(plans, need, max_shards, update)
     raise_problems("This cannot be downloaded", problems)
     check_download_fits(list(plans.values()))
@@ -79,7 +79,7 @@ def add_to(plans: dict[tuple[str, str], dict], need: Need, max_shards: int | Non
     if os.path.isdir(need.name):
         return
     if cache.is_path(need.name):
-        raise ConfigError(f"{need}: no such folder")
+        raise ConfigError(f"{need}: no such folder{near_path(need.name)}")
     api, key, where = HfApi(), (need.repo_type, need.name), constants.ENDPOINT
     try:
         plan = plans.get(key)
@@ -139,7 +139,7 @@ def files_of_model(plan: dict, listed: dict[str, dict], weights: bool) -> dict[s
     names = [name for name in listed for pattern in MODEL_FILES if cache.matches(name, pattern)]
     names = [name for name in names if not name.endswith(".index.json")]
     if weights:
-        found = next((name for name in cache.WEIGHTS if name in listed), None)
+        found = next((name for name in cache.WEIGHT_FILES if name in listed), None)
         if found is None:
             raise ConfigError(f"model {plan['name']!r} has no weights for PyTorch; it has {first_few(listed)}")
         names.append(found)

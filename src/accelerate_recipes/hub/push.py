@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import HFValidationError, disable_progress_bars, validate_repo_id
 
@@ -112,11 +112,9 @@ def commit(api: HfApi, export: Path, files: Sequence[str], repo: str, public: bo
         remedy = "delete that there, or give another repository"
         raise ConfigError(f"{repo} holds {', '.join(in_the_way)}, which no push of an export wrote; {remedy}")
     stale = sorted((earlier & set(there)) - set(files) - {ATTRIBUTES})
-    changes = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(export / name)) for name in files]
-    changes += [CommitOperationDelete(path_in_repo=name) for name in stale]
+    about = {"repo_id": repo, "folder_path": export, "commit_message": "Push an export of accelerate-recipes"}
     # With the parent, nothing is pushed if somebody else has pushed since.
-    message = "Push an export of accelerate-recipes"
-    made = api.create_commit(repo, changes, commit_message=message, parent_commit=info.sha)
+    made = api.upload_folder(**about, allow_patterns=[*files], delete_patterns=stale, parent_commit=info.sha)
     now = tree(api, "model", repo, made.oid)
     if lost := [name for name in files if name not in now or now[name]["size"] != (export / name).stat().st_size]:
         raise ConfigError(f"{', '.join(lost)} did not arrive; a .gitignore there may name them")

@@ -144,17 +144,17 @@ def fsdp_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
     is_hybrid = is_one_of(env, "FSDP_SHARDING_STRATEGY", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "4", "5")
     is_full = is_one_of(env, "FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT")
     problems = {
-        "fsdp_auto_wrap_policy: SIZE_BASED_WRAP with fsdp_version: 2 picks module lists, which fully_shard rejects; use "
-        "TRANSFORMER_BASED_WRAP, or accelerate_configs/"
-        "fsdp1_size_wrap.yaml": not is_fsdp1 and policy == "SIZE_BASED_WRAP",
+        "fsdp_auto_wrap_policy: SIZE_BASED_WRAP with fsdp_version: 2 picks module lists, which fully_shard rejects; "
+        "use TRANSFORMER_BASED_WRAP, "
+        "or accelerate_configs/fsdp1_size_wrap.yaml": not is_fsdp1 and policy == "SIZE_BASED_WRAP",
         "fsdp_activation_checkpointing: true recomputes layer by layer, but fsdp_auto_wrap_policy: NO_WRAP names "
         "no layers; use TRANSFORMER_BASED_WRAP": recomputes and policy == "NO_WRAP",
         "dynamo_use_regional_compilation: true with fsdp_version: 1 does not work: Accelerate 1.15 copies modules, "
         "and FSDP1's modules cannot be copied; set it to false, or choose a config with "
         "fsdp_version: 2": is_fsdp1 and is_compiled(env) and by_layer,
-        "dynamo_backend with fsdp_activation_checkpointing: true would compile no layer (Accelerate 1.15); set "
-        "dynamo_use_regional_compilation: true under "
-        "dynamo_config:": not is_fsdp1 and is_compiled(env) and not by_layer and recomputes,
+        "dynamo_backend with fsdp_activation_checkpointing: true would compile no layer (Accelerate 1.15); "
+        "set dynamo_use_regional_compilation: true "
+        "under dynamo_config:": not is_fsdp1 and is_compiled(env) and not by_layer and recomputes,
         "fsdp_use_orig_params: false joins norms and biases with the weights to one flat parameter, so they would get "
         "weight decay too; set it to true": is_fsdp1 and not is_on(env, "FSDP_USE_ORIG_PARAMS"),
         "FSDP1 hybrid sharding on a CPU leaves every rank the whole model and does not reduce the replicas' gradients "
@@ -220,13 +220,13 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
 
 def sharing_problems(args: TrainArgs, size: int) -> list[str]:
     """List the arguments that do not work where `size` ranks share each row, one sentence each."""
-    length = args.max_length
+    length = args.max_length or 0
     near = " or ".join(str(n) for n in (length // size * size, (length // size + 1) * size) if n)
     problems = {
         f"parallelism_config_cp_size is {size}, but in this recipe a row is whole on each process; set it to 1. If "
         "activations do not fit, set fsdp_activation_checkpointing to true, then fsdp_activation_checkpointing_offload too. "
-        "recipes/chess.py and recipes/c4.py share rows, and recipes/sft.py with --packing or "
-        "--padding_free": size > 1 and not args.shares_rows,
+        "recipes/chess.py and recipes/c4.py share rows, and recipes/sft.py with --packing, or "
+        "with --padding_free and --max_length none": size > 1 and not args.shares_rows,
         f"--max_length {length} is not a multiple of parallelism_config_cp_size {size}, the ranks that share a row; lengths "
         f"that work: {near}": args.shares_rows and length % size and not args.pads_rows,
     }
@@ -248,8 +248,14 @@ def environment_warnings(env: Mapping[str, str], num_devices: int, num_cores: in
 def lever_warnings(args: TrainArgs, env: Mapping[str, str], num_devices: int) -> list[str]:
     """List arguments that work under the strategy in `env`, but slowly, which is probably not intended."""
     size, local_world = ranks_a_row(env), int(env.get("LOCAL_WORLD_SIZE", 1))
-    precision = env.get("ACCELERATE_MIXED_PRECISION", "no") if num_devices else ""
+    asked = env.get("ACCELERATE_MIXED_PRECISION", "no")
+    precision = asked if num_devices else ""
+    rate = type(args).__dataclass_fields__["learning_rate"].default
     warnings = {
+        "no GPU is found, and mixed_precision is bf16, in which most CPUs are slower than in fp32, and less exact; give "
+        "--mixed_precision no before the recipe": asked == "bf16" and not num_devices,
+        f"--use_peft with the default --learning_rate {rate:g}, which is meant for all weights: adapters learn little; "
+        f"give about ten times as much, --learning_rate {10 * rate:g}": args.use_peft and args.learning_rate == rate,
         f"{size} ranks share a row, but a machine has {local_world} processes: some rows lie on two machines, and each "
         "layer sends their activations over the network, 60 KB a token of an 8B model; choose a parallelism_config_cp_size "
         "that divides the processes of a machine": local_world % size,

@@ -19,26 +19,27 @@ from huggingface_hub import constants
 from accelerate_recipes.args import TrainArgs, parse
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.disk import refusal
-from accelerate_recipes.errors import noting, raise_problems
+from accelerate_recipes.errors import collecting_errors, near_path, raise_problems
 from accelerate_recipes.hub import cache, push
 from accelerate_recipes.hub.download import download
 from accelerate_recipes.launch.checks import fp8_layers, launch_problems, num_accelerators, wrap_problems
 from accelerate_recipes.launch.settings import launcher_problems
-from accelerate_recipes.models.adapters import targets
+from accelerate_recipes.models.adapter_targets import targets
 from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.base import check_export_form, check_one_dtype
+from accelerate_recipes.models.head_probe import check_head
 from accelerate_recipes.models.loading import CAUSAL
 from accelerate_recipes.models.pretrained import Kind, check_model
-from accelerate_recipes.models.probes import check_head, check_packing
+from accelerate_recipes.models.probes import check_packing
 from accelerate_recipes.models.shared_rows_check import check_shared_masks, model_sharing_problems
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.models.untrained import check_export_form, check_one_dtype
 from accelerate_recipes.ranks import is_first, is_first_of_machine, ranks_a_row
 
 # Arguments that name directories to which runs write. In a pod, relative ones lie on the volume for checkpoints.
-WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")
+WRITTEN_FOLDERS = ("output_dir", "data_cache_dir", "pretokenize")
 
 # Variables that name the folders to which `datasets` and `evaluate` write, with the folder's place below HF_HOME.
-CACHES = {"HF_MODULES_CACHE": "modules", "HF_DATASETS_CACHE": "datasets"}
+CACHE_FOLDERS = {"HF_MODULES_CACHE": "modules", "HF_DATASETS_CACHE": "datasets"}
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Requirements:
 def write_problems(args: TrainArgs) -> list[str]:
     """List the directories that a run must write to but cannot, one sentence each."""
     found = []
-    for name in WRITTEN:
+    for name in WRITTEN_FOLDERS:
         directory = getattr(args, name, None)
         if directory:
             if name != "output_dir" and os.path.isdir(directory) and os.listdir(directory):
@@ -77,7 +78,7 @@ def write_problems(args: TrainArgs) -> list[str]:
         elif directory == "" and name != "pretokenize":  # an empty --pretokenize means off
             found.append(f"--{name} is empty; name a folder")
     if args.fills_caches:
-        for name in list(CACHES)[: 1 if args.data_cache_dir else 2]:
+        for name in list(CACHE_FOLDERS)[: 1 if args.data_cache_dir else 2]:
             directory = cache_of_library(name)
             if why := refusal(directory):
                 of_hub = f"HF_HUB_CACHE to {constants.HF_HUB_CACHE} if the models lie there"
@@ -87,8 +88,8 @@ def write_problems(args: TrainArgs) -> list[str]:
 
 
 def cache_of_library(variable: str) -> Path:
-    """Return the folder that a variable of CACHES names, without the second that an import of `datasets` takes."""
-    return Path(os.environ.get(variable, os.path.join(constants.HF_HOME, CACHES[variable])))
+    """Return the folder that a variable of CACHE_FOLDERS names, without the second that an import of `datasets` takes."""
+    return Path(os.environ.get(variable, os.path.join(constants.HF_HOME, CACHE_FOLDERS[variable])))
 
 
 def push_to_hub_problems(args: TrainArgs, *, from_here: bool) -> list[str]:
@@ -107,7 +108,7 @@ def lacking_problems(needs: Sequence[cache.Need], command: Sequence[str]) -> lis
         if os.path.isdir(need.name):
             found.append(f"{need.name} is a folder, but lacks {', '.join(names)}")
         elif cache.is_path(need.name):
-            found.append(f"{need}: no such folder")
+            found.append(f"{need}: no such folder{near_path(need.name)}")
         elif names == [cache.ALL]:
             found.append(f"{need} is not in {place}")
         else:
@@ -141,7 +142,7 @@ def check_models(
     models, others, problems = [], [], []
     for name in needed.models:
         if (place := cache.folder("model", name)) and (place / "config.json").is_file():
-            with noting(problems):
+            with collecting_errors(problems):
                 model = check_model(name, needed.kind)
                 (models if name == args.base_model else others).append(model)
                 if name != args.base_model or args.use_peft:
@@ -153,12 +154,12 @@ def check_models(
     load = load_tokenizer if needed.tokenizers else needed.kind.reader
     for name in needed.tokenizers or needed.models:
         if not problems and not cache.lacking(cache.HubModel(name, weights=not needed.tokenizers)):
-            with noting(problems):
+            with collecting_errors(problems):
                 load(name)
     if args.data_only:
         return models, problems
     if needed.new_model and makes_new:
-        with noting(problems), torch.device("meta"):
+        with collecting_errors(problems), torch.device("meta"):
             models.append(needed.new_model())
     for model in (*models, *others):
         problems += model_problems(args, model, os.environ, is_trained=model in models)
@@ -172,8 +173,9 @@ def model_problems(
 
     PEFT is not imported: it may import bitsandbytes, which looks at the GPUs before the process has chosen its own.
     """
-    found = wrap_problems(model, env) + attention_problems(args, model, env)
-    with noting(found):
+    of_trained = {} if is_trained else {"FSDP_TRANSFORMER_CLS_TO_WRAP": ""}
+    found = wrap_problems(model, {**env, **of_trained}) + attention_problems(args, model, env)
+    with collecting_errors(found):
         if args.use_peft and is_trained:
             targets(model, args)
         if env.get("ACCELERATE_MIXED_PRECISION") == "fp8":
@@ -189,11 +191,11 @@ def attention_problems(args: TrainArgs, model: transformers.PreTrainedModel, env
     size = ranks_a_row(env)
     if problems := model_sharing_problems(model.config, size) if size > 1 else []:
         return problems
-    with noting(problems):
+    with collecting_errors(problems):
         attention, _ = choose(name, model.config, args.param_dtype, args.has_boundaries, size > 1)
         model.config._attn_implementation = attention
         if size > 1:
-            check_shared_masks(model.config, attention, args.max_length)
+            check_shared_masks(model.config, attention, args.longest_row)
         if args.document_mask:
             check_packing(model.config)
         if args.whole_logits is False:

@@ -22,7 +22,7 @@ from accelerate_recipes.errors import ConfigError, closest, suggestion, that_app
 # Sections of the YAML, each with the prefix of its keys, which are flags too.
 SECTIONS = {f"{name}_config": f"{name}_" for name in ("fsdp", "dynamo", "fp8")}
 SECTIONS["parallelism_config"] = "parallelism_config_"
-VALUES = {
+YAML_VALUES = {
     "compute_environment": {"LOCAL_MACHINE"},
     "distributed_type": {"NO", "MULTI_GPU", "FSDP"},
     "mixed_precision": {"no", "bf16", "fp16", "fp8"},
@@ -39,7 +39,7 @@ FSDP1_ONLY = {"fsdp_sharding_strategy": "use fsdp_reshard_after_forward (true or
 }
 # Programs whose command `launch` takes these flags.
 LAUNCHERS = ("accelerate", "accelerate.commands.accelerate_cli", "accelerate-recipes", "accelerate_recipes")
-KINDS = {int: "a whole number", str: "a text; put it in quotes"}
+TYPES_IN_WORDS = {int: "a whole number", str: "a text; put it in quotes"}
 
 
 def yaml_problems(path: Path, num_processes: int | None = None) -> list[str]:
@@ -91,21 +91,21 @@ def yaml_problems(path: Path, num_processes: int | None = None) -> list[str]:
 
 def wrong_kind(key: str, value: Any, hint: Any) -> str:
     """Say what the value of a key outside of the sections must be, by Accelerate's type of it; "" if it is that."""
-    if key in VALUES:
-        return wrong_choice(value, VALUES[key])
+    if key in YAML_VALUES:
+        return wrong_choice(value, YAML_VALUES[key])
     kinds = () if typing.get_origin(hint) is list else typing.get_args(hint) or (hint,)
-    return next((KINDS[kind] for kind in KINDS if kind in kinds and type(value) not in kinds), "")
+    return next((TYPES_IN_WORDS[kind] for kind in TYPES_IN_WORDS if kind in kinds and type(value) not in kinds), "")
 
 
 def wrong_setting(option: Action, value: Any) -> str:
     """Say what the value of a key in a section must be, by the launcher's flag of this name; "" if it is that."""
-    if option.dest in VALUES:
-        return wrong_choice(value, VALUES[option.dest])
+    if option.dest in YAML_VALUES:
+        return wrong_choice(value, YAML_VALUES[option.dest])
     # With FSDP1 this may also name a sharding strategy.
     if option.default in ("true", "false") and option.dest != "fsdp_reshard_after_forward":
         return wrong_choice(value, {True, False})
     if option.type is int:
-        return "" if type(value) is int else KINDS[int]
+        return "" if type(value) is int else TYPES_IN_WORDS[int]
     return "one value" if isinstance(value, list | dict) else ""
 
 

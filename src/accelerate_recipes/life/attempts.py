@@ -72,11 +72,18 @@ def update_attempt(output_dir: Path, changes: dict[str, Any]) -> None:
 
 
 def of_this_run(attempts: list[dict]) -> list[dict]:
-    """Return the attempts since the run was begun anew, from step 0.
+    """Return the attempts since the run was begun anew, from step 0, without those that had nothing left to train.
 
-    That is so if the attempt before had saved a checkpoint, or had failed: then something was put right in between. Without
-    a checkpoint, any other attempt is repeated by the next.
+    It was begun anew if the attempt before had saved a checkpoint, or had failed: then something was put right in between.
+    Without a checkpoint, any other attempt is repeated by the next. The same command after the end only exports again.
     """
     is_new = [entry.get("from") == 0 and (b["step"] or b.get("state") == "failed") for b, entry in pairwise(attempts)]
     anew = [i for i, new in enumerate(is_new, start=1) if new]
-    return attempts[anew[-1] :] if anew else attempts
+    found = attempts[anew[-1] :] if anew else attempts
+    return found[:1] + [entry for before, entry in pairwise(found) if not only_exported(before, entry)]
+
+
+def only_exported(before: dict, attempt: dict) -> bool:
+    """Tell whether an attempt found the run finished, by the attempt before it, and trained nothing."""
+    are_finished = before.get("state") == attempt.get("state") == "finished"
+    return are_finished and attempt.get("from") == attempt["step"]

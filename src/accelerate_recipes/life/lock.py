@@ -3,15 +3,13 @@
 import contextlib
 import json
 import os
-import socket
 import threading
 import time
-import uuid
 from pathlib import Path
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import stop
-from accelerate_recipes.life.status import attempt, is_known_dead
+from accelerate_recipes.life.status import UNKNOWN, is_known_dead, is_owner, this_owner
 
 HEARTBEAT = 5.0  # seconds between two touches of the file
 SILENCE = 3 * HEARTBEAT  # seconds without a touch after which the owner counts as dead
@@ -30,7 +28,7 @@ def take(output_dir: Path) -> None:
     file = output_dir / "lock.json"
     if _mine is not None and _mine[0] == file:
         return
-    owner = {"host": socket.gethostname(), "process": os.getpid(), "run": uuid.uuid4().hex, **attempt()}
+    owner = this_owner()
     output_dir.mkdir(parents=True, exist_ok=True)
     if other := acquire(file, owner):
         job = f" (job {other['job']})" if other["job"] else ""
@@ -89,8 +87,8 @@ def living_owner(file: Path, me: dict) -> dict | None:
     deadline = time.monotonic() + SILENCE
     while time.monotonic() < deadline:
         time.sleep(HEARTBEAT / 10)
-        if touched(file) != first:
-            return read(file)
+        if (now := touched(file)) != first:
+            return None if now is None else read(file) or UNKNOWN
     return None
 
 
@@ -98,9 +96,9 @@ def read(file: Path) -> dict | None:
     """Read the owner; None if there is no file, or if the owner has not yet written it."""
     try:
         owner = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return owner if isinstance(owner, dict) and {"host", "process", "job", "restarts"} <= owner.keys() else None
+    return owner if is_owner(owner) else None
 
 
 def touched(file: Path) -> int | None:

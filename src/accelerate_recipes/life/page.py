@@ -67,10 +67,6 @@ def cell(value: Any) -> Html:
     return element("td", text, class_="number" if is_number else "")
 
 
-def folded(title: str, *content: Html) -> Html:
-    return element("details", element("summary", title), *content)
-
-
 def picture(content: bytes, name: str, *, is_chart: bool = False) -> Html:
     """Write a PNG into the page; a chart is dark in the dark."""
     data = base64.b64encode(content).decode()

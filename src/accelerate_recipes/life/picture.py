@@ -1,11 +1,17 @@
-"""Picture of a run: its loss curve, and bars of what the run should improve."""
+"""Picture of a run: its loss curve, and a chart of what the run should improve."""
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+
+class Chart(Protocol):
+    """Last panel of a picture, which draws itself into axes of matplotlib."""
+
+    def draw(self, axes: Any) -> None: ...
 
 
 class Bars(NamedTuple):
@@ -15,6 +21,20 @@ class Bars(NamedTuple):
     title: str
     unit: str
 
+    def draw(self, axes: Any) -> None:
+        width = 0.8 / len(self.values)
+        colors = ("0.75", "tab:orange", "tab:blue")
+        for i, (series, values) in enumerate(self.values.items()):
+            places = [place + (i - (len(self.values) - 1) / 2) * width for place in range(len(values))]
+            drawn = axes.bar(places, list(values.values()), width * 0.95, label=series, color=colors[i % 3])
+            axes.bar_label(drawn, fmt="%.3g", fontsize=8)
+            axes.set_xticks(range(len(values)), list(values))
+        axes.set(ylabel=self.unit, title=self.title)
+        axes.margins(y=0.12)
+        axes.grid(alpha=0.3, axis="y")
+        # Below: bars may be negative.
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=len(self.values))
+
 
 class Curves(NamedTuple):
     """Panel of curves over the steps: the names of the records' values by label."""
@@ -23,7 +43,7 @@ class Curves(NamedTuple):
     title: str
 
 
-def draw_run(path: Path, records: list[dict], bars: Bars | None = None, panels: Sequence[Curves] = ()) -> None:
+def draw_run(path: Path, records: list[dict], chart: Chart | None, panels: Sequence[Curves]) -> None:
     """Write a PNG. `records` are those of metrics.jsonl; a panel without values is left out. A reward comes first."""
     import matplotlib  # imported here, since only one process needs it
     from matplotlib.figure import Figure
@@ -33,7 +53,7 @@ def draw_run(path: Path, records: list[dict], bars: Bars | None = None, panels: 
     panels = [Curves({"training": "loss", "held out": "eval_loss"}, f"Loss{unit}"), *panels]
     panels = [panel for panel in panels if any(name in r for name in panel.names.values() for r in records)]
     panels.sort(key=lambda panel: "reward" not in panel.names.values())
-    number = len(panels) + bool(bars)
+    number = len(panels) + bool(chart)
     columns = 2 if number in (2, 4) else min(3, number)
     rows = -(-number // columns)
     figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")
@@ -44,14 +64,14 @@ def draw_run(path: Path, records: list[dict], bars: Bars | None = None, panels: 
         curve.set(xlabel="optimizer step", title=panel.title)
         curve.grid(alpha=0.3)
         curve.legend()
-    if bars:
-        draw_bars(places[len(panels)], bars)
+    if chart:
+        chart.draw(places[len(panels)])
     for unused in places[number:]:
         unused.remove()
     figure.savefig(path, dpi=110)
 
 
-def plot(axes: Any, records: Sequence[dict], name: str, label: str | None = None, **style: Any) -> None:
+def plot(axes: Any, records: Sequence[dict], name: str, label: str | None, **style: Any) -> None:
     """Draw a value over the steps into axes of matplotlib, if there is one: held-out values as dots on a dashed line.
 
     What was asked for is a dotted line, which lies over the line of what came out.
@@ -77,21 +97,6 @@ def points_of(records: Sequence[dict], name: str) -> list[tuple[int, float]]:
 def spoken(name: str) -> str:
     """Return the name of a value of an evaluation as people say it."""
     return name.removeprefix("eval_").replace("_", " ").replace("/", ", ")
-
-
-def draw_bars(chart: Any, bars: Bars) -> None:
-    """Draw a bar chart into axes of matplotlib."""
-    width = 0.8 / len(bars.values)
-    colors = ("0.75", "tab:orange", "tab:blue")
-    for i, (series, values) in enumerate(bars.values.items()):
-        places = [place + (i - (len(bars.values) - 1) / 2) * width for place in range(len(values))]
-        drawn = chart.bar(places, list(values.values()), width * 0.95, label=series, color=colors[i % 3])
-        chart.bar_label(drawn, fmt="%.3g", fontsize=8)
-        chart.set_xticks(range(len(values)), list(values))
-    chart.set(ylabel=bars.unit, title=bars.title)
-    chart.margins(y=0.12)
-    chart.grid(alpha=0.3, axis="y")
-    chart.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=len(bars.values))  # below: bars may be negative
 
 
 def draw_images(path: Path, images: Sequence[tuple[np.ndarray, str, bool]], title: str) -> None:

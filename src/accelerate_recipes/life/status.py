@@ -6,9 +6,12 @@ Its keys: `state` (running, finished, stopped, failed: the user must correct som
 its `url`, the newest complete `copy` there, the time `since` which there is no newer one, and the last `problem`).
 """
 
+import contextlib
 import json
 import os
+import socket
 import threading
+import uuid
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,11 @@ from accelerate_recipes.disk import is_full, write_atomically
 from accelerate_recipes.life.attempts import update_attempt
 
 # Types of the values that are read again.
-KINDS = {"state": str, "step": int, "reason": str, "longest_save_seconds": int | float, "job": str, "restarts": int}
+TYPES = {"state": str, "step": int, "reason": str, "longest_save_seconds": int | float, "job": str, "restarts": int}
+
+# Types of what identifies the owner of a place, and an owner of whom nothing can be read.
+OWNER = {"host": str, "process": int, "job": str, "restarts": int}
+UNKNOWN = {"host": "an unknown host", "process": 0, "job": "", "restarts": 0}
 
 _writing = threading.Lock()
 
@@ -30,17 +37,42 @@ def attempt() -> dict[str, Any]:
     return {"job": os.environ.get("SLURM_JOB_ID", ""), "restarts": int(restarts)}
 
 
-def is_known_dead(other: dict, me: dict) -> bool:
-    """Tell whether the owner of a place has surely ended: its process has left this host, or this job was restarted.
+def this_owner() -> dict[str, Any]:
+    """Describe this process as the owner of a place: its host, number, job, and the `namespace` that gave the number.
 
-    Both have `host`, `process`, and what `attempt` returns.
+    Containers of one machine may have one host name, and machines may too, but not this boot and namespace of processes.
+    """
+    namespace = ""
+    with contextlib.suppress(OSError):  # without /proc
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        namespace = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    own = {"host": socket.gethostname(), "process": os.getpid(), "namespace": namespace, "run": uuid.uuid4().hex}
+    return own | attempt()
+
+
+def is_owner(value: Any) -> bool:
+    """Tell whether a value that was read from a file describes an owner."""
+    return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in OWNER.items())
+
+
+def is_known_dead(other: dict, me: dict) -> bool:
+    """Tell whether the owner of a place has surely ended: its process has left this namespace, or this job was restarted.
+
+    Both are as `this_owner` describes them. Nothing is known of a process in another namespace: time must tell.
     """
     if bool(me["job"]) and other["job"] == me["job"] and other["restarts"] < me["restarts"]:
         return True
+    if not me.get("namespace") or other.get("namespace") != me["namespace"]:
+        return False
     try:
-        return other["host"] == me["host"] and psutil.Process(other["process"]).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        os.kill(other["process"], 0)  # asks the kernel alone: /proc may hide the processes of others
+    except ProcessLookupError:
         return True
+    except (OSError, OverflowError):
+        return False
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(other["process"]).status() == psutil.STATUS_ZOMBIE
+    return False
 
 
 def is_wish_of_a_person(reason: str) -> bool:
@@ -57,7 +89,7 @@ def read_status(output_dir: Path) -> dict:
         return {}
     except (ValueError, RecursionError):
         status = None
-    if isinstance(status, dict) and all(isinstance(status[name], KINDS[name]) for name in KINDS.keys() & status.keys()):
+    if isinstance(status, dict) and all(isinstance(status[name], TYPES[name]) for name in TYPES.keys() & status.keys()):
         return status
     warnings.warn(f"{file} is damaged, and counts as none", stacklevel=2)
     return {}

@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,15 +29,15 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.arguments.adapters import ALL_LINEAR
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.hub import cache
-from accelerate_recipes.models.composites import layers_of_text, sees_images
+from accelerate_recipes.models.adapter_targets import ending_with, targets
+from accelerate_recipes.models.base import as_in_files, described, folder_of_base, open_base, parts_in_files
+from accelerate_recipes.models.composites import sees_images
 from accelerate_recipes.models.pretrained import load_config, mapped_weights
 from accelerate_recipes.models.slices import Source, gets_weights_later, plain_name, rows_of_tokens, source_of
-from accelerate_recipes.models.untrained import as_in_files, described, folder_of_base, open_base, parts_in_files
-from accelerate_recipes.models.weights import BY_WEIGHT, linear_layers_and_experts, seed_of
-from accelerate_recipes.ranks import computes_in_bf16, is_compiled, is_sharded, on_all_ranks, on_first_rank, share
+from accelerate_recipes.models.weights import linear_layers_and_experts, seed_of
+from accelerate_recipes.ranks import computes_in_bf16, is_sharded, on_all_ranks, on_first_rank, share
 
 # Functions import PEFT when they use it. If bitsandbytes is installed, PEFT imports it and torch's compiler. This takes a
 # quarter of the start time of a process.
@@ -56,7 +54,7 @@ class Adapter:
     """Configuration and base of the adapters in a checkpoint."""
 
     config: LoraConfig
-    base: dict[str, str | None]  # the base model, as `untrained.described` describes it
+    base: dict[str, str | None]  # the base model, as `base.described` describes it
 
 
 def load_settings(args: TrainArgs) -> dict[str, Any]:
@@ -77,56 +75,6 @@ def load_settings(args: TrainArgs) -> dict[str, Any]:
     form = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     dtypes = {"bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": dtype}
     return {"dtype": dtype, "quantization_config": BitsAndBytesConfig(load_in_4bit=True, **form, **dtypes)}
-
-
-def targets(model: transformers.PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
-    """Return `target_modules` and `target_parameters` for PEFT: names, or ends of names, of modules and parameters to adapt.
-
-    The modules are linear layers. Those of a model that sees images lie in its text part, unless a name is in other parts
-    alone. The parameters are weights of experts: a mixture keeps all experts of a layer in one parameter of three
-    dimensions. The output layer is never included: it may also be the embedding, and a loss without logits calls it in a
-    special way.
-
-    Raises:
-        ConfigError: for a name that fits neither, and for settings that PEFT's adapters of experts do not support.
-    """
-    layers, experts = linear_layers_and_experts(model)
-    in_text = layers_of_text(model, layers)
-    kinds = sorted({name.rpartition(".")[2] for name in (*in_text, *experts)})
-    if not layers:
-        raise ConfigError(f"--use_peft: {type(model).__name__} has no layers of torch.nn.Linear to put adapters beside")
-    by_weight = BY_WEIGHT.get(model.config.model_type, ())
-    if args.load_in_4bit and ("dt_proj" in by_weight or (by_weight and find_spec("mamba_ssm"))):
-        raise ConfigError(
-            f"--use_peft: {type(model).__name__} computes with the weights of {', '.join(by_weight)} itself, which "
-            "--load_in_4bit packs; leave it out"
-        )
-    ends = kinds if args.lora_target_modules == [ALL_LINEAR] else args.lora_target_modules
-    if unknown := [end for end in ends if not ending_with([end], [*layers, *experts])]:
-        raise ConfigError(
-            f"--lora_target_modules {' '.join(unknown)}: no linear layer inside {type(model).__name__} has that name; "
-            f"there are {', '.join(kinds)}"
-        )
-    found = {"target_modules": [end for end in ends if ending_with([end], layers)]}
-    if sees_images(model.config):  # the tower may have layers of these names: name layers whole
-        chosen = (ending_with([end], in_text) or ending_with([end], layers) for end in found["target_modules"])
-        found["target_modules"] = sorted({*itertools.chain(*chosen)})
-    if of_experts := [end for end in ends if ending_with([end], experts)]:
-        found["target_parameters"] = of_experts
-        settings = {"--lora_dropout above 0": args.lora_dropout, "--use_dora": args.use_dora}
-        settings |= {"--load_in_4bit": args.load_in_4bit, "dynamo_backend in the accelerate YAML": is_compiled()}
-        if refused := [setting for setting, is_on in settings.items() if is_on]:
-            raise ConfigError(
-                f"--use_peft: {type(model).__name__} keeps the experts of a layer in one weight ({', '.join(of_experts)}), "
-                f"whose adapters do not work with {' and '.join(refused)}; change that, or name other layers: "
-                f"--lora_target_modules {' '.join(kind for kind in kinds if kind not in of_experts)}"
-            )
-    return found
-
-
-def ending_with(ends: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Return the names that end with one of `ends`; an end consists of one or more whole parts of a name."""
-    return [name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)]
 
 
 class NewRows:
@@ -212,8 +160,9 @@ def add_adapters(
 
     chosen = targets(model, args)
     layers, experts = linear_layers_and_experts(model)
-    wanted = {f"{name}.weight" for name in ending_with(chosen["target_modules"], layers)}
-    wanted |= set(ending_with(chosen.get("target_parameters", ()), experts))
+    of_layers = {name: f"{name}.weight" for name in layers}
+    wanted = {of_layers[name] for name in ending_with(chosen["target_modules"], layers)}
+    wanted |= {*ending_with(chosen.get("target_parameters", ()), [*of_layers.values(), *experts])}
     task_type = TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM
     of_class = {"auto_mapping": {"base_model_class": type(model).__name__, "parent_library": "transformers"}}
     config = LoraConfig(
@@ -229,14 +178,19 @@ def add_adapters(
     base = {}  # a run that is only simulated has no weights on any rank
     if on_first_rank(lambda: bool(source) or not any(parameter.is_meta for parameter in model.parameters())):
         base = described(*of_base, mapped_weights(folder_of_base(*of_base)), by_all=True)
-    inject_adapter_in_model(config, model, NAME)
+    try:
+        inject_adapter_in_model(config, model, NAME)
+    except ValueError as error:
+        raise ConfigError(
+            f"--use_peft: PEFT puts no adapters beside {' '.join(map(' '.join, chosen.values()))}: {first_line(error)}; "
+            "name other layers by --lora_target_modules"
+        ) from error
     model._hf_peft_config_loaded = True  # without this, transformers' Trainer refuses a model in 4 bits
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    if left_out := wanted - {weight_of(name, layer) for name, layer in layers.items()}:
+    if different := wanted ^ {weight_of(name, layer) for name, layer in layers.items()}:
         raise ConfigError(
-            f"--use_peft: PEFT takes the name of {min(left_out)} for one of the experts, which had such names in older "
-            "versions of transformers, and would leave that layer out; name other layers by --lora_target_modules, such as "
-            "experts.gate_up_proj"
+            f"--use_peft: PEFT finds other layers than {type(model).__name__} has by these names, such as "
+            f"{min(different)}; name layers by more of their names in --lora_target_modules, such as experts.gate_up_proj"
         )
     lengths = row_lengths(layers, source) if args.use_dora else {}
     with torch.random.fork_rng([]):
@@ -270,15 +224,32 @@ def row_lengths(layers: Mapping[str, LoraLayer], source: Source | None) -> dict[
     """Compute the length of each row of the layers' weights, in fp32, for DoRA.
 
     If the model has no values yet, each rank reads some of the weights from its `source`.
+
+    Raises:
+        ConfigError: for a row of zeros, which has no direction.
     """
     weights = {name: layer.get_base_layer().weight.data for name, layer in layers.items()}
     if source is None:
-        return {name: weight.float().norm(dim=1) for name, weight in weights.items()}  # pyright: ignore[reportCallIssue]
-    of_rank = {
-        name: source.whole(weight_of(name, layers[name])).to(weights[name].dtype).float().norm(dim=1)  # pyright: ignore
-        for name in share(list(layers))
-    }
-    return {name: length for found in on_all_ranks(of_rank) for name, length in found.items()}
+        lengths = {name: weight.float().norm(dim=1) for name, weight in weights.items()}  # pyright: ignore[reportCallIssue]
+    else:
+        of_rank = {
+            name: source.whole(weight_of(name, layers[name])).to(weights[name].dtype).float().norm(dim=1)  # pyright: ignore
+            for name in share(list(layers))
+        }
+        lengths = {name: length for found in on_all_ranks(of_rank) for name, length in found.items()}
+
+    def check() -> None:
+        for name, length in lengths.items():
+            if not length.is_meta and (
+                number := int((length == 0).sum())
+            ):  # a run that is only simulated has no values
+                raise ConfigError(
+                    f"--use_dora: {number:,} of {len(length):,} rows of {weight_of(name, layers[name])} are zeros, which "
+                    "have no direction to train; leave out --use_dora, or name other layers by --lora_target_modules"
+                )
+
+    on_first_rank(check)  # the others may have no values yet
+    return lengths
 
 
 @contextlib.contextmanager
@@ -425,7 +396,8 @@ def delta_of(path: str, layer: LoraLayer, adapter: Mapping[str, torch.Tensor]) -
     down = down.reshape(layer.num_experts, -1, down.shape[1])
     up = up.reshape(up.shape[0], -1, layer.num_experts)
     order = "eio" if getattr(layer.get_base_layer(), "is_transposed", False) else "eoi"
-    return layer.scaling[NAME] * torch.einsum(f"ore,eri->{order}", up, down)
+    delta = layer.scaling[NAME] * torch.einsum(f"ore,eri->{order}", up, down)
+    return delta[0] if isinstance(layer.get_base_layer(), nn.Linear) else delta
 
 
 def peft_name(name: str) -> str:

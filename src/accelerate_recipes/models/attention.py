@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -18,7 +20,6 @@ from accelerate_recipes.ranks import computes_in_bf16
 
 # Choices for a recipe whose rows are packed.
 KERNELS = ["auto", DOCUMENTS, "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
-WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint")
 WITH_MASKS = ("doge",)  # models that compute a mask from the values
 SOFTCAP, SINKS, CHUNKS, OWN = "softcapped scores", "attention sinks", "attention in chunks", "an attention of its own"
 WHOLE_IMAGES = "images whose tokens see each other"
@@ -41,6 +42,12 @@ def class_of(config: PreTrainedConfig) -> Any:
     return next((found for mapping in mappings if (found := mapping.get(type(config), None))), None)
 
 
+@functools.cache
+def has_sinks(model_class: type) -> bool:
+    """Tell whether the attention of a class has sinks: its code gives them to transformers' interface by this name."""
+    return "s_aux" in inspect.getsource(inspect.getmodule(model_class))  # pyright: ignore[reportArgumentType]
+
+
 def sees_images_whole(config: PreTrainedConfig) -> bool:
     """Tell whether the tokens of an image see each other, the later ones too; not in the text part alone."""
     text = config.get_text_config()
@@ -58,7 +65,7 @@ def beyond_documents(config: PreTrainedConfig) -> list[str]:
     value, key = (getattr(text, name, max(widths)) for name in ("v_head_dim", "qk_head_dim"))
     asks = {
         SOFTCAP: getattr(text, "attn_logit_softcapping", None) is not None,
-        SINKS: text.model_type in WITH_SINKS,
+        SINKS: any(map(has_sinks, classes)),
         WHOLE_IMAGES: sees_images_whole(config),
         CHUNKS: "chunked_attention" in (getattr(text, "layer_types", None) or ()),
         "dropout of the attention": any(getattr(text, n, 0.0) for n in ("attention_dropout", "attn_pdrop")),
@@ -87,7 +94,7 @@ def unsupported_kernels(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def choose(
-    name: str, config: PreTrainedConfig, dtype: torch.dtype, has_boundaries: bool = True, is_shared: bool = False
+    name: str, config: PreTrainedConfig, dtype: torch.dtype, has_boundaries: bool, is_shared: bool = False
 ) -> tuple[str, str]:
     """Choose the attention for `auto`; any other name stays. Return its name and the reason (empty if not `auto`).
 
@@ -136,17 +143,21 @@ def choose(
         raise ConfigError(f"--attn_implementation {name}: its package {package} is not installed; {how}, or give auto")
     if name != "auto":
         return name, ""
-    if features:
-        return plain, f"the model has {features}"
-    if not has_boundaries:
-        return plain, "trl's batches do not say where documents begin"
-    if not is_bf16 and torch.cuda.is_available():
-        return plain, "the precision is not bf16"
-    if is_shared:
-        return DOCUMENTS, "ranks share a row"
-    if not torch.cuda.is_available():
-        return plain, "there is no GPU"
-    return DOCUMENTS, "bf16 on a GPU"
+    reasons = {
+        f"the model has {features}": features,
+        "trl's batches do not say where documents begin": not has_boundaries,
+        "the precision is not bf16": not is_bf16 and torch.cuda.is_available(),
+        "there is no GPU": not is_shared and not torch.cuda.is_available(),
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), "")
+    if why and is_shared and plain == "eager":
+        raise ConfigError(
+            f"--attn_implementation auto chooses {plain} for {config.get_text_config().model_type}, since {why}; with that, "
+            "ranks cannot share rows: set parallelism_config_cp_size to 1"
+        )
+    if why:
+        return plain, why
+    return DOCUMENTS, "ranks share a row" if is_shared else "bf16 on a GPU"
 
 
 @contextlib.contextmanager

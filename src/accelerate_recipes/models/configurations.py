@@ -14,7 +14,7 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range, field_names
 from accelerate_recipes.errors import ConfigError, error_list, one_line, raise_problems, suggestion
 from accelerate_recipes.models.loading import CAUSAL
-from accelerate_recipes.models.positions import LONGER, max_positions
+from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.models.pretrained import Kind
 
 MOST_LAYERS = 10_000
@@ -184,8 +184,8 @@ def nested(values: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, A
     return found
 
 
-def check_belong_together(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-    """Check that a model can be trained on rows of `max_length` tokens of this tokenizer.
+def check_belong_together(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a model can be trained on rows of this tokenizer.
 
     Raises:
         ConfigError: with everything that does not fit.
@@ -204,6 +204,4 @@ def check_belong_together(config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
                 f"the tokenizer's {name} is {theirs}, the model's is {ours}; leave it out of --config_overrides, or give "
                 "the model's own tokenizer"
             )
-    if max_length > (longest := max_positions(config)):
-        found.append(f"--max_length is {max_length}, the model's is {longest}; set it to that or less; {LONGER}")
     raise_problems("Model and data do not belong together", found)

@@ -11,7 +11,7 @@ from torch.nn.attention.varlen import _varlen_attn, _varlen_attn_backward, varle
 
 from accelerate_recipes.models.documents import DOCUMENTS
 
-BLOCK = 128  # queries that the CPU's kernel computes at a time
+QUERIES_AT_ONCE = 128  # queries that the CPU's kernel computes at a time
 # For fewer heads of keys and values than of queries; torch 2.11 has no such argument and needs none.
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
@@ -74,11 +74,11 @@ def documents(
 
 
 def blocks(ends: torch.Tensor, window: int) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Yield at most BLOCK queries of one document, the keys that they see, and a mask of the keys unseen by each query."""
+    """Yield at most QUERIES_AT_ONCE queries of one document, the keys that they see, and a mask of those unseen by each."""
     bounds = ends.tolist()
     for begin, end in itertools.pairwise(bounds):
-        for start in range(begin, end, BLOCK):
-            stop = min(start + BLOCK, end)
+        for start in range(begin, end, QUERIES_AT_ONCE):
+            stop = min(start + QUERIES_AT_ONCE, end)
             first = begin if window < 0 else max(begin, start - window)
             distance = torch.arange(start, stop)[:, None] - torch.arange(first, stop)
             unseen = (distance < 0) | (distance > window) if window >= 0 else distance < 0

@@ -1,8 +1,16 @@
-"""Text generation with a sharded model: each rank generates for its share of the prompts, and all ranks get all texts."""
+"""Text generation with a sharded model: each rank generates for its share of the prompts, and all ranks get all texts.
+
+Whatever is drawn or measured comes from the model alone: the settings with which its base was published decide nothing, and
+rows of the embedding that are no tokens are never drawn.
+"""
+
+from __future__ import annotations
 
 import contextlib
+import copy
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,16 +18,23 @@ import torch
 import transformers
 from accelerate import Accelerator
 from torch import nn
-from transformers import LogitsProcessor, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 
 from accelerate_recipes.life import stop
-from accelerate_recipes.life.traces import rng_state, set_rng_state
 from accelerate_recipes.models.attention import with_padding
 from accelerate_recipes.models.positions import max_positions
 from accelerate_recipes.models.shared_rows import whole_rows
 from accelerate_recipes.models.tokenizers import stops_of
 from accelerate_recipes.models.weights import seed_of
-from accelerate_recipes.ranks import is_compiled, on_all_ranks
+from accelerate_recipes.ranks import is_compiled, on_all_ranks, rng_state, set_rng_state
+
+KEPT = "the export keeps them"
+
+# Settings that stay: tokens with which texts begin and end, such as that of a language, and how a pass computes.
+OF_THE_MODEL = {
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id", "use_cache",
+    "transformers_version", "_from_model_config",
+}  # fmt: skip
 
 
 class Sampling(NamedTuple):
@@ -28,6 +43,7 @@ class Sampling(NamedTuple):
     temperature: float
     seed: int
     places: Sequence[int] | None = None  # of the prompts, if others are missing between them
+    settings: Mapping[str, Any] = MappingProxyType({})  # others of `generate`
 
 
 class Generated(NamedTuple):
@@ -45,12 +61,13 @@ def generate_texts(
     prompts: Sequence[list[int]],
     max_new_tokens: int,
     batch_size: int,
-    num_beams: int = 1,
-    length_penalty: float = 1.0,
     sampling: Sampling | None = None,
     may_stop: bool = True,
+    **settings: float,
 ) -> Generated:
-    """Generate a text for each prompt (token ids): greedily, with beams or by `sampling`. Every rank gets all texts.
+    """Generate a text for each prompt (token ids): by `sampling`, or the most likely one, with `settings` of `generate`.
+
+    Every rank gets all texts.
 
     An encoder-decoder reads the prompt; a decoder continues it. If a prompt leaves a decoder no room for the new tokens
     among its positions, the decoder reads only the end of the prompt. No rank ever holds the whole model: the parts
@@ -74,9 +91,9 @@ def generate_texts(
     mine = (by_length + by_length[-1:] * missing)[rank::world_size]
     answers: dict[int, tuple[str, list[int]]] = {}
     ends = sorted(stops_of(tokenizer) | stops_of(generator.generation_config))
-    how = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    how: dict[str, Any] = {"do_sample": False, **settings}
     if sampling:
-        how = {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0}
+        how = {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0, **sampling.settings}
     model.eval()
     # `generate` calls an encoder directly. Accelerate's autocast is in the forward of the whole model, so it is set here.
     # Even where a number decides, `generate` draws, which must not change what training draws. Compiled layers would be
@@ -86,6 +103,7 @@ def generate_texts(
         with_padding(generator),
         torch.compiler.set_stance("force_eager") if is_compiled() else contextlib.nullcontext(),
         whole_root(model),
+        by_model_alone(generator, tokenizer),
         accelerator.autocast(),
         own_draws(sampling and sampling.seed),
     ):
@@ -108,9 +126,6 @@ def generate_texts(
                     input_ids=batch["input_ids"],
                     attention_mask=batch["attention_mask"],
                     max_new_tokens=max_new_tokens,
-                    num_beams=num_beams,
-                    length_penalty=length_penalty,
-                    repetition_penalty=1.0,  # chat models set another value
                     eos_token_id=ends,
                     pad_token_id=tokenizer.pad_token_id,
                     synced_gpus=world_size > 1,
@@ -147,24 +162,91 @@ class ByOwnNumbers(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(-1, drawn, 0.0)
 
 
-@contextlib.contextmanager
-def drawn_by(model: nn.Module, numbers: torch.Tensor) -> Iterator[None]:
+def drawn_by(model: nn.Module, numbers: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     """Make `generate` draw with these numbers, after all that changes probabilities, such as temperature and top_p.
 
     A processor that is passed to `generate` of transformers 5.23 would be applied before these.
     """
-    inner = next(module for module in model.modules() if isinstance(module, transformers.PreTrainedModel))
+    return with_processors(generating(model), lambda found: found.append(ByOwnNumbers(numbers)))
+
+
+def generating(model: nn.Module) -> transformers.PreTrainedModel:
+    """Return the model that generates, in whatever wraps it."""
+    return next(module for module in model.modules() if isinstance(module, transformers.PreTrainedModel))
+
+
+@contextlib.contextmanager
+def with_processors(model: transformers.PreTrainedModel, change: Callable[[list], None]) -> Iterator[None]:
+    """Let `generate` change its processors of logits by `change` in this context."""
+    before = vars(model).get("_get_logits_processor")
+    make: Any = model._get_logits_processor
 
     def processors(*args: Any, **settings: Any) -> list:
-        found = type(inner)._get_logits_processor(inner, *args, **settings)
-        found.append(ByOwnNumbers(numbers))
+        found = make(*args, **settings)
+        change(found)
         return found
 
-    inner._get_logits_processor = processors
+    model._get_logits_processor = processors
     try:
         yield
     finally:
-        del inner._get_logits_processor
+        del model._get_logits_processor
+        if before:
+            model._get_logits_processor = before
+
+
+class TokensAlone(LogitsProcessor):
+    """Logits processor that leaves the rows of the output layer that are tokens, by their numbers."""
+
+    supports_continuous_batching = True
+
+    def __init__(self, tokens: Sequence[int]):
+        self.tokens, self.is_none = torch.tensor(tokens), torch.zeros(0, dtype=torch.bool)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        number = scores.shape[-1]
+        if len(self.is_none) != number:
+            self.is_none = torch.ones(number, dtype=torch.bool)
+            self.is_none[self.tokens[self.tokens < number]] = False
+            self.is_none = self.is_none.to(scores.device)
+        return scores.masked_fill(self.is_none, -torch.inf)
+
+
+@contextlib.contextmanager
+def by_model_alone(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Let `generate` choose among the tokens of the tokenizer, without the settings in `left_out` of the model's own.
+
+    transformers fills what a call leaves open from the model's settings, so these are replaced.
+    """
+    inner, only = generating(model), TokensAlone(sorted(tokenizer.get_vocab().values()))
+    before, inner.generation_config = inner.generation_config, settings_alone(inner.generation_config)
+    try:
+        # Before top_k and others that leave tokens out.
+        with with_processors(inner, lambda found: found.insert(0, only)):
+            yield
+    finally:
+        inner.generation_config = before
+
+
+def left_out(settings: GenerationConfig) -> dict[str, Any]:
+    """Return the settings of a model for generation that decide nothing where a run draws or measures texts."""
+    usual = settings._get_default_generation_params() | {"output_attentions": False, "output_hidden_states": False}
+    found = {name: value for name, value in settings.to_dict().items() if name not in OF_THE_MODEL}
+    return {name: value for name, value in found.items() if value is not None and value != usual.get(name)}
+
+
+def settings_alone(settings: GenerationConfig) -> GenerationConfig:
+    """Return settings for generation without those in `left_out`."""
+    alone = copy.deepcopy(settings)
+    vars(alone).update(dict.fromkeys(left_out(settings)))
+    return alone
+
+
+def tell_left_out(tell: Callable[[str], None], model: transformers.PreTrainedModel, and_export: str) -> None:
+    """Tell which settings of a base decide nothing in a run, if any, and what its export has in their place."""
+    if found := left_out(model.generation_config):
+        named = ", ".join(f"{name} {value!r:.40}" for name, value in found.items())
+        tell(f"Texts are generated by the model alone, without these settings of its base: {named}; {and_export}")
 
 
 def numbers_of(seed: int, step: int, places: Sequence[int], length: int) -> torch.Tensor:

@@ -97,6 +97,17 @@ def with_few_words(
     return config, [{name: value for name, value in one.items() if name != "labels"} for one in renumbered]
 
 
+def tiny_of_text(config: PreTrainedConfig) -> tuple[PreTrainedModel | None, torch.Tensor]:
+    """Make a tiny model that sees images, or None, and tokens of a text for it."""
+    named = {value for name, value in vars(config).items() if name.endswith(("_token_id", "_token_index"))}
+    words = torch.tensor([[number for number in range(100) if number not in named][:12]])
+    try:
+        config, (document,) = with_few_words(config, [{"input_ids": words}])
+        return tiny_whole(config, "eager"), document["input_ids"]
+    except Exception:  # an unusual configuration may raise anything
+        return None, words
+
+
 def tiny_whole(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     """Make a model that sees images, whose text part is tiny, with a tower of few layers and two heads, and random weights.
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from accelerate_recipes.models.pretrained import Kind, load_config, load_text_co
 from accelerate_recipes.models.probes import sees_later_tokens
 from accelerate_recipes.models.shared_rows_check import check_sharing
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.ranks import is_first, on_first_rank, ranks_a_row
+from accelerate_recipes.ranks import on_first_rank, ranks_a_row
 
 ENCODER_DECODERS = ("t5", "mt5", "umt5", "bart")
 # In evaluation, RWKV also divides its weights in place (`rescale_every`); a checkpoint might then hold the divided weights.
@@ -84,6 +82,15 @@ def tie_as_read(model: transformers.PreTrainedModel) -> transformers.PreTrainedM
         head.weight = embedding.weight if is_tied else nn.Parameter(torch.empty_like(embedding.weight))
     model.config.tie_word_embeddings = is_tied
     return model
+
+
+def keep_frozen(model: transformers.PreTrainedModel) -> None:
+    """Freeze in place what a model's class freezes, such as biases of routers: transformers 5.24 thaws it where it loads."""
+    with torch.device("meta"):
+        made = type(model)(copy.deepcopy(model.config))
+    for name, parameter in made.named_parameters():
+        if not parameter.requires_grad:
+            model.get_parameter(name).requires_grad_(False)
 
 
 def check_decoder(config: PreTrainedConfig, name: str) -> None:
@@ -161,39 +168,3 @@ def with_classes(config: PreTrainedConfig, names: Sequence[str]) -> PreTrainedCo
     config.id2label = dict(enumerate(names))
     config.label2id = {name: number for number, name in enumerate(names)}
     return config
-
-
-def load_classifier(auto: str, name: str, names: Sequence[str], **settings: Any) -> transformers.PreTrainedModel:
-    """Load a model as `auto`, a class of transformers by its name, with the classes `names`, of texts, tokens or images.
-
-    In the output layer, a class has the row of its name in the files, and a class that has none gets a new row. A base that
-    does not name its classes calls them LABEL_0, LABEL_1, ...: by their numbers.
-    """
-    config = load_config(name)
-    of_base = [label for _, label in sorted(config.id2label.items())]
-    made_by = getattr(transformers, auto)
-    one_more = on_meta(made_by, with_classes(copy.deepcopy(config), [*names, ""]))
-    model = on_meta(made_by, with_classes(config, names))
-    shapes = {weight: parameter.shape for weight, parameter in one_more.named_parameters()}
-    of_classes = [weight for weight, parameter in model.named_parameters() if parameter.shape != shapes[weight]]
-    weights = weights_in_files(model, name)
-    of_files = {weight: weights.pop(weight) for weight in of_classes if weight in weights}
-    place_of = {label: number for number, label in enumerate(occurrences(of_base))}
-    kept = {number: place_of[label] for number, label in enumerate(occurrences(names)) if label in place_of}
-    rows = {w: values[[*kept.values()]] for w, values in of_files.items() if len(values) == len(of_base)}
-    if len(kept) == len(names):
-        model = with_weights(model, name, weights | rows, settings)
-    else:  # transformers draws the whole layer, and says that it is new
-        model = with_weights(model, name, weights, settings)
-        for weight, values in rows.items():
-            parameter = model.get_parameter(weight).data
-            parameter[[*kept]] = values.to(parameter.dtype)
-    if rows and is_first():
-        print(f"Output layer: {len(kept)} of {len(names)} classes have the rows of their names in {name}", flush=True)
-    return model
-
-
-def occurrences(names: Iterable[object]) -> list[tuple[str, int]]:
-    """Number the occurrences of each name: two classes of ImageNet are called "crane". A "LABEL_3" is a class 3."""
-    numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
-    return [(name, next(numbers[name])) for name in (re.sub(r"^LABEL_(?=\d+$)", "", str(name)) for name in names)]

@@ -2,6 +2,9 @@
 
 import sys
 
+import torch
+import transformers
+from torch import nn
 from transformers import PreTrainedConfig
 
 from accelerate_recipes.errors import ConfigError
@@ -12,16 +15,43 @@ LONGER = "a copy of the model with other rope_parameters in its config.json may 
 
 def max_positions(config: PreTrainedConfig) -> int:
     """Return the longest sequence of a model, in tokens; a huge number if its configuration has no limit."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    text = config.get_text_config()
+    found = getattr(text, "max_position_embeddings", None) or 0
+    if found <= 0:  # XLNet has -1
+        return sys.maxsize
+    model_class = transformers.MODEL_MAPPING.get(type(text), None)
+    if hasattr(text, "rope_parameters") or not isinstance(model_class, type):
+        ropes = text.rope_parameters or {}  # or one for each kind of layer
+        each = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
+        stretched = [(rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1) for rope in each]
+        return max(found, *map(int, stretched))
+    try:
+        with torch.device("meta"):
+            model = model_class(text)
+    except Exception:  # of such a configuration no model can be made, which is told where one is
+        return found
+    # RoBERTa and its family count positions from the row behind the one of padding.
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    padding = (table.padding_idx for table in tables if isinstance(table, nn.Embedding))
+    return found - next((row + 1 for row in padding if row is not None), 0)
 
 
-def check_length(name: str, max_length: int, flag: str = "max_length", multiple: int = 1) -> None:
-    """Raise ConfigError if rows of `max_length` tokens are longer than the longest sequence of a pretrained model.
+def check_length(
+    name: str, length: int, flag: str = "max_length", multiple: int = 1, config: PreTrainedConfig | None = None
+) -> None:
+    """Raise ConfigError if rows of `length` tokens, the value of `flag`, are longer than the longest sequence of a model.
 
-    `flag` is the argument that the message names; batches are padded to a `multiple`.
+    Batches are padded to a `multiple`. With a `config`, that of the model, `length` is that of the longest prepared
+    document, which `flag` may cut.
     """
-    longest = max_positions(load_config(name)) // multiple * multiple
-    if max_length > longest:
+    found = config or load_config(name)
+    longest = max_positions(found) // multiple * multiple
+    if length > longest:
+        said, meant, cut = f"--{flag} is {length}", "it", ""
+        if config:
+            said, meant, cut = f"the longest document has {length} tokens", f"--{flag}", ", which cuts longer ones"
+        padded = f" (batches are padded to a multiple of {multiple})" if multiple > 1 else ""
         raise ConfigError(
-            f"--{flag} is {max_length}, but {name} is made for {longest} tokens; set it to {longest} or less; {LONGER}"
+            f"{said}, but {name} is made for {longest} tokens{padded}; set {meant} to {longest} or less{cut}"
+            + (f"; {LONGER}" if hasattr(found.get_text_config(), "rope_parameters") else "")
         )

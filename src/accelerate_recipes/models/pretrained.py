@@ -22,9 +22,10 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from accelerate_recipes.disk import checksum
-from accelerate_recipes.errors import ConfigError, first_few, first_line
+from accelerate_recipes.errors import ConfigError, first_few, first_line, near_path
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models.composites import is_text_part, names_of_class, text_part
+from accelerate_recipes.upstream import load_plain
 
 NUM_NAMED = 8  # weights named in a message
 MASKS = (".attn.bias", ".attention.bias", ".masked_bias")  # constants of attention in files of GPT-J and GPT-Neo
@@ -32,7 +33,7 @@ NUM_VALUES = 1024  # values of each weight by which a model is recognised
 TEXTS = ("*.json", "*.jinja", "*.model", "*.txt")  # files of settings and tokenizers
 RESULTS = (cache.MANIFEST, "evaluation.json")  # a download, and earlier versions, wrote them
 # What wrappers put before or into names of weights, and the way to save weights without it.
-PARTS = {
+WRAPPER_PARTS = {
     "_orig_mod.": "torch.compile: save the state dict of `model._orig_mod`, or remove it from the names",
     "_fsdp_wrapped_module.": "FSDP: remove it from the names",
     "_checkpoint_wrapped_module.": "activation checkpointing: remove it from the names",
@@ -86,7 +87,7 @@ def load_config(name: str) -> PreTrainedConfig:
         ConfigError: if it cannot be read, needs code that is not in transformers, or says that the weights are quantised.
     """
     if cache.is_path(name) and not Path(name).is_dir():
-        raise ConfigError(f"model {name!r}: no such folder")
+        raise ConfigError(f"model {name!r}: no such folder{near_path(name)}")
     try:
         settings, _ = PreTrainedConfig.get_config_dict(name, **cache.pinned(name))
     except (OSError, ValueError) as error:
@@ -224,10 +225,10 @@ def loaded_on_meta(model: transformers.PreTrainedModel, name: str, kind: Kind) -
             problems.append(f"{kind_of_problem}: {first_few(sorted(names), NUM_NAMED)}")
     if problems:
         prefix = next((prefix for prefix in PREFIXES if all(weight.startswith(prefix) for weight in weights)), None)
-        part = next((part for part in PARTS if any(part in weight for weight in weights)), None)
+        part = next((part for part in WRAPPER_PARTS if any(part in weight for weight in weights)), None)
         remedy = "config.json and the weights must be of one model, and whole; copy or save it again, or give another"
         if part:
-            remedy = f"names in the files hold {part}, which they have from {PARTS[part]}"
+            remedy = f"names in the files hold {part}, which they have from {WRAPPER_PARTS[part]}"
         elif prefix:
             remedy = f"all names in the files begin with {prefix}, which they have from {PREFIXES[prefix]}"
         problems.append(remedy)
@@ -296,7 +297,7 @@ def mapped_weights(place: Path) -> dict[str, torch.Tensor]:
             if file.suffix == ".safetensors":
                 found = load_file(file)
             else:  # files from before torch 1.6 are not archives, and cannot be mapped
-                found = dict(torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True))
+                found = dict(load_plain(file, map_location="cpu", mmap=zipfile.is_zipfile(file)))
         except Exception as error:  # torch and safetensors raise many kinds
             raise ConfigError(
                 f"{file} cannot be read: {first_line(error)}; it has {file.stat().st_size:,} bytes, and is cut, damaged or "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
+from accelerate_recipes import upstream
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.attention import class_of, of_layers, unsupported_kernels, width_of_heads
 from accelerate_recipes.models.documents import READ_BOUNDARIES, document_masks
@@ -29,14 +31,14 @@ WINDOWS = (
     "window_size", "index_topk",
 )  # fmt: skip
 WINDOW = 4
+INNER = re.compile(
+    "ffn|intermediate|^d_?ff$|^dim_ff$|_lora_rank$"
+)  # names of widths inside feed-forward layers, and of ranks
+MAX_SIZE = 2**25  # parameters of a tiny model, which are 128 MiB
 # Heads of a tiny model, and of its keys and values, where 2 and 2 cannot be: CodeGen computes four at a time, and some
 # layers of MiMo have twice as many of keys and values as the configuration says.
 UNUSUAL_HEADS = {"codegen": (4, 4), "mimo_v2_flash": (2, 1)}
-# Settings that change logits after the output layer, each with the value that has no effect. None has no effect either.
-BEHIND_THE_HEAD = {
-    "final_logit_softcapping": None, "logits_soft_cap": None, "output_logit_soft_cap": None, "softcap": None,
-    "logits_scaling": 1, "logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1,
-}  # fmt: skip
+CHANGING = ("architectures", "dtype", "use_cache")  # fields of which the results do not depend
 UNTRIED = "no tiny {} could be made and tried, so nothing says whether"
 
 
@@ -50,6 +52,7 @@ class Packing(Enum):
 
 
 _packing: dict[tuple, tuple[Packing, frozenset[str]]] = {}  # results of `examined`
+_balances: dict[tuple, float | None] = {}  # results of `own_balance`
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -122,8 +125,8 @@ def examined_anew(config: PreTrainedConfig, attention: str) -> tuple[Packing, fr
 def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Module | None:
     """Make a model with one layer of each kind, two heads, few words and random weights; None if that fails.
 
-    The heads keep their width, because tables of positions may depend on it. Up to 32 experts stay, because they may be
-    grouped.
+    Layers have experts if any have. The heads keep their width, because tables of positions may depend on it. Up to 32
+    experts stay, because they may be grouped.
     """
     transformers.AttentionInterface.register("alone", alone)
     try:
@@ -132,6 +135,7 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
         config = copy.deepcopy(text if class_of(text) else config)
         shrink(config.get_text_config())
         model = randomly_made(transformers.AutoModelForCausalLM, config, attention)
+        upstream.name_backbone(model)
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False, **inputs)
     except Exception:  # an unusual configuration may raise anything: only the real model can tell
         return None
@@ -141,11 +145,20 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
 def randomly_made(
     auto_class: Any, config: PreTrainedConfig, attention: str | dict[str, str]
 ) -> transformers.PreTrainedModel:
-    """Make a model of an auto class of transformers in which no parameter is all zeros, which would hide their input."""
+    """Make a model of an auto class of transformers in which no parameter is all zeros, which would hide their input.
+
+    Raises:
+        ConfigError: if it would have more than MAX_SIZE parameters.
+    """
     vars(config).pop("quantization_config", None)
+    settings = {"dtype": torch.float32, "attn_implementation": attention}
+    with torch.device("meta"):
+        size = sum(map(torch.numel, auto_class.from_config(copy.deepcopy(config), **settings).parameters()))
+    if size > MAX_SIZE:
+        raise ConfigError(f"a small {config.model_type} would have {size:,} parameters, more than {MAX_SIZE:,}")
     with torch.random.fork_rng([]), torch.device("cpu"):
         torch.manual_seed(0)
-        model = auto_class.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        model = auto_class.from_config(config, **settings)
         for parameter in model.parameters():
             if parameter.is_floating_point() and not parameter.any():
                 nn.init.normal_(parameter, std=0.2)
@@ -177,9 +190,12 @@ def shrink(text: PreTrainedConfig, **other: int) -> None:
         sizes["hybrid_layer_ids"] = [i for i, kind in enumerate(sizes["layers_block_type"]) if kind == "hybrid"]
     sizes |= other
     by_layer = fields_by_layer(text, chosen, sizes)
-    for name, value in sizes.items():
-        if getattr(text, name, None) is not None:
-            setattr(text, name, value)
+    # DBRX keeps sizes of its layers in configurations of their own.
+    for part in (text, *(value for value in vars(text).values() if isinstance(value, PreTrainedConfig))):
+        inner = [name for name, value in vars(part).items() if INNER.search(name) and type(value) is int and value > 32]
+        for name, value in (dict.fromkeys(inner, 32) | sizes).items():
+            if getattr(part, name, None) is not None:
+                setattr(part, name, value)
     if by_layer:
         text.per_layer_config = by_layer
     text.pad_token_id = sizes["vocab_size"] - 1  # a token of no document; some classes need one
@@ -208,16 +224,26 @@ def sizes_of_tiny(text: PreTrainedConfig, layers: int) -> dict[str, Any]:
     sizes = {
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": hidden,
         "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 32, "initializer_range": 0.2,
-        "embedding_dim": hidden, "linear_num_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+        "kv_n_heads": groups, "decoder_attention_heads": heads, "decoder_layers": layers, "decoder_vocab_size": 32,
+        "lru_width": hidden, "embedding_dim": hidden,
+        "linear_num_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
         "linear_head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "mamba_num_heads": 2,
         "mamba_n_groups": 1, "mamba_ngroups": 1, "n_groups": 1, "chunk_size": 8, "mamba_chunk_size": 8,
         "vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 16,
     }  # fmt: skip
+    dense = {"first_k_dense_replace": 0, "num_dense_layers": 0, "moe_layer_start_index": 0, "mlp_only_layers": []}
+    numbers = [getattr(text, name, None) or 0 for name in dense]
+    if all((len(n) if isinstance(n, list) else n) < getattr(text, "num_hidden_layers", 0) for n in numbers):
+        sizes |= dense | {"decoder_sparse_step": 1}
+    if unpadded := getattr(text, "unpadded_vocab_size", None):  # Inkling's: rows behind it are no words
+        sizes["unpadded_vocab_size"] = 32 - (unpadded < text.vocab_size)
     for name in WINDOWS:
         if isinstance(window := vars(text).get(name), int) and window > WINDOW:
             sizes[name] = WINDOW
+    most = 25 if text.model_type == "doge" else 32  # each of Doge's experts is a pair of keys
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        sizes[name] = min(32, getattr(text, name, None) or 0)
+        sizes[name] = min(most, getattr(text, name, None) or 0)
+    sizes["num_experts_per_tok"] = min(16, getattr(text, "num_experts_per_tok", None) or 0)
     if of_attention := getattr(text, "attention_hidden_size", None):  # Zamba2's, or RWKV's
         sizes["attention_hidden_size"] = hidden * of_attention // text.hidden_size
         sizes["attention_head_dim"] = sizes["attention_hidden_size"] // 2
@@ -263,21 +289,39 @@ def sees_later_tokens(config: PreTrainedConfig) -> bool:
 def is_packed_as_alone(model: nn.Module, with_masks: bool, **inputs: Any) -> bool:
     """Tell whether a tiny model predicts the same for the second document of a row as for this document alone."""
     inputs |= {"use_cache": False}
-    try:
+
+    def logits() -> tuple[torch.Tensor, torch.Tensor]:
         row = row_of_two(model, with_masks) | inputs
-        packed = model(**row).logits[:, FIRST:]
         second = {name: row[name][:, FIRST:] for name in ("input_ids", "position_ids")}
-        alone = model(**second, **inputs).logits
-        is_seen = sees(model, slice(FIRST), slice(FIRST, None), **row)
+        return model(**row).logits[:, FIRST:], model(**second, **inputs).logits
+
+    try:
+        is_seen = sees(model, slice(FIRST), slice(FIRST, None), **row_of_two(model, with_masks), **inputs)
+        return not is_seen and are_equal(model, logits)
     except REFUSALS:  # the model takes no positions, or no such masks
         return False
-    return not is_seen and bool((packed - alone).norm() <= 1e-3 * alone.norm())
+
+
+def are_equal(model: nn.Module, logits: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Tell whether a tiny model computes the same twice, but for rounding: in fp64 if not in fp32.
+
+    Layers that are applied again and again, as those of HRM-Text, may multiply the rounding of fp32 until all is rounding.
+    """
+    try:
+        for precise in (model.float, model.double):
+            precise()
+            one, other = logits()
+            if (one - other).norm() <= 1e-3 * other.norm():
+                return True
+    finally:
+        model.float()
+    return False
 
 
 def row_of_two(model: nn.Module, with_masks: bool) -> dict[str, Any]:
     """Make a row of two documents, the first of which has FIRST tokens."""
     positions = torch.tensor([[*range(FIRST), *range(7)]])
-    masks = document_masks(model.config, positions, torch.float32) if with_masks else {}
+    masks = document_masks(model.config, positions, next(model.parameters()).dtype) if with_masks else {}
     return {"input_ids": torch.arange(FIRST + 7)[None], "position_ids": positions} | masks
 
 
@@ -331,13 +375,16 @@ def shares_in_small(config: PreTrainedConfig) -> bool | None:
     if model is None:
         return None
     places = torch.arange(12)[None]  # tokens and their positions
-    try:
-        whole = model(input_ids=places, position_ids=places, **group).logits
+
+    def logits() -> tuple[torch.Tensor, torch.Tensor]:
         parts = [model(input_ids=part, position_ids=part, **group).logits for part in places.split(6, 1)]
+        return torch.cat(parts, 1), model(input_ids=places, position_ids=places, **group).logits
+
+    try:
         is_seen = sees(model, slice(6), slice(6, None), input_ids=places, position_ids=places, **group)
+        return not is_seen and are_equal(model, logits)
     except REFUSALS:
         return False
-    return not is_seen and bool((torch.cat(parts, 1) - whole).norm() <= 1e-3 * whole.norm())
 
 
 def check_packing(config: PreTrainedConfig) -> None:
@@ -356,12 +403,43 @@ def crosses(config: PreTrainedConfig) -> str:
     )
 
 
-def check_head(config: PreTrainedConfig) -> None:
-    """Raise ConfigError for a model that scales or caps its logits after the output layer: its loss needs whole logits."""
-    text = config.get_text_config()
-    for name, nothing in BEHIND_THE_HEAD.items():
-        if getattr(text, name, None) not in (None, nothing):
-            raise ConfigError(
-                f"{text.model_type} has {name} {getattr(text, name)} behind its output layer, so the loss needs its "
-                "logits; give --whole_logits"
-            )
+def deciding_fields(config: PreTrainedConfig) -> tuple:
+    """Return the class of a configuration and the fields of its text part, to find results again."""
+    fields = vars(config.get_text_config()).items()
+    return type(config), str([(name, value) for name, value in fields if name[0] != "_" and name not in CHANGING])
+
+
+@torch.no_grad()
+def router_of(model: Any, tokens: torch.Tensor) -> dict[str, bool]:
+    """Return the argument with which a tiny model computes the loss that balances experts; empty if it computes none."""
+    try:
+        balance = model(input_ids=tokens, use_cache=False, output_router_logits=True).aux_loss
+    except Exception:  # there are no experts, though the class may have some
+        return {}
+    return {"output_router_logits": True} if isinstance(balance, torch.Tensor) else {}
+
+
+def own_balance(config: PreTrainedConfig) -> float | None:
+    """Return the weight of the loss that balances experts in the class of a tiny model; None if it computes none.
+
+    A configuration does not tell: Llama 4 has a weight and no such loss, JetMoe calls it otherwise, and classes for mixtures
+    are also those of dense models.
+    """
+    key = deciding_fields(config)
+    if key not in _balances:
+        with whole_rows(), on_cpu_in_fp32():
+            model: Any = tiny_model(config, "eager")
+            if model is None:  # nothing can be tried: the configuration is believed
+                places = [config.get_text_config()]
+                is_balanced = hasattr(places[0], "output_router_logits")
+            else:
+                places, is_balanced = [model, model.config], bool(router_of(model, torch.arange(12)[None]))
+        weights = [getattr(place, name, None) for place in places for name in ("router_aux_loss_coef", "aux_loss_coef")]
+        _balances[key] = next((weight for weight in weights if weight is not None), None) if is_balanced else None
+    return _balances[key]
+
+
+def balance_weight(config: PreTrainedConfig, given: float | None = None) -> float:
+    """Return the weight of the loss that balances experts, the `given` one or the model's; 0 without such a loss."""
+    own = own_balance(config)
+    return 0.0 if own is None else own if given is None else given

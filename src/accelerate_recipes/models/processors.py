@@ -8,6 +8,7 @@ from typing import Any
 
 import transformers
 from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.image_processing_base import ImageProcessingMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from accelerate_recipes.errors import ConfigError, one_line
@@ -36,7 +37,9 @@ def load_processor(
 ) -> ProcessorMixin:
     """Load the processor of a pretrained model, with this tokenizer. `max_pixels` replaces the most pixels of its images.
 
-    `config` is that of the model; default: the one beside the processor, which a folder of adapters does not have.
+    Its class is the one that its files name, as AutoProcessor takes it, else that of the type of model: a Pixtral is a LLaVA
+    with another processor. `config` is that of the model; default: the one beside the processor, which a folder of adapters
+    does not have.
 
     It reads no videos and no sound, so it needs neither torchvision nor what decodes them. Images are scaled by PIL, on
     every machine alike: torchvision would give other values (by up to 0.015, where their standard deviation is 0.85).
@@ -48,14 +51,19 @@ def load_processor(
     kind = (config or load_config(name)).model_type
     if kind not in PROCESSOR_MAPPING_NAMES:
         raise ConfigError(f"{name} is a {kind}, for which transformers has no processor of images with text")
-    processor_class = class_of_processor(PROCESSOR_MAPPING_NAMES[kind])
-    known = inspect.signature(processor_class.__init__).parameters.keys() - {"self", "kwargs", "chat_template"}
     pinned = cache.pinned(name)
     try:
-        saved, _ = processor_class.get_processor_dict(name, **pinned)
+        saved, _ = ProcessorMixin.get_processor_dict(name, **pinned)
         images = AutoImageProcessor.from_pretrained(name, backend="pil", **pinned)
+        of_images, _ = ImageProcessingMixin.get_image_processor_dict(name, **pinned)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the processor of {name} cannot be loaded: {one_line(error)}") from error
+    files = (saved, of_images, tokenizer.init_kwargs)
+    named = next(filter(None, (parts.get("processor_class") for parts in files)), "")
+    # A class of a folder's own code is not run.
+    is_known = named in sys.modules["transformers"]._class_to_module
+    processor_class = class_of_processor(named if is_known else PROCESSOR_MAPPING_NAMES[kind])
+    known = inspect.signature(processor_class.__init__).parameters.keys() - {"self", "kwargs", "chat_template"}
     if max_pixels:
         # Those that merge patches of an image of any size count pixels in `size`, whatever its names.
         if not (hasattr(images, "merge_size") and "longest_edge" in images.size):

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from accelerate_recipes.models.mixers import take_over
 from accelerate_recipes.upstream import CACHES
 
-KINDS = ("dynamic", "longrope")
+ROPE_KINDS = ("dynamic", "longrope")
 
 
 class TextPlaces(NamedTuple):
@@ -34,7 +34,7 @@ def kinds_of(module: nn.Module) -> set[str]:
     """Return those kinds of a module that depend on the length: of a rotary embedding, one for each kind of layer."""
     kinds = getattr(module, "rope_type", None)
     found = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return {kind for kind in found if isinstance(kind, str)} & {*KINDS}
+    return {kind for kind in found if isinstance(kind, str)} & {*ROPE_KINDS}
 
 
 def embed_by_length(model: nn.Module) -> list[nn.Module]:
@@ -89,7 +89,7 @@ def by_length(
     if layer_type is not None:
         kind, parameters = kind[layer_type], parameters[layer_type]
         of_layer, prefix = {"layer_type": layer_type}, f"{layer_type}_"
-    if _texts is None or kind not in KINDS:
+    if _texts is None or kind not in ROPE_KINDS:
         return forward(x, position_ids, **of_layer)
     is_dynamic = kind == "dynamic"
     original = module.original_max_seq_len if is_dynamic else parameters["original_max_position_embeddings"]

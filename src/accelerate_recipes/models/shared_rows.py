@@ -23,14 +23,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
-from transformers import PreTrainedConfig
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.documents import DOCUMENTS
-
-# Mixtures of experts whose class in transformers 5.23 computes no loss that balances them, whatever the configuration says.
-UNBALANCED = ("llama4_text",)
 
 _rows_are_whole = False
 
@@ -163,19 +159,6 @@ def exchange(tensor: torch.Tensor, group: dist.ProcessGroup, split: int, join: i
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return torch.cat(received.unbind(), join)
-
-
-def balance_weight(config: PreTrainedConfig, given: float | None = None) -> float:
-    """Return the weight of the loss that balances experts, the `given` one or the model's; 0 without such a loss.
-
-    Classes for mixtures are also those of dense models, such as some Granite 4, whose configuration has a weight too.
-    """
-    text = config.get_text_config()
-    number = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
-    is_dense = number < 2 or not getattr(text, "is_moe", True) or not hasattr(text, "output_router_logits")
-    if is_dense or text.model_type in UNBALANCED:
-        return 0.0
-    return getattr(text, "router_aux_loss_coef", 0.0) if given is None else given
 
 
 def balance_of_rows(

@@ -8,9 +8,16 @@ from transformers import PreTrainedConfig
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.models.attention import CHUNKS, OWN, SINKS, SOFTCAP, beyond_documents, of_layers
 from accelerate_recipes.models.documents import DOCUMENTS
-from accelerate_recipes.models.probes import REFUSALS, UNTRIED, on_cpu_in_fp32, shares_in_small, tiny_model
-from accelerate_recipes.models.rotary import KINDS
-from accelerate_recipes.models.shared_rows import balance_of_rows, balance_weight
+from accelerate_recipes.models.probes import (
+    REFUSALS,
+    UNTRIED,
+    balance_weight,
+    on_cpu_in_fp32,
+    shares_in_small,
+    tiny_model,
+)
+from accelerate_recipes.models.rotary import ROPE_KINDS
+from accelerate_recipes.models.shared_rows import balance_of_rows
 from accelerate_recipes.ranks import ranks_a_row
 
 LONGEST_MASK = 8192  # tokens in a row that ranks share; the mask of such a row has 64 MiB
@@ -54,7 +61,7 @@ def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
         )
     ropes = getattr(text, "rope_parameters", None) or {}
     of_kinds = [part for part in ropes.values() if isinstance(part, dict)]
-    if moving := {*KINDS} & {part.get("rope_type") for part in (ropes, *of_kinds)}:
+    if moving := {*ROPE_KINDS} & {part.get("rope_type") for part in (ropes, *of_kinds)}:
         found.append(
             f"the rotary embedding of {name} ({', '.join(moving)}) depends on the last position, and each rank has another; "
             "set parallelism_config_cp_size to 1"
@@ -63,16 +70,16 @@ def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
 
 
 def check_shared_masks(config: PreTrainedConfig, attention: str, max_length: int) -> None:
-    """Raise ConfigError if this attention cannot have a mask for rows of `max_length` tokens that ranks share."""
+    """Raise ConfigError if this attention cannot have a mask for rows of `max_length` tokens (0: any) that ranks share."""
     if attention == "sdpa" and balance_weight(config):
         raise ConfigError(
             f"with sdpa, rows that ranks share have a mask, with which {config.model_type} cannot balance its experts; give "
             f"--attn_implementation {DOCUMENTS}, or set router_aux_loss_coef in its config.json to 0"
         )
-    if attention == "sdpa" and max_length > LONGEST_MASK:
+    if attention == "sdpa" and not 0 < max_length <= LONGEST_MASK:
         raise ConfigError(
-            f"--max_length {max_length}: with sdpa, rows that ranks share have a mask of all pairs of tokens, for at most "
-            f"{LONGEST_MASK} tokens; shorten them, or give --attn_implementation {DOCUMENTS}"
+            f"--max_length {max_length or 'none'}: with sdpa, rows that ranks share have a mask of all pairs of tokens, for "
+            f"at most {LONGEST_MASK} tokens; shorten them, or give --attn_implementation {DOCUMENTS}"
         )
 
 

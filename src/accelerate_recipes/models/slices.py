@@ -32,7 +32,7 @@ from accelerate_recipes.models.pretrained import conversions, mapped_weights, na
 from accelerate_recipes.models.weights import all_places, draw_values, fill
 from accelerate_recipes.ranks import is_first, is_first_of_machine, is_sharded, on_first_rank, raise_on_all
 
-BLOCK = 2**22  # bytes that each of the threads reads at once, and so holds besides the weights of its rank
+BYTES_AT_ONCE = 2**22  # bytes that each of the threads reads at once, and so holds besides the weights of its rank
 THREADS = 32  # more than cores: they wait together for a store on the network
 
 
@@ -304,7 +304,7 @@ def reads_of(tensor: torch.Tensor, weight: str, source: Source) -> list[tuple[to
     if source.stacks(weight):
         step = 1
     elif local.ndim and isinstance(source.conversions[weight], transformers.core_model_loading.WeightRenaming):
-        step = max(1, BLOCK * len(local) // max(1, local.nbytes))
+        step = max(1, BYTES_AT_ONCE * len(local) // max(1, local.nbytes))
     else:
         return None
     return [(local[row : row + step], weight, first + row) for row in range(0, len(local), step)]

@@ -1,4 +1,7 @@
-"""Report of a run, `<output_dir>/report.html`, and of several runs on one page, from the files that runs write anyway."""
+"""Report of a run, `<output_dir>/report.html`, and of several runs on one page, from the files that runs write anyway.
+
+The profile of some steps, `--profile_steps 10-12`, is made here too.
+"""
 
 import contextlib
 import json
@@ -12,7 +15,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import yaml
+from torch.profiler import profile, schedule
 
 from accelerate_recipes.agenda import Observer
 from accelerate_recipes.args import TrainArgs
@@ -20,13 +25,14 @@ from accelerate_recipes.disk import read_json, read_json_lines
 from accelerate_recipes.errors import ConfigError, one_line
 from accelerate_recipes.life import lock
 from accelerate_recipes.life.attempts import of_this_run, read_attempts
-from accelerate_recipes.life.page import Html, element, folded, html_table, picture, write_page
+from accelerate_recipes.life.page import Html, element, html_table, picture, write_page
 from accelerate_recipes.life.picture import plot, points_of, spoken
 from accelerate_recipes.life.status import read_status
 from accelerate_recipes.metrics import is_evaluation, sources_in
-from accelerate_recipes.ranks import is_first
+from accelerate_recipes.ranks import is_first, rank
 
 MOST_SAMPLES = 200
+MOST_ALLOCATIONS = 100_000  # in a snapshot of CUDA's memory
 PAUSE = 60  # seconds at least between two pages of a run: all ranks wait while one draws
 COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 INK = "#010203"  # replaced by the colour of the page's text
@@ -195,12 +201,14 @@ def page_of(seen: Seen) -> list[Html]:
         parts += [element("h2", "Evaluations"), table]
     if (file := seen.folder / "result.png").exists() and seen.status.get("state") == "finished":
         parts += [element("h2", "Result"), picture(file.read_bytes(), file.name, is_chart=True)]
+    if (file := seen.folder / "decisions.txt").exists() and seen.status.get("state") == "finished":
+        parts += [element("h2", "Decisions"), element("pre", file.read_text("utf-8"))]
     if (file := seen.folder / "samples.jsonl").exists() and file.stat().st_size:
         samples = objects_of(file, {"step": int, "source": str, "rewards": dict})[: -MOST_SAMPLES - 1 : -1]
         parts += [element("h2", "Samples, newest first"), sample_table(samples)]
     if (file := seen.folder / "rows.txt").exists():
-        text = element("pre", file.read_text("utf-8"))
-        parts += [element("h2", "Data"), folded("The first rows as they are trained", text)]
+        title, text = element("summary", "The first rows as they are trained"), element("pre", file.read_text("utf-8"))
+        parts += [element("h2", "Data"), element("details", title, text)]
     if (file := seen.folder / "rows.png").exists():
         parts += [element("h2", "Data"), picture(file.read_bytes(), file.name)]
     if traces := sorted(f"profile/{file.name}" for file in seen.folder.glob("profile/*.trace.json.gz")):
@@ -405,3 +413,50 @@ def shown(value: Any) -> str:
 def duration(seconds: float) -> str:
     minutes, hours = int(seconds // 60), int(seconds // 3600)
     return f"{seconds:.1f} s" if minutes < 2 else f"{minutes} min" if hours < 2 else f"{hours} h {minutes % 60:02} min"
+
+
+class StepProfiler(Observer):
+    """Profiler of this rank, of torch, also on a CPU. It does nothing on a rank, and in steps, that are not chosen.
+
+    `profile/` gets `rank-<n>.trace.json.gz` (for https://ui.perfetto.dev) and, on a GPU, `rank-<n>.memory.pickle` (for
+    https://docs.pytorch.org/memory_viz).
+    """
+
+    recorder: profile | None = None
+
+    def __init__(self, args: TrainArgs):
+        self.steps, self.ranks, self.folder = args.profiled_steps, args.profile_ranks, Path(args.output_dir) / "profile"
+
+    def began(self, step: int) -> None:
+        """Begin to profile the steps after `step`. The step before the first one warms up the profiler."""
+        self.steps = range(max(self.steps.start, step + 1), self.steps.stop)
+        if self.steps and rank() in self.ranks:
+            before = self.steps[0] - step - 1
+            when = {"skip_first": max(0, before - 1), "wait": 0, "warmup": min(1, before), "active": len(self.steps)}
+            self.recorder = profile(schedule=schedule(**when, repeat=1), on_trace_ready=self.write)
+            self.recorder.start()
+            self.watch_memory(step + 1)
+
+    def completed(self, step: int) -> None:
+        if self.recorder:
+            self.recorder.step()
+            self.watch_memory(step + 1)
+
+    def ended(self, step: int) -> None:
+        """End the profile, also if the run ends before the last of its steps."""
+        if self.recorder:
+            self.recorder.stop()
+            self.recorder = None
+
+    def watch_memory(self, step: int) -> None:
+        """Let CUDA's allocator remember its calls from the first of the steps on."""
+        if torch.cuda.is_initialized() and step == self.steps[0]:
+            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
+
+    def write(self, done: profile) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = str(self.folder / f"rank-{rank()}")
+        if torch.cuda.is_initialized():
+            torch.cuda.memory._dump_snapshot(f"{name}.memory.pickle")
+            torch.cuda.memory._record_memory_history(enabled=None)
+        done.export_chrome_trace(f"{name}.trace.json.gz")

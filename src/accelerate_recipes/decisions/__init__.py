@@ -1,0 +1,1 @@
+"""Decisions: questions about a state, with the probability of each option, from rows to what an export is asked."""

@@ -1,0 +1,1 @@
+"""Images: with text, for models that see, and with labels, for classifiers."""

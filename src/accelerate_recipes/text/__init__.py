@@ -1,0 +1,1 @@
+"""Texts: pretraining on streams of text, and pairs of texts."""

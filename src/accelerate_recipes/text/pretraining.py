@@ -1,0 +1,293 @@
+"""Text from shards for pretraining: which files, which documents are held out, and their tokens."""
+
+import copy
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from accelerate_recipes.args import arg
+from accelerate_recipes.data.control_tokens import Controls
+from accelerate_recipes.data.documents import Document, all_texts, read_documents, text_of
+from accelerate_recipes.data.files import falls_under
+from accelerate_recipes.data.packing import PackedRows
+from accelerate_recipes.data.reading import TXT
+from accelerate_recipes.data.shards import find_shards, hub_files, is_named_elsewhere, named_shards, shards_version
+from accelerate_recipes.data.stream_order import no_document
+from accelerate_recipes.data.streams import StreamArgs
+from accelerate_recipes.errors import ConfigError, DataError, collecting_errors
+from accelerate_recipes.hub import cache
+
+ENCODE_BYTES = 2**17  # text to tokenise at once: enough to keep the tokenizer busy, and little enough to start soon
+
+
+@dataclass
+class TextArgs(StreamArgs):
+    """Arguments of a recipe that streams text from shards: files of a dataset, or files named one by one."""
+
+    shares_rows = True
+    fills_caches = False
+
+    # Largest share that a source of the same mixture holds out.
+    of_others = 0.0
+
+    group = "data"
+    dataset_name: str = arg(
+        "allenai/c4", "Dataset on the Hub, or a folder with the same files, such as a mounted copy.", fixed=False
+    )
+    dataset_revision: str = arg(
+        "", "Branch or commit of the dataset; default: the downloaded commit, else the newest of main.", fixed=False
+    )
+    dataset_files: str = arg("en/c4-train.*.json.gz", "Pattern of the dataset's files to train on.", fixed=False)
+    validation_dataset_files: str = arg(
+        "en/c4-validation.*.json.gz", "Pattern of the dataset's files to validate on.", fixed=False
+    )
+    train_files: list[str] = arg(
+        [], "Paths or URLs of files to train on, or folders, instead of a dataset.", fixed=False
+    )
+    validation_files: list[str] = arg(
+        [], "Paths or URLs of files to validate on, or folders; default: a share of --train_files.", fixed=False
+    )
+    heldout_share: float = arg(
+        0.05,
+        "Share of the documents of --train_files to validate on, chosen by a hash of the text, if no other text is named "
+        "for validation; 0: validate on the dataset.",
+        min=0,
+        below=1,
+    )
+    text_column: str = arg("text", "Key or column that holds the text.")
+    pretokenize: str = arg(
+        "", "Folder for the tokens of all training text, which is then tokenised only once; empty: none.", fixed=False
+    )
+    min_document_tokens: int = arg(
+        0,
+        "Leave out documents with fewer tokens, in training and validation: to train only on long ones.",
+        min=0,
+        group="rare",
+    )
+
+    def source_problems(self) -> list[str]:
+        found = super().source_problems()
+        named = {"train_files": {*self.train_files}, "validation_files": {*self.validation_files}}
+        for name in ("validation_files",) if self.pretokenize else named:
+            with collecting_errors(found, f"--{name} "):
+                named[name] |= self.files_here(name)
+        train, validation = ({*map(os.path.realpath, files)} for files in named.values())
+        if both := sorted(train & validation):
+            found.append(f"--train_files and --validation_files both name {both[0]}; remove it from one")
+        return found
+
+    def files_here(self, name: str) -> set[str]:
+        """Find the files on this machine that an argument names, also those in folders."""
+        here = [file for file in getattr(self, name) if not (is_named_elsewhere(file) or self.is_elsewhere(file))]
+        return {*named_shards(here)}
+
+    @property
+    def is_here(self) -> bool:
+        """Tell whether the text to train on lies on a disk."""
+        if not self.train_files:
+            return os.path.isdir(self.dataset_name)
+        return not any(map(is_named_elsewhere, self.train_files))
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(self.train_files) and self.is_here
+
+    @property
+    def share_heldout(self) -> float:
+        """Share of the documents of --train_files that is held out for validation; 0 if other files are named for it."""
+        fields = TextArgs.__dataclass_fields__
+        names = ("dataset_name", "validation_dataset_files")
+        is_named = self.validation_files or any(getattr(self, name) != fields[name].default for name in names)
+        return self.heldout_share if self.train_files and not is_named else 0.0
+
+    @property
+    def share_left_out(self) -> float:
+        """Share of the documents that is not trained on, by a hash of the text: a source of a mixture may hold it out."""
+        return max(self.share_heldout, self.of_others)
+
+    def train_shards(self) -> list[str]:
+        """Find the files to train on."""
+        if self.train_files:
+            return named_shards(self.train_files)
+        return find_shards(self.dataset_name, self.dataset_files, self.dataset_revision)
+
+    def validation_shards(self) -> list[str]:
+        """Find the files to validate on."""
+        if self.share_heldout:
+            return self.train_shards()
+        if self.validation_files:
+            return named_shards(self.validation_files)
+        return find_shards(self.dataset_name, self.validation_dataset_files, self.dataset_revision)
+
+    def train_texts(self) -> Iterator[str]:
+        """Read the documents to train on, shard by shard."""
+        texts = all_texts(self.train_shards(), self.text_column)
+        return (text for text in texts if not falls_under(text, self.share_left_out))
+
+    def validation_text(self, tokenizer: PreTrainedTokenizerBase) -> "TextShards":
+        """Open the text to validate on."""
+        share = self.share_left_out if self.share_heldout else 0.0
+        return TextShards(self.validation_shards(), tokenizer, self.text_column, share, is_heldout=share > 0)
+
+    def text_note(self, shards: Sequence[str]) -> str:
+        """Note for the end of a line: the held-out documents, and that a .txt file is one document; else an empty text."""
+        held = f"; {self.share_left_out:.1%} of the documents, by a hash of their text, are validated on"
+        is_txt = any(shard.endswith(TXT) for shard in shards)
+        return (held if self.share_left_out else "") + ("; each .txt file is one document" if is_txt else "")
+
+    def text_datasets(self, training: bool) -> list[cache.HubDataset]:
+        """List the datasets of the Hub that are read for validation and, with `training`, for training."""
+        found = []
+        validated = self.train_files if self.share_heldout else self.validation_files
+        parts = [(validated, self.validation_dataset_files), (self.train_files, self.dataset_files)]
+        for files, pattern in parts if training else parts[:1]:
+            dataset = cache.HubDataset(self.dataset_name, files=pattern, revision=self.dataset_revision, streamed=True)
+            found += hub_files(files) if files else [dataset]
+        return found
+
+
+def prefix_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that a tokenizer puts before a text by itself: none, a begin token, or several."""
+    whole, text = (tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (True, False))
+    if not text:  # a tokenizer without this letter may write nothing
+        return [token for token in whole if token != tokenizer.eos_token_id]
+    places = range(len(whole) - len(text) + 1)
+    return next((whole[:place] for place in places if whole[place : place + len(text)] == text), [])
+
+
+@dataclass
+class TextShards:
+    """Source of text that is tokenised while it is read. A document starts with the tokens that the tokenizer adds there.
+
+    Documents whose hash falls below `heldout_share` are not read. With `is_heldout`, only these are read.
+    """
+
+    shards: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase
+    text_column: str = "text"
+    heldout_share: float = 0.0
+    is_heldout: bool = False
+
+    def __post_init__(self):
+        if self.tokenizer.eos_token_id is None:
+            raise ConfigError("the tokenizer has no end token, which would end each document; set its eos_token")
+        if not self.tokenizer.is_fast:
+            raise ConfigError(
+                f"a {type(self.tokenizer).__name__} is written in Python, and too slow for a stream of text; give a "
+                "tokenizer that has a tokenizer.json"
+            )
+        self.prefix = prefix_of(self.tokenizer)
+        # Use a copy: other callers change the truncation and padding of the original.
+        self.backend = copy.deepcopy(self.tokenizer.backend_tokenizer)
+        self.backend.no_truncation()
+        self.backend.no_padding()
+
+    def version(self) -> dict[str, str]:
+        return shards_version(self.shards)
+
+    def read(self, shard: int, first: int, stride: int, on_retry: Callable[[], None]) -> Iterator[Document]:
+        return read_documents(self.shards[shard], self.text_column, first, stride, on_retry)
+
+    def tokens(self, shard: int, documents: Iterable[Document], first: int = 0, epoch: int = 0) -> Iterator[np.ndarray]:
+        texts, size = [], 0
+        for index, document in islice(documents, first, None):
+            text = text_of(self.shards[shard], index, document, self.text_column)
+            texts.append(text if self.is_read(text) else None)
+            size += len(document)
+            if size >= ENCODE_BYTES:
+                yield from self.encode(texts)
+                texts, size = [], 0
+        yield from self.encode(texts)
+
+    def is_read(self, text: str | None) -> bool:
+        """Tell whether there is a document, and whether it lies on the side that is read."""
+        return text is not None and falls_under(text, self.heldout_share) == self.is_heldout
+
+    def lengths(self, shard: int) -> np.ndarray:
+        """Count the tokens of each document of a shard."""
+        documents = self.read(shard, 0, 1, on_retry=lambda: None)
+        return np.array([len(tokens) for tokens in self.tokens(shard, documents)], dtype=np.int64)
+
+    def encode(self, texts: Sequence[str | None]) -> list[np.ndarray]:
+        """Return each text's token ids (int32); None gives none. No text is truncated, whatever the tokenizer did last."""
+        eos = [self.tokenizer.eos_token_id]
+        # The `_fast` version leaves out the offsets of the tokens in the text, which are not needed.
+        found = self.backend.encode_batch_fast([text or "" for text in texts], add_special_tokens=False)
+        ids = zip(texts, found, strict=True)
+        return [np.array([] if text is None else self.prefix + one.ids + eos, dtype=np.int32) for text, one in ids]
+
+
+class ValidationRows(NamedTuple):
+    """Fixed rows for validation, for `make_eval_loader`."""
+
+    rows: PackedRows
+    texts: list[str]  # the documents in the rows; the last may be cut
+    bytes_per_token: float  # of these documents, in UTF-8
+
+    def note_of_controls(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Note for the end of a line: how many of the documents hold control tokens; "" if none does."""
+        controls = Controls(tokenizer, [])
+        found = [name for text in self.texts if (name := controls.first_in(text))]
+        if not found:
+            return ""
+        said = f"; {len(found):,} of their {len(self.texts):,} documents hold control tokens, such as {found[0]!r}"
+        return f"{said}, which the tokenizer reads as such, in training too"
+
+    def measures(self, loss: float) -> dict[str, float]:
+        """Return the loss in nats per token, the perplexity, and bits per byte, which can be compared across tokenizers."""
+        # The first token of a row or document is no target. Assume that it costs as much as the other tokens.
+        bits_per_byte = loss / math.log(2) / self.bytes_per_token
+        perplexity = math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
+        return {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
+
+
+def validation_rows(
+    source: TextShards,
+    num_rows: int,
+    max_length: int,
+    pad_token_id: int,
+    document_mask: bool,
+    min_document_tokens: int = 0,
+) -> ValidationRows:
+    """Read the first `num_rows` rows of the documents, in their own order, into memory; fewer if the shards hold fewer.
+
+    In that case the last row may have padding.
+
+    Raises:
+        DataError: for shards without documents.
+    """
+    texts: list[str] = []
+    pieces: list[np.ndarray] = []
+    wanted, num_tokens = num_rows * max_length, 0
+    for text in filter(source.is_read, all_texts(source.shards, source.text_column)):
+        (tokens,) = source.encode([text])
+        if len(tokens) >= max(1, min_document_tokens):
+            texts.append(text)
+            pieces.append(tokens)
+            num_tokens += len(tokens)
+        if num_tokens >= wanted:
+            break
+    if not texts:
+        held = (
+            f"; raise --heldout_share {source.heldout_share}, or give --validation_files" if source.is_heldout else ""
+        )
+        raise DataError(f"{no_document('validate', source.shards, min_document_tokens)}{held}")
+    bytes_per_token = sum(len(text.encode()) for text in texts) / num_tokens
+    tokens, ends = np.concatenate(pieces)[:wanted], np.cumsum([len(piece) for piece in pieces])
+    rows: dict[str, list] = {"input_ids": [], "lengths": []}
+    for start in range(0, len(tokens), max_length):
+        row = tokens[start : start + max_length]
+        inside = ends[(ends > start) & (ends < start + len(row))]
+        rows["input_ids"].append(row)
+        rows["lengths"].append(np.diff([start, *inside, start + len(row)]))
+    from datasets import Dataset
+
+    packed = PackedRows(Dataset.from_dict(rows), max_length, pad_token_id, document_mask)
+    return ValidationRows(packed, texts, bytes_per_token)

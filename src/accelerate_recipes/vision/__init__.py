@@ -1,1 +1,0 @@
-"""Classifiers of images, and their evaluation."""

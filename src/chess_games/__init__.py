@@ -1,0 +1,1 @@
+"""Chess: rules, games and next moves. A package and a recipe have the name `chess` already."""
