@@ -125,12 +125,12 @@ def test_the_table_of_names():
     """It stands on the page; what it names is a flag, and no name of it is one of ours or has two meanings."""
     recipes = [shipped.load(file).Args for file in (ROOT / "recipes").glob("*.py")]
     ours = {action.dest for args_class in recipes for action in recipe_parser(args_class)._actions}
-    meanings = [item for table in names.LIBRARIES.values() for item in table.items()]
+    others = [name for some in (names.ELSEWHERE, *names.OTHER_NAMES.values()) for name in some]
     of_launcher = {"num_processes", "config_file", "config", "merge_adapter", "mixed_precision"}
-    named = {flag for _, meant in meanings for flag in re.findall(r"--(\w+)", meant)}
+    named = {flag for meant in names.MEANINGS.values() for flag in re.findall(r"--(\w+)", meant)}
     assert named <= ours | of_launcher
-    assert len({name for name, _ in meanings}) == len({*meanings})
-    assert not {name for name, _ in meanings} & TrainArgs.__dataclass_fields__.keys()
+    assert len({*others}) == len(others)
+    assert not {*others} & TrainArgs.__dataclass_fields__.keys()
     assert names.table() in (ROOT / "docs/names.md").read_text(), (
         "run: python -m accelerate_recipes.arguments.names docs/names.md"
     )
