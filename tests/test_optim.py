@@ -15,8 +15,7 @@ from tiny import tiny_config
 from torch import nn
 from transformers.optimization import Adafactor
 
-from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse
-from accelerate_recipes.arguments.schedule import THEIR_SCHEDULES, num_warmup_steps
+from accelerate_recipes.args import OPTIMIZERS, THEIR_SCHEDULES, TrainArgs, parse
 from accelerate_recipes.checkpoint.checkpointer import seek
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.optim import Muon, make_scheduler, optimizer_fn, trained_by_muon
@@ -289,7 +288,7 @@ def test_linear_to_a_minimum():
 def test_the_schedules_are_those_of_transformers(shape, warmup_steps):
     """The schedules agree to the last bit where both are defined: after the last step, transformers' cosine rises again."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
-    warmup = num_warmup_steps(TrainArgs(warmup_steps=warmup_steps), STEPS)
+    warmup = TrainArgs(warmup_steps=warmup_steps).num_warmup_steps(STEPS)
     (reference,) = transformers.get_scheduler(shape, optimizer, warmup, STEPS).lr_lambdas
     found = rates(warmup_steps=warmup_steps, lr_scheduler_type=shape)
     assert found[: STEPS + 1] == [0.5 * reference(step) for step in range(STEPS + 1)]

@@ -21,11 +21,9 @@ import yaml
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.arguments.adapters import AdapterArgs
 from accelerate_recipes.arguments.declaring import Range, arg, declarations, group_flags, parse_groups, read_preset
-from accelerate_recipes.arguments.health import HealthArgs
 from accelerate_recipes.arguments.help import help_text, recipe_parser
-from accelerate_recipes.arguments.mirror import MirrorArgs
+from accelerate_recipes.arguments.mirror import mirror_problems
 from accelerate_recipes.arguments.names import ELSEWHERE
-from accelerate_recipes.arguments.schedule import OWN_SCHEDULES, THEIR_SCHEDULES, schedule_problems
 from accelerate_recipes.disk import IS_POINTER, is_pointer
 from accelerate_recipes.errors import collecting_errors, near_path, raise_problems
 from accelerate_recipes.ranks import data_world_size, is_first, ranks_a_row, readers
@@ -34,11 +32,17 @@ gc.freeze()  # torch never goes: collections, which would look at it again and a
 
 OPTIMIZERS = ["adamw_torch_fused", "adamw_bf16_kahan", "adafactor", "adamw_8bit", "muon"]
 READ_BY = {".txt": "c4.py", ".pgn": "chess.py", ".tar": "vit.py"}  # kinds of files that one recipe reads
+OWN_SCHEDULES = ["linear", "cosine", "constant_with_warmup"]
+# Those of transformers' table that follow from the step alone: the others need values of the run.
+THEIR_SCHEDULES = [
+    "constant", "cosine_with_restarts", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "inverse_sqrt", "polynomial",
+    "warmup_stable_decay",
+]  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
-class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
+class TrainArgs(AdapterArgs):
     """Arguments that every recipe takes. A step is a completed optimizer step; the size of a batch counts sequences."""
 
     group = "rare"  # of an argument that names no other
@@ -49,6 +53,14 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
         "latest",
         "Checkpoint to resume: `latest` (in --output_dir or --mirror, if any), `mirror`, a path, a URL, or `none`.",
         group="saving",
+    )
+    mirror: str = arg(
+        "",
+        "Copy checkpoints to this URL (s3://, gs://, az://, hf://buckets/...) or folder, and resume from there.",
+        group="saving",
+    )
+    mirror_bandwidth: float = arg(
+        0.0, "MiB/s that each machine sends to --mirror at most, until training ends; 0: no limit.", min=0
     )
     data_only: bool = arg(
         False, "Prepare the data, show the first rows, and end before the model is loaded; see `prepare`.", group="data"
@@ -88,6 +100,19 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
     )
     max_grad_norm: float = arg(
         1.0, "Global gradient norm above which gradients are scaled down; 0: never.", min=0, group="optimizer"
+    )
+    spike_factor: float = arg(
+        0.0,
+        "A step whose loss or gradient norm is this many robust deviations above the median of the last hundred steps is "
+        "not applied; 0: only one that is not finite.",
+        min=0,
+    )
+    on_spike: str = arg(
+        "stop", "End the run at a step that its rows make wrong, or leave that step out.", choices=["stop", "skip"]
+    )
+    max_skips: int = arg(5, "Steps left out in a row that end the run.", min=1)
+    verify_replicas: int = arg(
+        0, "Steps between comparisons of weights and optimizer states over the replicas; 0: never.", min=0
     )
     prefetch_layers: int = arg(
         0, "Layers that FSDP2 gathers ahead of the computing layer; 0: torch's default, one.", min=0
@@ -200,7 +225,7 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
 
     def problems(self, world_size: int) -> list[str]:
         """List contradictions between these values, one sentence each. A recipe extends the list."""
-        of_parts = [*self.source_problems(), *self.mirror_problems(), *self.adapter_problems(), *self.health_problems()]
+        of_parts = [*self.source_problems(), *mirror_problems(self), *self.adapter_problems()]
         return [*self.contradictions(world_size), *of_parts, *self.batch_problems(world_size)]
 
     def source_problems(self) -> list[str]:
@@ -208,7 +233,7 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
         return []
 
     def contradictions(self, world_size: int) -> Iterator[str]:
-        yield from schedule_problems(self, self.max_steps)
+        yield from self.schedule_problems(self.max_steps)
         if self.max_steps == 0:
             yield "--max_steps is 0; give a positive number, or -1: as --num_train_epochs gives"
         if self.max_steps < 0 and self.num_train_epochs == 0:
@@ -219,6 +244,8 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
         if self.metric_for_best_model and (self.eval_steps < 1 or self.save_steps % self.eval_steps):
             steps = f"make --save_steps ({self.save_steps}) a multiple of --eval_steps ({self.eval_steps})"
             yield f"--metric_for_best_model needs an evaluation at every checkpoint: {steps}"
+        if self.on_spike == "stop" and self.max_skips != TrainArgs.max_skips:
+            yield f"--max_skips {self.max_skips} has no effect with --on_spike stop; add --on_spike skip, or remove it"
         if self.optim == "adamw_8bit" and find_spec("bitsandbytes") is None:
             yield "--optim adamw_8bit: bitsandbytes is not installed; run: pip install bitsandbytes"
         steps, num_processes = self.profiled_steps, world_size * self.row_size
@@ -233,6 +260,36 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
                 yield f"--report_to names {tracker!r}; known are none, tensorboard, trackio, wandb"
             elif find_spec(tracker) is None:
                 yield f"--report_to {tracker}: it is not installed; run: pip install {tracker}"
+
+    def schedule_problems(self, total_steps: int) -> Iterator[str]:
+        """List problems of the schedule, one sentence each. `total_steps` below 1 is a number that is not known yet."""
+        name, given = self.lr_scheduler_type, self.lr_scheduler_kwargs
+        of_schedule = f"--lr_scheduler_type {name}"
+        if self.min_lr_ratio and name not in ("linear", "cosine"):
+            other = (
+                "; give --lr_scheduler_kwargs min_lr_rate=SHARE" if "with_min_lr" in name else "; remove one of the two"
+            )
+            yield f"--min_lr_ratio {self.min_lr_ratio} has no effect with {of_schedule}{other}"
+        if name not in THEIR_SCHEDULES or name == "constant":
+            if given:
+                yield f"--lr_scheduler_kwargs {', '.join(given)} has no effect with {of_schedule}; remove one of the two"
+            return
+        from transformers import get_scheduler  # seconds, which only these schedules need
+
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=self.learning_rate)
+        steps = total_steps if total_steps > 0 else 1000
+        warmup = self.num_warmup_steps(steps)
+        try:
+            (share,) = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=given).lr_lambdas
+            shares = [share(step) for step in (0, steps // 2, steps - 1, steps)]
+        except (TypeError, ValueError, ArithmeticError) as error:
+            yield f"{of_schedule} with --lr_scheduler_kwargs {given or '(none)'}: {error}"
+            return
+        falling = given.get("num_decay_steps", 0)
+        if 0 < total_steps < warmup + falling:
+            yield f"num_decay_steps={falling} and {warmup} steps of warm-up are more than the run's {total_steps}; lower one"
+        elif not all(0 <= value < float("inf") for value in shares):
+            yield f"{of_schedule} with --lr_scheduler_kwargs {given}: the learning rate would be negative or infinite"
 
     def batch_problems(self, world_size: int) -> Iterator[str]:
         """Check that the sequences of a step divide evenly over `world_size` shares of the data."""
@@ -327,6 +384,9 @@ class TrainArgs(MirrorArgs, AdapterArgs, HealthArgs):
     def accumulation_steps(self, world_size: int) -> int:
         """Return the number of forward passes per optimizer step on one process."""
         return self.total_batch_size // (self.per_device_train_batch_size * world_size)
+
+    def num_warmup_steps(self, total_steps: int) -> int:
+        return round(self.warmup_steps if self.warmup_steps >= 1 else self.warmup_steps * total_steps)
 
     def values(self) -> dict[str, Any]:
         """Return all arguments by name. If the run begins at a pretrained model, leave out those named in `of_new_model`."""

@@ -15,8 +15,7 @@ from torch import nn
 from torch.optim.adamw import adamw
 from transformers.pytorch_utils import Conv1D
 
-from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.arguments.schedule import OWN_SCHEDULES, num_warmup_steps, schedule_problems
+from accelerate_recipes.args import OWN_SCHEDULES, TrainArgs
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.models.weights import WRAPPERS
 from accelerate_recipes.ranks import computes_in_bf16, is_first, is_sharded
@@ -393,11 +392,11 @@ def make_scheduler(
     Raises:
         ConfigError: for settings that the schedule does not take, or that do not fit `total_steps`.
     """
-    raise_problems("This run cannot train", [*schedule_problems(args, total_steps)])
+    raise_problems("This run cannot train", [*args.schedule_problems(total_steps)])
     if is_first():
         for warning in warmup_warnings(args, total_steps):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-    warmup = num_warmup_steps(args, total_steps)
+    warmup = args.num_warmup_steps(total_steps)
 
     def share_of_peak(step: int) -> float:
         if step < warmup:
@@ -428,7 +427,7 @@ def make_scheduler(
 
 def warmup_warnings(args: TrainArgs, total_steps: int) -> list[str]:
     """Warn, in one sentence, if a run ends before its learning rate reaches the peak."""
-    warmup = num_warmup_steps(args, total_steps)
+    warmup = args.num_warmup_steps(total_steps)
     if warmup < total_steps or args.lr_scheduler_type == "constant":
         return []
     return [

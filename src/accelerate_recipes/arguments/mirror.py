@@ -2,14 +2,12 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec
 from fsspec.registry import known_implementations, registry
-
-from accelerate_recipes.arguments.declaring import arg
 
 # Arguments that may differ where a run with an empty output directory takes the place of an earlier one for its own.
 OF_PLACE_AND_SPEED = {
@@ -21,31 +19,18 @@ OF_PLACE_AND_SPEED = {
 }  # fmt: skip
 
 
-@dataclass
-class MirrorArgs:
-    """Arguments of a mirror, a part of `TrainArgs`."""
-
-    mirror: str = arg(
-        "",
-        "Copy checkpoints to this URL (s3://, gs://, az://, hf://buckets/...) or folder, and resume from there.",
-        group="saving",
-    )
-    mirror_bandwidth: float = arg(
-        0.0, "MiB/s that each machine sends to --mirror at most, until training ends; 0: no limit.", min=0, group="rare"
-    )
-
-    def mirror_problems(self) -> Iterator[str]:
-        """List problems of these arguments, one sentence each."""
-        if self.mirror_bandwidth and not self.mirror:
-            yield "--mirror_bandwidth has no effect without --mirror; add that, or remove it"
-        if self.resume_from_checkpoint == "mirror" and not self.mirror:
-            yield "--resume_from_checkpoint mirror has no effect without --mirror; add that, or give `latest`"
-        if self.mirror:
-            yield from (f"--mirror: {problem}" for problem in url_problems(self.mirror))
-            place = self.mirror.removeprefix("file://")
-            here, there = os.path.realpath(self.output_dir), os.path.realpath(place)
-            if "://" not in place and os.path.commonpath([here, there]) in (here, there):
-                yield f"--mirror {self.mirror} and --output_dir {self.output_dir}: neither may contain the other"
+def mirror_problems(args: Any) -> Iterator[str]:
+    """List problems of the arguments of a mirror, one sentence each."""
+    if args.mirror_bandwidth and not args.mirror:
+        yield "--mirror_bandwidth has no effect without --mirror; add that, or remove it"
+    if args.resume_from_checkpoint == "mirror" and not args.mirror:
+        yield "--resume_from_checkpoint mirror has no effect without --mirror; add that, or give `latest`"
+    if args.mirror:
+        yield from (f"--mirror: {problem}" for problem in url_problems(args.mirror))
+        place = args.mirror.removeprefix("file://")
+        here, there = os.path.realpath(args.output_dir), os.path.realpath(place)
+        if "://" not in place and os.path.commonpath([here, there]) in (here, there):
+            yield f"--mirror {args.mirror} and --output_dir {args.output_dir}: neither may contain the other"
 
 
 def url_problems(url: str) -> list[str]:
