@@ -105,7 +105,7 @@ def test_a_status_of_an_earlier_attempt_is_not_taken_for_this_ones(attempt):
     """If this attempt ended before it wrote a status (nodes did not meet, no Python), an earlier status does not count."""
     attempt("5", 0, state="failed", reason="a bad row", step=10)
     assert attempt("6", 0) == (REQUEUE, "crashed at step 10: before training; the job goes on from step 10")
-    assert attempt("6", 1)[0] == REQUEUE
+    assert attempt("6", 1, signalled=True)[1].startswith("stopped at step 10: before training")
     assert attempt("6", 2)[0] == FAIL
 
 

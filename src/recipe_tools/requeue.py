@@ -23,8 +23,10 @@ def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple
     if not status and (output_dir / "status.json").exists():
         status = {"state": "crashed", "reason": "status.json is damaged"}
     elif any(status.get(key) != value for key, value in this.items()):
-        # An earlier attempt wrote this file; the current attempt ended before it could write.
-        status = {"state": "crashed", "reason": "before training", "step": status.get("step", 0)}
+        # An earlier attempt wrote this file; the current attempt ended before it could write. If Slurm wanted the node back,
+        # that is no crash: its signal may also end processes that do not listen yet.
+        state = "stopped" if signalled else "crashed"
+        status = {"state": state, "reason": "before training", "step": status.get("step", 0)}
     state, reason = status.get("state", "crashed"), status.get("reason", "")
     # The status is out of date if a run is killed just after a checkpoint got its name.
     saved = (marker.parent.name.removeprefix("checkpoint-") for marker in output_dir.glob("checkpoint-*/complete.json"))
