@@ -25,8 +25,7 @@ def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple
     elif any(status.get(key) != value for key, value in this.items()):
         # An earlier attempt wrote this file; the current attempt ended before it could write. If Slurm wanted the node back,
         # that is no crash: its signal may also end processes that do not listen yet.
-        state = "stopped" if signalled else "crashed"
-        status = {"state": state, "reason": "before training", "step": status.get("step", 0)}
+        status |= {"state": "stopped" if signalled else "crashed", "reason": "before training"}
     state, reason = status.get("state", "crashed"), status.get("reason", "")
     # The status is out of date if a run is killed just after a checkpoint got its name.
     saved = (marker.parent.name.removeprefix("checkpoint-") for marker in output_dir.glob("checkpoint-*/complete.json"))
