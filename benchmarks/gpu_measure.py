@@ -29,10 +29,10 @@ from accelerate_recipes.engine import Step, to_device, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss_without_logits
 from accelerate_recipes.metrics import decoder_flops, peak_flops, trained_share
 from accelerate_recipes.models.adapters import add_adapters
+from accelerate_recipes.models.attention import use_flash_3
 from accelerate_recipes.models.document_attention import documents
 from accelerate_recipes.models.documents import boundaries
 from accelerate_recipes.models.loading import new_model
-from accelerate_recipes.models.torch_attention import use_flash_3
 from accelerate_recipes.models.weights import initialize
 from accelerate_recipes.run import Run
 

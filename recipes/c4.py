@@ -35,7 +35,7 @@ from accelerate_recipes.models.attention import KERNELS
 from accelerate_recipes.models.configurations import Architecture, check_belong_together, new_config
 from accelerate_recipes.models.generation import KEPT, generate_texts, tell_left_out
 from accelerate_recipes.models.loading import load_model, new_model
-from accelerate_recipes.models.positions import check_length
+from accelerate_recipes.models.pretrained import check_length
 from accelerate_recipes.models.tokenizers import load_tokenizer, make_or_resume, new_bpe_tokenizer
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe

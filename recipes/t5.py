@@ -42,7 +42,7 @@ from accelerate_recipes.models.encoder_decoders import (
 )
 from accelerate_recipes.models.generation import generate_texts, settings_alone, tell_left_out
 from accelerate_recipes.models.loading import ENCODER_DECODERS
-from accelerate_recipes.models.positions import check_length
+from accelerate_recipes.models.pretrained import check_length
 from accelerate_recipes.models.tokenizers import load_tokenizer, make_or_resume, new_bpe_tokenizer
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe

@@ -35,9 +35,8 @@ from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import num_weights
-from accelerate_recipes.models import adapter_targets
-from accelerate_recipes.models.adapter_targets import NAMES_OF_EXPERTS, targets
-from accelerate_recipes.models.adapters import NAME, add_adapters, merged, peft_name, weight_of
+from accelerate_recipes.models import adapters
+from accelerate_recipes.models.adapters import NAME, add_adapters, merged, peft_name, targets, weight_of
 from accelerate_recipes.models.base import folder_of_base
 from accelerate_recipes.models.loading import load_model
 from accelerate_recipes.models.pretrained import mapped_weights
@@ -539,12 +538,15 @@ def test_names_that_peft_takes_for_experts(monkeypatch, base):
     """As PEFT converts them for each type of transformers; what it refuses there is one message."""
     for model_type, like in _MODEL_TO_CONVERSION_PATTERN.items():
         model = SimpleNamespace(config=SimpleNamespace(model_type=model_type))
-        for name in {*itertools.chain(*NAMES_OF_EXPERTS.values()), "q_proj", "o_proj"}:
+        for name in {*itertools.chain(*adapters.NAMES_OF_EXPERTS.values()), "q_proj", "o_proj"}:
             config = LoraConfig(target_modules=[name])
             with contextlib.suppress(ValueError):
                 convert_peft_config_for_transformers(config, model, None)
-                assert (config.target_modules != {name}) == (name in NAMES_OF_EXPERTS.get(like, ())), (model_type, name)
-    monkeypatch.setattr(adapter_targets, "NAMES_OF_EXPERTS", {})
+                assert (config.target_modules != {name}) == (name in adapters.NAMES_OF_EXPERTS.get(like, ())), (
+                    model_type,
+                    name,
+                )
+    monkeypatch.setattr(adapters, "NAMES_OF_EXPERTS", {})
     args = toy.Args(model_name_or_path=str(base), use_peft=True, lora_target_modules=["up_proj"], lora_dropout=0.0)
     with pytest.raises(ConfigError, match=r"up_proj: Cannot convert .* gate_proj .*--lora_target_modules"):
         add_adapters(tiny_model("glm4_moe", **SHARED, head_dim=8), args)

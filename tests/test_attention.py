@@ -20,10 +20,9 @@ from accelerate_recipes.args import resolve
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import next_token_loss
-from accelerate_recipes.models import document_attention, torch_attention
-from accelerate_recipes.models.attention import beyond_documents, choose, with_padding
+from accelerate_recipes.models import attention, document_attention
+from accelerate_recipes.models.attention import beyond_documents, choose, keep_cudnn_from_masks, with_padding
 from accelerate_recipes.models.documents import boundaries
-from accelerate_recipes.models.torch_attention import keep_cudnn_from_masks
 
 IDS = torch.arange(8)[None] + 4
 PADDED = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
@@ -276,18 +275,18 @@ def test_choices_that_cannot_be_are_errors(monkeypatch):
 def test_flash_attention_3_where_it_can_be(monkeypatch):
     """On Hopper, where its package is installed; a package that does not work is an error, and not left out silently."""
     activated = []
-    monkeypatch.setattr(torch_attention, "find_spec", lambda name: name == "flash_attn_interface")
-    assert not torch_attention.use_flash_3()  # there is no GPU
+    monkeypatch.setattr(attention, "find_spec", lambda name: name == "flash_attn_interface")
+    assert not attention.use_flash_3()  # there is no GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activated.append)
     for major, expected in ((8, []), (10, []), (9, ["FA3"])):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda major=major: (major, 0))
-        assert torch_attention.use_flash_3() == bool(expected) and activated == expected
-    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", activate_flash_attention_impl)  # torch's
+        assert attention.use_flash_3() == bool(expected) and activated == expected
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activate_flash_attention_impl)  # torch's
     with pytest.raises(ConfigError, match=r"flash_attn_interface .* does not work with torch .*No module named"):
-        torch_attention.use_flash_3()
-    monkeypatch.setattr(torch_attention, "find_spec", lambda name: None)
-    assert not torch_attention.use_flash_3()
+        attention.use_flash_3()
+    monkeypatch.setattr(attention, "find_spec", lambda name: None)
+    assert not attention.use_flash_3()
 
 
 def test_what_it_cannot_compute_is_an_error():

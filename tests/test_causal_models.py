@@ -28,13 +28,12 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.requirements import check_models
 from accelerate_recipes.losses import check_document_mask
 from accelerate_recipes.models import probes
-from accelerate_recipes.models import shared_rows_check as sharing
 from accelerate_recipes.models.attention import SINKS, beyond_documents, choose
 from accelerate_recipes.models.documents import DOCUMENTS
 from accelerate_recipes.models.generation import Sampling, generate_texts, left_out
 from accelerate_recipes.models.loading import load_model
 from accelerate_recipes.models.mixers import unpack_documents
-from accelerate_recipes.models.positions import check_length, max_positions
+from accelerate_recipes.models.pretrained import check_length, max_positions
 from accelerate_recipes.models.probes import Packing, mixers_in, packing_of
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.run import Run
@@ -279,7 +278,7 @@ def test_a_small_leak_between_documents_is_found(monkeypatch, attention):
         monkeypatch.setattr(probes, "_packing", {})
         if has_tiny:
             assert packing_of(model.config) is (Packing.NONE if strength else Packing.POSITIONS)
-            assert bool(sharing.model_sharing_problems(model.config, 2)) == bool(strength)
+            assert bool(probes.model_sharing_problems(model.config, 2)) == bool(strength)
         else:
             monkeypatch.setattr(probes, "tiny_model", lambda *_, **__: None)
         if strength:
@@ -312,7 +311,7 @@ def test_a_model_that_no_tiny_one_stands_for_is_tried_itself(monkeypatch):
     with pytest.raises(ConfigError, match=r"no tiny opt could be made .* nothing says"):
         check_trl_packing(SimpleNamespace(has_boundaries=True, router_aux_loss_coef=0.0), model)
     assert any(
-        "no tiny llama could be made" in said for said in sharing.model_sharing_problems(transformers.LlamaConfig(), 2)
+        "no tiny llama could be made" in said for said in probes.model_sharing_problems(transformers.LlamaConfig(), 2)
     )
 
 

@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import accelerate_recipes.models.document_attention  # noqa: F401  # registers it
 from accelerate_recipes.engine import to_device
-from accelerate_recipes.models.torch_attention import sdpa
+from accelerate_recipes.models.attention import sdpa
 from accelerate_recipes.optim import add_compensated_
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

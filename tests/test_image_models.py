@@ -31,7 +31,7 @@ from accelerate_recipes.images.pictures import Pictures, processor_files
 from accelerate_recipes.images.supervised_images import ImageCollator, documents_to_try, flops_of_images
 from accelerate_recipes.metrics import flops_per_token
 from accelerate_recipes.models import IGNORE_INDEX, attention, images
-from accelerate_recipes.models.adapter_targets import targets
+from accelerate_recipes.models.adapters import targets
 from accelerate_recipes.models.attention import beyond_documents, choose, sees_images_whole
 from accelerate_recipes.models.composites import PARTS_OF_WHOLE, freeze, unused_parameters, weights_by_part
 from accelerate_recipes.models.documents import DOCUMENTS

@@ -33,9 +33,8 @@ from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.documents import boundaries, boundary_arguments
 from accelerate_recipes.models.loading import load_model
 from accelerate_recipes.models.mixers import Unpacking, documents_of, recompute_documents, unpack_documents
-from accelerate_recipes.models.probes import mixers_in
+from accelerate_recipes.models.probes import mixers_in, model_sharing_problems
 from accelerate_recipes.models.shared_rows import balance_of_rows
-from accelerate_recipes.models.shared_rows_check import model_sharing_problems
 
 HYBRIDS = list(ARCHITECTURES)[list(ARCHITECTURES).index("Qwen3-Next") : list(ARCHITECTURES).index("T5")]
 

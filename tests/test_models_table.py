@@ -33,7 +33,7 @@ from accelerate_recipes.models.composites import text_part
 from accelerate_recipes.models.encoder_decoders import load_encoder_decoder
 from accelerate_recipes.models.head_probe import raise_logits, tiny_and_tokens
 from accelerate_recipes.models.loading import made
-from accelerate_recipes.models.positions import check_length
+from accelerate_recipes.models.pretrained import check_length
 from accelerate_recipes.models.probes import router_of
 from recipe_tools.preflight import check
 

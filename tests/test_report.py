@@ -21,10 +21,9 @@ from accelerate_recipes import agenda
 from accelerate_recipes.agenda import Observer
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.life import attempts, page
-from accelerate_recipes.life.attempts import begin_attempt, of_this_run, read_attempts
+from accelerate_recipes.life import page, status
 from accelerate_recipes.life.picture import Bars
-from accelerate_recipes.life.status import attempt, update_status
+from accelerate_recipes.life.status import begin_attempt, of_this_run, read_attempts, update_status
 from accelerate_recipes.report import report
 from accelerate_recipes.report.report import StepProfiler
 from recipe_tools.commands import main
@@ -59,8 +58,8 @@ def as_process(monkeypatch):
     """Let the rest of the test be another process, which began at a time."""
 
     def begin(time: float) -> None:
-        monkeypatch.setattr(attempts, "_begun", None)
-        monkeypatch.setattr(attempts.psutil, "Process", lambda: SimpleNamespace(create_time=lambda: time))
+        monkeypatch.setattr(status, "_begun", None)
+        monkeypatch.setattr(status.psutil, "Process", lambda: SimpleNamespace(create_time=lambda: time))
 
     return begin
 
@@ -68,14 +67,14 @@ def as_process(monkeypatch):
 def test_every_attempt_has_a_line(tmp_path, as_process):
     """One that is killed has no end of its own: it ended when it last wrote, at the newest checkpoint."""
     as_process(1000.0)
-    begin_attempt(tmp_path, attempt(), 0, host="n1")
+    begin_attempt(tmp_path, 0, host="n1")
     update_status(tmp_path, state="running", step=0, reason="")
     update_status(tmp_path, step=10)
     (tmp_path / "metrics.jsonl").touch()
     for name in ("metrics.jsonl", "status.json"):
         os.utime(tmp_path / name, (1500, 1500))
     as_process(2000.0)
-    begin_attempt(tmp_path, attempt(), 10, host="n2")
+    begin_attempt(tmp_path, 10, host="n2")
     update_status(tmp_path, state="stopped", reason="SIGTERM")
     killed, stopped = read_attempts(tmp_path)
     assert (killed["state"], killed["step"], killed["host"], killed["from"]) == ("killed", 10, "n1", 0)
@@ -90,7 +89,7 @@ def test_every_attempt_has_a_line(tmp_path, as_process):
 def test_the_job_script_writes_into_the_line_of_the_run(tmp_path, as_process, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     as_process(1000.0)
-    begin_attempt(tmp_path, attempt(), 0)
+    begin_attempt(tmp_path, 0)
     update_status(tmp_path, state="running", step=4, reason="")
     assert after_attempt(tmp_path, False, 9) == (75, "killed at step 4; the job goes on from step 4")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -102,7 +101,7 @@ def test_the_job_script_writes_into_the_line_of_the_run(tmp_path, as_process, mo
 
 def test_a_full_disk_loses_only_the_line(tmp_path, as_process):
     as_process(1000.0)
-    begin_attempt(tmp_path, attempt(), 0)
+    begin_attempt(tmp_path, 0)
     (tmp_path / "attempts.jsonl.partial").symlink_to("/dev/full")
     with pytest.warns(UserWarning, match=r"attempts.jsonl could not be written: .*No space left"):
         update_status(tmp_path, state="finished")

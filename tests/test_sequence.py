@@ -25,8 +25,8 @@ from accelerate_recipes.losses import count_next_tokens, next_token_loss, next_t
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.documents import DOCUMENTS, boundaries
+from accelerate_recipes.models.probes import check_shared_masks, model_sharing_problems
 from accelerate_recipes.models.shared_rows import attend_shared, part_of_rows, share_attention, whole_rows
-from accelerate_recipes.models.shared_rows_check import check_shared_masks, model_sharing_problems
 from accelerate_recipes.ranks import data_world_size, ranks_a_row
 from recipe_tools.preflight import preflight
 from recipe_tools.request import launch_environment, launch_flags

@@ -21,7 +21,7 @@ from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.files import candidates, step_of
 from accelerate_recipes.checkpoint.resume import settle_resume
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.life.attempts import read_attempts
+from accelerate_recipes.life.status import read_attempts
 from accelerate_recipes.models.classifiers import classifier_tokenizer, load_classifier
 from accelerate_recipes.models.tokenizers import new_word_tokenizer
 from accelerate_recipes.report.report import read_run

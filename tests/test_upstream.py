@@ -117,7 +117,7 @@ TOUCHED = [
     (launch, "_validate_launch_command", "request", "what the launcher would start", "args"),
     # transformers
     (transformers.AutoModelForCausalLM, "_model_mapping", "configurations classifiers", "which architectures there are of a kind of models; what the class of a labeller reads", None),
-    (conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", "adapter_targets", "types of which PEFT takes layers for experts", None),
+    (conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", "adapters", "types of which PEFT takes layers for experts", None),
     (transformers.PreTrainedModel, "_init_weights", "weights deepvit", "the model's own rule for first values; first values of linear layers and norms", "self module"),
     (transformers.PreTrainedModel, "_no_split_modules", "images checks upstream classifiers", "the layers of text part and tower are units of FSDP; what FSDP wraps by default; without what holds the embedding; layers, not whole stages", None),
     (transformers.ProcessorMixin, "_merge_kwargs", "pictures", "settings of images, as in the processor's own call", "self ModelProcessorKwargs tokenizer_init_kwargs kwargs"),

@@ -34,11 +34,11 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.checks import environment_warnings, fp8_layers, lever_warnings, num_accelerators
 from accelerate_recipes.life import parent
 from accelerate_recipes.models import slices
+from accelerate_recipes.models.attention import keep_cudnn_from_masks
 from accelerate_recipes.models.mixers import check_units, recompute_documents, unpack_documents
 from accelerate_recipes.models.probes import mixers_in
 from accelerate_recipes.models.rotary import embed_by_length
 from accelerate_recipes.models.shared_rows import share_attention
-from accelerate_recipes.models.torch_attention import keep_cudnn_from_masks
 from accelerate_recipes.models.weights import initialize
 from accelerate_recipes.optim import local_shard, optimizer_fn
 from accelerate_recipes.ranks import (

@@ -43,18 +43,15 @@ from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.distributed import make_accelerator, prepare, strategy_name
 from accelerate_recipes.hub import cache
-from accelerate_recipes.life.attempts import begin_attempt
 from accelerate_recipes.life.picture import Chart, Curves, draw_run, spoken
-from accelerate_recipes.life.status import attempt
+from accelerate_recipes.life.status import begin_attempt
 from accelerate_recipes.metrics import Flops, device_name, is_evaluation
 from accelerate_recipes.models.adapters import Adapter, add_adapters
-from accelerate_recipes.models.attention import choose
+from accelerate_recipes.models.attention import choose, use_flash_3
 from accelerate_recipes.models.base import described, is_decoder, name_untrained, open_base
 from accelerate_recipes.models.documents import DOCUMENTS
 from accelerate_recipes.models.loading import keep_frozen, tie_as_read
-from accelerate_recipes.models.probes import mixers_in, own_balance
-from accelerate_recipes.models.shared_rows_check import check_shared_masks
-from accelerate_recipes.models.torch_attention import use_flash_3
+from accelerate_recipes.models.probes import check_shared_masks, mixers_in, own_balance
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.ranks import on_first_rank, print_first, ranks_a_row
 from accelerate_recipes.upstream import library_versions
@@ -296,7 +293,7 @@ def start(args: Args) -> Run[Args]:
             "changed": args.changed(),
         }
         step = step_of(run.resumed_from) if run.resumed_from else 0
-        begin_attempt(run.output_dir, attempt(), step, **facts)
+        begin_attempt(run.output_dir, step, **facts)
     return run
 
 

@@ -26,7 +26,7 @@ from accelerate_recipes.data.template_values import SETTINGS
 from accelerate_recipes.decisions.served import compare_decisions
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.errors import ConfigError, first_line
-from accelerate_recipes.models.positions import max_positions
+from accelerate_recipes.models.pretrained import max_positions
 
 
 def check_export(export: Path, prompts: Sequence[str] | None, max_new_tokens: int, images: Sequence[Path] = ()) -> str:

@@ -4,8 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from accelerate_recipes.life.attempts import read_attempts, write_attempts
-from accelerate_recipes.life.status import attempt, is_wish_of_a_person, read_status
+from accelerate_recipes.life.status import attempt, is_wish_of_a_person, read_attempts, read_status, write_attempts
 
 MAX_WITHOUT_PROGRESS = 3  # attempts of a job that end at the same checkpoint
 

@@ -41,8 +41,7 @@ from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.errors import ConfigError, DataError, that_apply
 from accelerate_recipes.life import stop
 from accelerate_recipes.models.adapters import load_settings, without_adapters
-from accelerate_recipes.models.positions import max_positions
-from accelerate_recipes.models.pretrained import model_checksum
+from accelerate_recipes.models.pretrained import max_positions, model_checksum
 from accelerate_recipes.ranks import (
     is_first,
     is_first_of_machine,

@@ -23,7 +23,7 @@ from accelerate_recipes.conversations.trained_rows import compare_with_rendering
 from accelerate_recipes.data.passes import ROWS_TOGETHER
 from accelerate_recipes.data.template_values import IS_RESERVED, RESERVED, SETTINGS, in_texts, is_begun
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.models.positions import max_positions
+from accelerate_recipes.models.pretrained import max_positions
 from accelerate_recipes.ranks import local_main_process_first
 from accelerate_recipes.run import Run
 

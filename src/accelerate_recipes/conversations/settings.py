@@ -30,8 +30,7 @@ from accelerate_recipes.models.configurations import Architecture, check_belong_
 from accelerate_recipes.models.documents import DOCUMENTS
 from accelerate_recipes.models.head_probe import Tiny, tiny_and_tokens
 from accelerate_recipes.models.loading import load_model, new_model
-from accelerate_recipes.models.positions import check_length
-from accelerate_recipes.models.pretrained import generation_config, load_text_config
+from accelerate_recipes.models.pretrained import check_length, generation_config, load_text_config
 from accelerate_recipes.models.probes import UNTRIED, Packing, balance_weight, packing_of
 from accelerate_recipes.models.slices import source_of
 from accelerate_recipes.models.tokenizers import stops_of

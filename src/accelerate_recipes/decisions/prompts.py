@@ -34,8 +34,7 @@ from accelerate_recipes.errors import ConfigError, DataError, one_line, that_app
 from accelerate_recipes.hub import cache as hub
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.composites import is_composite
-from accelerate_recipes.models.positions import check_length
-from accelerate_recipes.models.pretrained import load_config
+from accelerate_recipes.models.pretrained import check_length, load_config
 from accelerate_recipes.models.processors import load_image_tokenizer, load_processor
 from accelerate_recipes.ranks import local_main_process_first
 from accelerate_recipes.run import Run

@@ -24,14 +24,13 @@ from accelerate_recipes.hub import cache, push
 from accelerate_recipes.hub.download import download
 from accelerate_recipes.launch.checks import fp8_layers, launch_problems, num_accelerators, wrap_problems
 from accelerate_recipes.launch.settings import launcher_problems
-from accelerate_recipes.models.adapter_targets import targets
+from accelerate_recipes.models.adapters import targets
 from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.base import check_export_form, check_one_dtype
 from accelerate_recipes.models.head_probe import check_head
 from accelerate_recipes.models.loading import CAUSAL
 from accelerate_recipes.models.pretrained import Kind, check_model
-from accelerate_recipes.models.probes import check_packing
-from accelerate_recipes.models.shared_rows_check import check_shared_masks, model_sharing_problems
+from accelerate_recipes.models.probes import check_packing, check_shared_masks, model_sharing_problems
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.ranks import is_first, is_first_of_machine, ranks_a_row
 

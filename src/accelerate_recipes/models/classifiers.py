@@ -15,8 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.loading import on_meta, with_classes
-from accelerate_recipes.models.positions import check_length
-from accelerate_recipes.models.pretrained import load_config, read_tokenizer, weights_in_files, with_weights
+from accelerate_recipes.models.pretrained import (
+    check_length,
+    load_config,
+    read_tokenizer,
+    weights_in_files,
+    with_weights,
+)
 from accelerate_recipes.ranks import print_first
 
 

@@ -14,8 +14,7 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range, field_names
 from accelerate_recipes.errors import ConfigError, error_list, one_line, raise_problems, suggestion
 from accelerate_recipes.models.loading import CAUSAL
-from accelerate_recipes.models.positions import max_positions
-from accelerate_recipes.models.pretrained import Kind
+from accelerate_recipes.models.pretrained import Kind, max_positions
 
 MOST_LAYERS = 10_000
 RANGES = {

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerB
 
 from accelerate_recipes.life import stop
 from accelerate_recipes.models.attention import with_padding
-from accelerate_recipes.models.positions import max_positions
+from accelerate_recipes.models.pretrained import max_positions
 from accelerate_recipes.models.shared_rows import whole_rows
 from accelerate_recipes.models.tokenizers import stops_of
 from accelerate_recipes.models.weights import seed_of

@@ -19,8 +19,7 @@ from accelerate_recipes.models import slices
 from accelerate_recipes.models.attention import choose
 from accelerate_recipes.models.composites import COMPOSITES, is_text_part, placeholders, text_part
 from accelerate_recipes.models.pretrained import Kind, load_config, load_text_config, weights_in_files, with_weights
-from accelerate_recipes.models.probes import sees_later_tokens
-from accelerate_recipes.models.shared_rows_check import check_sharing
+from accelerate_recipes.models.probes import check_sharing, sees_later_tokens
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.ranks import on_first_rank, ranks_a_row
 

@@ -24,10 +24,9 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.disk import read_json, read_json_lines
 from accelerate_recipes.errors import ConfigError, one_line
 from accelerate_recipes.life import lock
-from accelerate_recipes.life.attempts import of_this_run, read_attempts
 from accelerate_recipes.life.page import Html, element, html_table, picture, write_page
 from accelerate_recipes.life.picture import plot, points_of, spoken
-from accelerate_recipes.life.status import read_status
+from accelerate_recipes.life.status import of_this_run, read_attempts, read_status
 from accelerate_recipes.metrics import is_evaluation, sources_in
 from accelerate_recipes.ranks import is_first, rank
 
