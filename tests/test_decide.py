@@ -397,7 +397,7 @@ def test_a_trial_is_a_step_of_the_longest_rows(folder):
 
 def test_both_sides_have_one_form_and_columns_other_names(prepared, tmp_path):
     """A file of pandas has an index column."""
-    with pytest.raises(ConfigError, match=r"heldout\.jsonl has questions, and .* another form"):
+    with pytest.raises(ConfigError, match=r"heldout\.jsonl has questions, .* another form"):
         prepared(LABELLED)
     (tmp_path / "rows.csv").write_text(',text,intent\n0,t0,a\n1,"t, 1",\n2,t2,b\n')
     (tmp_path / "heldout.csv").write_text(",text,intent\n0,t4,True\n")
@@ -466,9 +466,9 @@ TURN = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endf
 OPENED = "{% if add_generation_prompt %}<s>assistant:"
 TEMPLATES = {
     "none": (None, None, "has no chat template and no decision_template.jinja; give --decision_config"),
-    "no generation prompt": (TURN, None, "does not begin an answer: it has no generation prompt"),
+    "no generation prompt": (TURN, None, "begins no answer: it has no generation prompt"),
     "system first": ("{{ raise_exception('system first') if messages[0].role != 'system' }}", None, "TemplateError: system first"),
-    "an adapter": (TEMPLATE, {"adapter": "lora"}, "names an adapter, lora: give the merged model"),
+    "an adapter": (TEMPLATE, {"adapter": "lora"}, "names the adapter lora: give the merged model"),
     "few marks": (TEMPLATE, {"chat_template": "{{ state }}{{ questions|length }}<|mark|>"}, "row 2: the template marks 1 places to read for 2 questions"),
     "controls": (
         TEMPLATE, {"sanitize_control_tokens": False, "chat_template": "{{ state }} {{ question.name }}<|mark|>"},

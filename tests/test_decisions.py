@@ -24,18 +24,21 @@ from transformers.decision import DecisionConfig
 from transformers.utils.import_utils import is_serve_available
 
 from accelerate_recipes.arguments import shipped
+from accelerate_recipes.decisions.loss import Question
 from accelerate_recipes.decisions.measures import (
+    FEWEST,
+    best_temperature,
     calibration_error,
     confidence,
     groups_of,
     measure,
     most_frequent,
     reliability,
+    softmax,
     summary,
+    temper,
 )
-from accelerate_recipes.decisions.questions import Question
 from accelerate_recipes.decisions.served import Served, compare_decisions
-from accelerate_recipes.decisions.temperatures import FEWEST, best_temperature, softmax, temper
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
 from recipe_tools.check_export import check_export
@@ -103,15 +106,7 @@ def test_measures_at_the_limits():
     # The last bin has its upper end.
     assert calibration_error(np.array([1.0, 0.95]), np.array([0.0, 1.0])) == pytest.approx(0.475)
     assert reliability(*confidence(sure)) == [(1.0, 1.0, 3)]
-    many = [
-        {
-            "name": "q",
-            "type": "choice",
-            "options": [*map(str, range(21))],
-            "target": np.eye(21)[0],
-            "cross_fitted": np.full(21, 1 / 21),
-        }
-    ]
+    many = [answer("choice", np.full(21, 1 / 21), np.eye(21)[0]) | {"options": [*map(str, range(21))]}]
     assert "macro_f1" not in measure(many) and measure(many)["log_loss"] == pytest.approx(np.log(21))
 
 

@@ -1,9 +1,9 @@
-"""Loss of decisions: the cross-entropy of the labels at the tokens where a prompt is read, from batch to evaluation."""
+"""Loss of decisions: the cross-entropy of the labels at the tokens where a prompt is read, from question to evaluation."""
 
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from accelerate_recipes.data import packing
-from accelerate_recipes.decisions.questions import Question
 from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.losses import predict, uncompiled
 from accelerate_recipes.models import IGNORE_INDEX
@@ -20,6 +19,32 @@ from accelerate_recipes.models.head_probe import with_forward
 from accelerate_recipes.models.probes import unwrapped
 from accelerate_recipes.ranks import on_all_data_ranks
 from accelerate_recipes.run import Run
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question of a row as it is trained, or as an evaluation has asked it.
+
+    Args:
+        row: number of the row on its side, `train` or `test`, from 0.
+        state: hash of the state; rows that repeat a state have the same.
+        name: name of the question in its row.
+        type: `choice`, `score` or `noul`.
+        options: in the order of the prompt: names of a choice, levels "0", "1", ... of a score, or `true` and `false`.
+        label_ids: the token for each option, of which the model gives the probability.
+        target: shares of the options by the row's answer; they add up to 1.
+        log_probs: log-probabilities of the labels among all tokens, at temperature 1; empty before an evaluation. Their
+            softmax gives the probabilities of the options, the sum of their exponentials the mass of the labels.
+    """
+
+    row: int
+    state: int
+    name: str
+    type: str
+    options: tuple[str, ...]
+    label_ids: tuple[int, ...]
+    target: tuple[float, ...]
+    log_probs: tuple[float, ...] = ()
 
 
 def collate(pad_token_id: int, row_length: int, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -4,17 +4,19 @@ An answer is a dict with `name` and `type` of its question, its `options`, and f
 (`target`) and the probability that is judged (`cross_fitted`).
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from accelerate_recipes.decisions.temperatures import log_losses, padded
+from accelerate_recipes.decisions.loss import Question
 from accelerate_recipes.errors import printable
 
 BINS = 15  # of the calibration error; the usual number
 MOST = 20  # names, and options of a matrix
+FEWEST = 200  # questions of a type, to fit a temperature
+LIMITS = 0.05, 20.0  # of temperatures
 
 
 class Reliability(NamedTuple):
@@ -32,6 +34,46 @@ class Reliability(NamedTuple):
         axes.set(title="Reliability after training, held out")
         axes.grid(alpha=0.3)
         axes.legend()
+
+
+def padded(values: Sequence[Sequence[float]], fill: float) -> np.ndarray:
+    """Return rows of different lengths as an array, (N, K)."""
+    found = np.full((len(values), max(map(len, values))), float(fill))
+    for row, value in zip(found, values, strict=True):
+        row[: len(value)] = value
+    return found
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    found = np.exp(scores - scores.max(-1, keepdims=True))
+    return found / found.sum(-1, keepdims=True)
+
+
+def log_losses(probs: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """Compute the log loss of each question, (N,), in nats."""
+    return -(shares * np.log(probs.clip(1e-300))).sum(-1)
+
+
+def judge(
+    asked: Sequence[Question], base: Mapping[str, float], fits: bool, options_only: bool
+) -> tuple[list[dict], dict[str, float]]:
+    """Judge the answers to held-out questions; return them, and the values for the log.
+
+    A question is judged by a temperature that was not fitted on it or, if temperatures are not to be fitted, by the base's.
+    """
+    tempered, answers = temper(asked, base, fits), []
+    for question, *probs in zip(asked, tempered.served, tempered.cross_fitted, strict=True):
+        served, cross_fitted = (np.round(one[: len(question.options)], 8).tolist() for one in probs)
+        answer = {"name": question.name, "type": question.type, "options": question.options, "target": question.target}
+        answers.append(answer | {"served": served, "cross_fitted": cross_fitted})
+    scores, shares = padded([q.log_probs for q in asked], -np.inf), padded([q.target for q in asked], 0)
+    mass = np.exp(scores)
+    loss = log_losses(softmax(scores) if options_only else mass, shares).mean()
+    values = {"loss": float(loss), "label_mass": float(mass.sum(-1).mean())}
+    for group, own in groups_of(answers).items():
+        values |= {key_of(name, group): value for name, value in measure(own).items()}
+    values |= {f"temperature/{kind}": value for kind, value in tempered.temperatures.items()}
+    return answers, values | {f"temperature_gain/{kind}": value for kind, value in tempered.gains.items()}
 
 
 def groups_of(answers: Sequence[dict]) -> dict[str, list[dict]]:
@@ -134,13 +176,10 @@ def options_of(answers: Sequence[dict]) -> list[str]:
 
 def most_frequent(answers: Sequence[dict]) -> float:
     """Return the accuracy of always giving the most frequent answer of each question."""
-    counts, best = Counter(), {}
+    counts = defaultdict(Counter)
     for answer in answers:
-        for option, share in zip(answer["options"], answer["target"], strict=True):
-            counts[answer["name"], option] += share
-    for (name, _), count in counts.items():
-        best[name] = max(best.get(name, 0), count)
-    return sum(best.values()) / len(answers)
+        counts[answer["name"]].update(dict(zip(answer["options"], answer["target"], strict=True)))
+    return sum(max(own.values()) for own in counts.values()) / len(answers)
 
 
 def key_of(measured: str, group: str) -> str:
@@ -180,3 +219,51 @@ def thresholds(probs: np.ndarray, shares: np.ndarray) -> str:
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+
+def best_temperature(scores: np.ndarray, shares: np.ndarray) -> float:
+    """Find the temperature with the least log loss; `scores`, (N, K), are -inf where there is no option.
+
+    The log loss is convex in 1 / T, so its slope is bisected. One question more, whose answer has equal shares, keeps the
+    temperature finite if all answers are right.
+    """
+    is_option = np.isfinite(scores)
+    shares = (shares * len(shares) + is_option / is_option.sum(-1, keepdims=True)) / (len(shares) + 1)
+    finite = np.where(is_option, scores, 0)
+    low, high = 1 / LIMITS[1], 1 / LIMITS[0]
+    for _ in range(50):
+        middle = (low * high) ** 0.5
+        slope = ((softmax(scores * middle) - shares) * finite).sum()
+        low, high = (low, middle) if slope > 0 else (middle, high)
+    return float(1 / middle)
+
+
+class Tempered(NamedTuple):
+    """Probabilities of N questions with at most K options, with temperatures by type."""
+
+    temperatures: dict[str, float]  # those that were fitted
+    served: np.ndarray  # (N, K)
+    cross_fitted: np.ndarray  # (N, K), with temperatures that were fitted on the other half of the states
+    gains: dict[str, float]  # nats by which the cross-fitted temperatures lower the log loss of a type
+
+
+def temper(asked: Sequence[Question], base: Mapping[str, float], fits: bool) -> Tempered:
+    """Fit temperatures of types with FEWEST questions or more; others keep that of `base`, and all do if not `fits`.
+
+    No question is judged by a temperature that has seen it. The halves are by the hash of the state: rows may alternate.
+    """
+    scores, shares = padded([q.log_probs for q in asked], -np.inf), padded([q.target for q in asked], 0)
+    types, halves = np.array([q.type for q in asked]), np.array([q.state % 2 for q in asked])
+    of_base = np.array([[float(base.get(q.type, 1))] for q in asked])
+    of_all, of_others, fitted = of_base.copy(), of_base.copy(), {}
+    for kind in sorted({*types.tolist()}) if fits else ():
+        own = types == kind
+        sides = own & (halves == 0), own & (halves == 1)
+        if own.sum() >= FEWEST and all(side.any() for side in sides):
+            of_all[own] = fitted[kind] = best_temperature(scores[own], shares[own])
+            for side, other in (sides, sides[::-1]):
+                of_others[side] = best_temperature(scores[other], shares[other])
+    cross_fitted = softmax(scores / of_others)
+    gained = log_losses(softmax(scores / of_base), shares) - log_losses(cross_fitted, shares)
+    gains = {kind: float(gained[types == kind].mean()) for kind in fitted}
+    return Tempered(fitted, softmax(scores / of_all), cross_fitted, gains)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -27,8 +27,7 @@ from accelerate_recipes.data.control_tokens import Controls
 from accelerate_recipes.data.files import text_hash
 from accelerate_recipes.data.passes import map_rows, rows_in
 from accelerate_recipes.decisions import rows
-from accelerate_recipes.decisions.loss import collate
-from accelerate_recipes.decisions.questions import Question
+from accelerate_recipes.decisions.loss import Question, collate
 from accelerate_recipes.decisions.rows import NUMBER, Labels, read_decisions, request_of, shares_of
 from accelerate_recipes.errors import ConfigError, DataError, one_line, that_apply
 from accelerate_recipes.hub import cache as hub
@@ -76,10 +75,11 @@ def prepare_decisions(
     readers = [tokenizer, *processor_of(name)]
     for side, table in sides.items():
         source, settled = args.origins[side] or args.source, with_labels(config, names)
-        settings = {"config": settled, "readers": readers, "longest": args.max_length, "date": args.template_date}
-        make = partial(rendered, features=table.features, labels=labels, source=source, **settings)
+        how = Rendering(settled, readers, labels, table.features, source, args.max_length, args.template_date)
         code, desc = (sys.modules[__name__], rows), f"Rendering prompts to {USES[side]} on"
-        documents = local_main_process_first(partial(map_rows, table, make, DOCUMENTS, code, desc=desc))
+        documents = local_main_process_first(
+            partial(map_rows, table, partial(rendered, how=how), DOCUMENTS, code, desc=desc)
+        )
         if not len(documents):
             raise ConfigError(f"none of {len(table):,} rows to {USES[side]} on has an answer that is not null")
         asked = ((one["row"], len(one["options"])) for text in documents[ASKED] for one in json.loads(text))
@@ -92,11 +92,11 @@ def prepare_decisions(
     length = args.max_length if args.packing else 0
     check_length(name, length or int(max(packs.lengths.max() for packs in made.values())))
     in_batches, content = partial(collate, tokenizer.pad_token_id, length), content_of_sides(run, *made.values())
-    requests = [request_of(row, sides["test"].features, labels)[:2] for row in sides["test"]]
+    requests = [request_of(row, sides["test"].features, labels)[0] for row in sides["test"]]
     return (
         ReadRows(run, made["train"], made["test"], in_batches, content),
         with_labels(config, names[:most]) if most > len(LETTERS) else config,
-        [{"state": state, "questions": questions} for state, questions in requests],
+        requests,
     )
 
 
@@ -111,9 +111,7 @@ def check_template(name: str, config: DecisionConfig, tokenizer: PreTrainedToken
     if heads or (place and (place / "decision_config.json").is_file()):
         raise ConfigError(f"{name} decides by a head of its own, not by the labels of options; give a language model")
     if config.adapter:
-        raise ConfigError(
-            f"decision.json names an adapter, {config.adapter}: give the merged model, without that field"
-        )
+        raise ConfigError(f"decision.json names the adapter {config.adapter}: give the merged model, without it")
     template = tokenizer.chat_template
     if not config.chat_template and not template:
         raise ConfigError(f"{name} has no chat template and no decision_template.jinja; {remedy}")
@@ -126,9 +124,7 @@ def check_template(name: str, config: DecisionConfig, tokenizer: PreTrainedToken
     user, told = [{"role": "user", "content": "state"}], {"tokenize": False, "enable_thinking": False}
     before, whole = (tokenizer.apply_chat_template(user, add_generation_prompt=ask, **told) for ask in (False, True))
     if before == whole:
-        raise ConfigError(
-            f"the chat template of {name} does not begin an answer: it has no generation prompt; {remedy}"
-        )
+        raise ConfigError(f"the chat template of {name} begins no answer: it has no generation prompt; {remedy}")
     opens = {"a thought": whole.rstrip().endswith("<think>")}
     opens["a channel"] = "<|channel|>" in template and "<|channel|>" not in whole
     for what in that_apply(opens):
@@ -165,44 +161,45 @@ def with_labels(config: DecisionConfig, names: list[str]) -> DecisionConfig:
     return replace(config, labels=dict.fromkeys(("choice", "score"), names) | config.labels)
 
 
-def rendered(
-    table: pa.Table,
-    first: int,
-    features: datasets.Features,
-    labels: Labels | None,
-    source: str,
-    date: str,
-    **settings: Any,
-) -> pa.Table:
+class Rendering(NamedTuple):
+    """Settings by which the rows of a side become prompts."""
+
+    config: DecisionConfig
+    readers: Sequence[Any]  # the tokenizer, and the processor if the model is served by one
+    labels: Labels | None
+    features: datasets.Features
+    source: str
+    longest: int  # tokens of a prompt
+    date: str
+
+
+def rendered(table: pa.Table, first: int, how: Rendering) -> pa.Table:
     """Render the prompts of rows as DOCUMENTS, with the most probable label at each token that is read.
 
-    `first` is the number of the first row on its side; `settings` are those of `documents_of`.
+    `first` is the number of the first row on its side.
 
     Raises:
         DataError: names the first row that cannot be used.
     """
     found = []
-    with frozen_date(date):
-        for row, item in enumerate(rows_in(table, features), first):
+    with frozen_date(how.date):
+        for row, item in enumerate(rows_in(table, how.features), first):
             try:
-                state, questions, answers = request_of(item, features, labels)
+                request, answers = request_of(item, how.features, how.labels)
                 if answers:
-                    found += documents_of(row, {"state": state, "questions": questions}, answers, **settings)
+                    found += documents_of(row, request, answers, how)
             except (TemplateError, TypeError, ValueError) as error:
-                raise DataError(f"{source}, row {item[NUMBER] + 1}: {error}") from error
+                raise DataError(f"{how.source}, row {item[NUMBER] + 1}: {error}") from error
     return pa.Table.from_pylist(found, schema=DOCUMENTS.arrow_schema)
 
 
-def documents_of(
-    row: int, request: dict, answers: dict, config: DecisionConfig, readers: Sequence[Any], longest: int
-) -> Iterator[dict[str, Any]]:
+def documents_of(row: int, request: dict, answers: dict, how: Rendering) -> Iterator[dict[str, Any]]:
     """Render a request as one prompt for each question that has an answer, or as one for all of them.
-
-    `readers` are the tokenizer, and the processor if the model is served by one.
 
     Raises:
         ValueError: for a request that cannot be used, and for what is no answer.
     """
+    config, readers = how.config, how.readers
     controls = () if config.sanitize_control_tokens else map(Controls(readers[0], ()).first_in, texts_in(request))
     if control := next(filter(None, controls), ""):
         raise ValueError(f"it holds {control!r}, which the template does not escape (sanitize_control_tokens is false)")
@@ -212,8 +209,8 @@ def documents_of(
         ids, marks = inputs["input_ids"][0].tolist(), inputs["marks"].tolist()
         if any(other["input_ids"][0].tolist() != ids for other, _ in others):
             raise ValueError("the processor, by which the model is served, reads it otherwise than the tokenizer")
-        if len(ids) > longest:
-            raise ValueError(f"a prompt has {len(ids):,} tokens, and none is cut; raise --max_length {longest}")
+        if len(ids) > how.longest:
+            raise ValueError(f"a prompt has {len(ids):,} tokens, and none is cut; raise --max_length {how.longest}")
         if len({*marks} - {0}) != len(asked):
             raise ValueError(f"the template marks {len({*marks} - {0})} places to read for {len(asked)} questions")
         labels, found = [IGNORE_INDEX] * len(ids), []

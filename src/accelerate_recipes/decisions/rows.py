@@ -52,9 +52,7 @@ def read_decisions(args: Any) -> tuple[dict[str, datasets.Dataset], Labels | Non
             )
         form, found = recognised(table, FORMS, args.mapping, args.origins[side])
         if asked not in ("", form.needs[0]):
-            raise ConfigError(
-                f"{args.origins[side]} has {form.name}, and {args.source} another form; write both in one"
-            )
+            raise ConfigError(f"{args.origins[side]} has {form.name}, {args.source} another form; write both in one")
         asked = form.needs[0]
         kept = [name for name in (*form.needs, *form.takes, *IMAGES) if name in found.column_names]
         rows[side] = found.select_columns(kept).add_column(NUMBER, np.arange(len(found)))
@@ -110,8 +108,8 @@ def folded(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def request_of(row: dict[str, Any], kinds: datasets.Features, labels: Labels | None) -> tuple[Any, dict, dict]:
-    """Return the state of a row, its questions, and by their names the answers that are not null.
+def request_of(row: dict[str, Any], kinds: datasets.Features, labels: Labels | None) -> tuple[dict, dict]:
+    """Return `state` and `questions` of a row, and by the names of the questions the answers that are not null.
 
     Raises:
         ValueError: for what is no question, or no answer.
@@ -137,7 +135,8 @@ def request_of(row: dict[str, Any], kinds: datasets.Features, labels: Labels | N
         raise ValueError(f"it answers {unknown[0]!r}, which is none of its questions: {', '.join(questions)}")
     if not {*answers} & {*questions}:
         raise ValueError("it has no answer")
-    return state, questions, {name: answer for name, answer in answers.items() if answer is not None}
+    given = {name: answer for name, answer in answers.items() if answer is not None}
+    return {"state": state, "questions": questions}, given
 
 
 def in_cell(row: dict[str, Any], kinds: datasets.Features, name: str) -> dict[str, Any]:

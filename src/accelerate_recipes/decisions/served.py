@@ -6,15 +6,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from transformers.decision import DecisionConfig
 
 from accelerate_recipes.checkpoint.files import USAGE, step_of
-from accelerate_recipes.decisions.measures import Reliability, groups_of, key_of, measure, summary
-from accelerate_recipes.decisions.questions import Question
-from accelerate_recipes.decisions.temperatures import log_losses, padded, softmax, temper
+from accelerate_recipes.decisions.loss import Question
+from accelerate_recipes.decisions.measures import Reliability, groups_of, judge, key_of, summary
 from accelerate_recipes.disk import read_json, read_json_lines, readable, write_atomically
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.picture import Curves
@@ -65,25 +63,14 @@ class Served:
 
         A question is judged with a temperature that was not fitted on it; before training, with the base's.
         """
-        tempered = temper(asked, self.config.temperature, fits=step > 0)
-        answers, rows = [], {}
-        for question, *probs in zip(asked, tempered.served, tempered.cross_fitted, strict=True):
-            served, cross_fitted = (np.round(one[: len(question.options)], 8).tolist() for one in probs)
-            given = {"type": question.type, "options": question.options, "target": question.target}
-            given |= {"served": served, "cross_fitted": cross_fitted}
-            answers.append({"name": question.name, **given})
-            rows.setdefault(question.row, {})[question.name] = given
+        answers, values = judge(asked, self.config.temperature, step > 0, self.options_only)
+        rows = {}
+        for question, answer in zip(asked, answers, strict=True):
+            rows.setdefault(question.row, {})[question.name] = answer
         if is_first():
             lines = [{"step": step, **self.requests[row], "answers": given} for row, given in rows.items()]
             write_atomically(self.file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-        scores, shares = padded([q.log_probs for q in asked], -np.inf), padded([q.target for q in asked], 0)
-        mass = np.exp(scores)
-        loss = log_losses(softmax(scores) if self.options_only else mass, shares).mean()
-        values = {"loss": float(loss), "label_mass": float(mass.sum(-1).mean())}
-        for group, own in groups_of(answers).items():
-            values |= {key_of(name, group): value for name, value in measure(own).items()}
-        values |= {f"temperature/{kind}": value for kind, value in tempered.temperatures.items()}
-        return values | {f"temperature_gain/{kind}": value for kind, value in tempered.gains.items()}
+        return values
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the settings; the temperatures are those of the log that lies in the folder of a checkpoint."""
@@ -103,7 +90,7 @@ class Served:
         if not self.file.exists():  # all steps were done before, in another place
             return before_and_after(before, after)
         rows = (line["answers"] for line in read_json_lines(self.file))
-        answers = [answer | {"name": name} for row in rows for name, answer in row.items()]
+        answers = [answer for row in rows for answer in row.values()]
         lines = [summary(before, after, answers)]
         for kind in (name.removeprefix(FITTED) for name in after if name.startswith(FITTED)):
             gain = after[f"eval_temperature_gain/{kind}"]
