@@ -1,9 +1,7 @@
 """Tests of changed data: they are prepared anew, and a run that began on other data does not resume. Also of patient ranks."""
 
 import json
-import os
 from datetime import datetime
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -12,12 +10,11 @@ import numpy as np
 import pytest
 import trl
 from datasets import load_from_disk
-from helpers import ROOT, write_rows
+from helpers import write_rows
 from huggingface_hub import constants
 from streaming import tokens_of
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.arguments import shipped
 from accelerate_recipes.conversations import supervised
 from accelerate_recipes.data import prepared
 from accelerate_recipes.data.passes import chosen_rows
@@ -32,40 +29,6 @@ from accelerate_recipes.models.tokenizers import new_bpe_tokenizer, new_word_tok
 from accelerate_recipes.text.pretraining import TextShards
 from accelerate_recipes.text.text_pairs import PairArgs, prepare_pairs
 from chess_games.games import GamesArgs, prepare_games
-
-
-def change(file: Path, content: str) -> None:
-    """Change a file's content, but not its size."""
-    assert len(content) == file.stat().st_size
-    file.write_text(content)
-    os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1000))
-
-
-def test_files_of_a_folder_that_is_named_as_dataset(tmp_path):
-    """Each of the folder's files, and no other, is in the key of prepared games and of prepared pairs."""
-    (tmp_path / "en").mkdir()
-    files = [tmp_path / "a.jsonl", tmp_path / "en" / "b.jsonl"]
-    for file in [*files, tmp_path / "readme.txt"]:
-        file.write_text("1\n")
-    chess = shipped.load(ROOT / "recipes/chess.py")
-    keys = [
-        lambda: chess.Args(dataset_name=str(tmp_path), dataset_files="**/*.jsonl").game_key,
-        lambda: PairArgs(dataset_name=str(tmp_path), dataset_files="**/*.jsonl").version(),
-    ]
-    for key in keys:
-        for i, file in enumerate(files):
-            before = key()
-            assert before == key()
-            change(file, f"{i + 3}\n")
-            assert before != key()
-            change(file, "1\n")
-        before = key()
-        change(tmp_path / "readme.txt", "2\n")
-        assert before == key()
-    whole = PairArgs(dataset_name=str(tmp_path))
-    before = whole.version()
-    change(files[1], "7\n")
-    assert before != whole.version()
 
 
 def test_a_tokenizer_with_other_special_tokens_makes_its_own_rows(tmp_path):
@@ -126,42 +89,25 @@ def test_rows_of_pieces_are_those_of_a_table(how, shuffled):
 
 
 def test_checksum_of_rows():
-    rows = [
-        {"input_ids": [1, 2, 3], "lengths": [3]},
-        {"input_ids": [4], "lengths": [1]},
-        {"input_ids": [], "lengths": []},
-    ]
-
-    def checksum(rows: list[dict]) -> str:
-        return checksum_of_rows(datasets.Dataset.from_list(rows), ["input_ids", "lengths"])
-
-    parts = datasets.concatenate_datasets([datasets.Dataset.from_list(rows[:1]), datasets.Dataset.from_list(rows)])
-    assert checksum(rows[:1] + rows) == checksum_of_rows(parts, ["input_ids", "lengths"])
-    others = [rows[::-1], rows[:2], [*rows, rows[0]], [rows[0], rows[1] | {"input_ids": [5]}, rows[2]]]
-    others += [[rows[0], rows[1] | {"lengths": [2]}, rows[2]]]
-    assert len({checksum(rows), *map(checksum, others)}) == 6
-
-
-def test_checksum_of_conversations():
-    """The checksum depends on each value, at any depth, and on the order of rows that only point to a table."""
-    messages = [{"role": "user", "content": "a b"}, {"role": "tool", "content": None}]
-    row = {"messages": messages, "n": 1, "x": 0.5, "ok": True, "at": datetime(2026, 1, 2)}
-    others = [
-        row | {"at": datetime(2026, 1, 3)}, row | {"n": 2}, row | {"x": 0.25}, row | {"ok": False},
-        row | {"messages": row["messages"][:1]},
+    """It depends on each value, at any depth, and on the order, also of rows that only point to a table; not on chunks."""
+    first, second = {"role": "user", "content": "a b"}, {"role": "tool", "content": None}
+    row = {"messages": [first, second], "ids": [1, 2], "n": 1, "x": 0.5, "ok": True, "at": datetime(2026, 1, 2)}
+    changes = [
+        {"at": datetime(2026, 1, 3)}, {"n": 2}, {"x": 0.25}, {"ok": False}, {"ids": [1, 3]}, {"ids": []},
+        {"messages": [first]}, {"messages": [first | {"role": "bot"}, second]}, {"messages": [first | {"content": "ab "}, second]},
     ]  # fmt: skip
-    first, second = row["messages"]
-    others += [row | {"messages": [first | change, second]} for change in ({"role": "bot"}, {"content": "ab "})]
+    rows = [row, *(row | change for change in changes)]
 
     def checksum(rows: datasets.Dataset) -> str:
         return checksum_of_rows(rows, rows.column_names)
 
-    single = [checksum(datasets.Dataset.from_list([each])) for each in [row, *others]]
-    assert len(set(single)) == 8
-    table = datasets.Dataset.from_list([row, *others])
-    halves = [table.select(range(3)), table.select(range(3, 8))]
+    table = datasets.Dataset.from_list(rows)
+    orders = ([1, 0, *range(2, 10)], [*range(9)], [*range(10), 0])
+    tables = [table, table.shuffle(seed=0), *map(table.select, orders), datasets.Dataset.from_list(rows[::-1])]
+    tables += [datasets.Dataset.from_list([each]) for each in rows]
+    assert len({*map(checksum, tables)}) == 16
+    halves = [table.select(range(3)), table.select(range(3, 10))]
     assert checksum(table) == checksum(datasets.concatenate_datasets(halves))
-    assert len({checksum(table), checksum(table.select([1, 0, *range(2, 8)])), checksum(table.shuffle(seed=0))}) == 3
 
 
 def test_rows_of_a_checkpoint():

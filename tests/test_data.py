@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from collections import Counter
-from functools import partial
 
 import numpy as np
 import pytest
@@ -78,20 +77,6 @@ def test_rows_hold_the_documents(packed):
     assert Counter(pieces) == Counter(wanted)
 
 
-def test_no_first_token_is_a_target(packed):
-    rows = PackedRows(packed(documents(50, 40), 16), 16, pad_token_id=0, document_mask=True)
-    for i in range(len(rows)):
-        row, lengths = rows[i], rows.rows[i]["lengths"]
-        starts = np.cumsum([0, *lengths])
-        for position in range(16):
-            inside = position < starts[-1] and position not in starts
-            assert (row["labels"][position] != IGNORE_INDEX) == inside
-            if inside:
-                assert row["labels"][position] == row["input_ids"][position]
-        restarts = (row["position_ids"] == 0).nonzero().flatten().tolist()
-        assert restarts == [s for s in starts if s < 16]
-
-
 def test_packed_losses_are_those_of_the_documents_alone(packed):
     """Losses agree token for token: neither attention nor positions cross from one document to the next."""
     model = new_model(tiny_config(max_position_embeddings=64), "sdpa")
@@ -128,22 +113,28 @@ def test_padding_share_and_attended_length(packed):
     assert rows.attended_length == pytest.approx((10 * 10 + 6 * 6) / 16)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_row_once_in_each_epoch_on_any_number_of_ranks(world_size):
+@pytest.mark.parametrize("num_rows", [27, 5, 8, 800, 1003])
+def test_every_row_once_in_each_epoch_on_any_number_of_ranks(num_rows):
+    """A step has the same rows on any number of ranks, also grouped by length, else its gradients would differ with the length."""
     args = TrainArgs(total_batch_size=8, per_device_train_batch_size=2, num_train_epochs=3)
-    num_rows = 27
-    seen = []
-    orders = [iter(StepOrder(num_rows, args, rank, world_size)) for rank in range(world_size)]
-    for _ in range(num_steps(args, num_rows)):
-        for order in orders:
-            for _ in range(args.accumulation_steps(world_size)):
-                seen += next(order)
-    for epoch in range(3):
-        assert sorted(seen[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
-    assert set(seen[3 * num_rows :]) == {-1}
-    assert seen[:num_rows] != seen[num_rows : 2 * num_rows]
-    # The same global batches as on one rank.
-    assert seen == [row for micro, _ in zip(StepOrder(num_rows, args, 0, 1), range(44), strict=False) for row in micro]
+    lengths, found = np.random.default_rng(0).integers(1, 100, num_rows), []
+    for world_size, by_length in itertools.product((1, 2, 4), (False, True)):
+        given = (num_rows, args), (world_size, lengths if by_length else None)
+        orders = [iter(StepOrder(*given[0], rank, *given[1])) for rank in range(world_size)]
+        turns = [order for _ in range(args.accumulation_steps(world_size)) for order in orders]
+        steps = [[row for order in turns for row in next(order)] for _ in range(num_steps(args, num_rows))]
+        found.append([sorted(step) for step in steps])
+        if by_length:  # what the ranks have at one time is of similar length
+            in_turn = [[lengths[row] for row in step if row >= 0] for step in steps]
+            assert in_turn == [sorted(step) for step in in_turn]
+    assert all(steps == found[0] for steps in found)
+    seen = Counter(dict.fromkeys(range(num_rows), 0))
+    for step in found[0]:  # no row comes again before all have come
+        seen.update(row for row in step if row >= 0)
+        assert max(seen.values()) == math.ceil(seen.total() / num_rows)
+    assert {*seen.values()} == {3} and sum(step.count(-1) for step in found[0]) == 8 * len(found[0]) - 3 * num_rows
+    whole = [row for rows in map(StepOrder(num_rows, args, 0, 1).rows, range(len(found[0]))) for row in rows]
+    assert whole[:num_rows] != whole[num_rows : 2 * num_rows], "an epoch has an order of its own"
 
 
 BY_LENGTH = ["plain", "by length"]
@@ -169,49 +160,6 @@ def test_starting_later_is_the_same_order(lengths):
     later.start_step = 7
     whole = [micro for micro, _ in zip(order, range(12), strict=False)]
     assert [micro for micro, _ in zip(later, range(5), strict=False)] == whole[7:]
-
-
-def steps_of(make_order, args: TrainArgs, num: int, world_size: int = 1) -> list[list[list[int]]]:
-    """Return the micro-batches of each step, from all ranks in turn."""
-    orders = [iter(make_order(args, rank, world_size)) for rank in range(world_size)]
-    per_step = args.accumulation_steps(world_size)
-    return [[next(order) for _ in range(per_step) for order in orders] for _ in range(num)]
-
-
-@pytest.mark.parametrize("num_rows", [27, 5, 8, 800, 1003])
-def test_grouped_by_length_every_row_once_in_each_epoch_on_any_number_of_ranks(num_rows):
-    args = TrainArgs(total_batch_size=8, per_device_train_batch_size=2, num_train_epochs=3)
-    lengths = np.random.default_rng(0).integers(1, 100, num_rows)
-
-    def make_order(args, rank, world_size):
-        return StepOrder(num_rows, args, rank, world_size, lengths)
-
-    steps = steps_of(make_order, args, num_steps(args, num_rows))
-    for world_size in (2, 4):
-        assert steps_of(make_order, args, len(steps), world_size) == steps
-    counts = Counter(row for step in steps for micro in step for row in micro)
-    assert counts.pop(-1, 0) == 8 * len(steps) - 3 * num_rows
-    assert counts == dict.fromkeys(range(num_rows), 3)
-    # No row comes again before all have come: a step in which two epochs meet has the remaining rows of the first.
-    seen = Counter(dict.fromkeys(range(num_rows), 0))
-    for step in steps:
-        seen.update(row for micro in step for row in micro if row >= 0)
-        assert max(seen.values()) == math.ceil(seen.total() / num_rows)
-    # In a step the micro-batches go from short to long, without gaps between them.
-    for step in steps:
-        found = [lengths[row] for micro in step for row in micro if row >= 0]
-        assert found == sorted(found)
-
-
-def test_the_rows_of_a_step_do_not_depend_on_their_lengths():
-    """Else the gradients of steps would differ with the length of their rows."""
-    args = TrainArgs(total_batch_size=8, per_device_train_batch_size=2, num_train_epochs=2)
-    lengths = np.random.default_rng(0).permutation(203)
-    grouped, plain = (
-        [[row for micro in step for row in micro] for step in steps_of(make_order, args, num_steps(args, 203), 2)]
-        for make_order in (partial(StepOrder, 203, lengths=lengths), partial(StepOrder, 203))
-    )
-    assert [sorted(step) for step in grouped] == [sorted(step) for step in plain] and grouped != plain
 
 
 @pytest.mark.parametrize("num_rows, world_size, size", [(10, 4, 2), (3, 4, 2), (16, 2, 4), (1, 1, 8)])

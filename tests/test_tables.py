@@ -2,10 +2,8 @@
 
 import datetime
 import importlib.util
-import io
 import json
 import os
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +22,6 @@ from accelerate_recipes.data.shards import named_shards
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.hub.cache import HubDataset
-from accelerate_recipes.images.labelled import read_tars
 from accelerate_recipes.text.text_pairs import PairArgs
 from chess_games.games import GamesArgs
 
@@ -77,6 +74,7 @@ def replace(file: str, text: str) -> None:
 def test_another_content_gives_other_rows(tmp_path):
     """Also if neither name, size nor time tell; whatever is computed of the rows is computed anew."""
     file = write(tmp_path / "folder/train.jsonl", [{"text": f"a{i}"} for i in range(40)])
+    nested, other = (write(tmp_path / "folder" / name, [{"text": "a"}]) for name in ("en/b.jsonl", "readme.txt"))
     args = RowsArgs(train_files=[file], heldout_share=0.5)
     folder = HubDataset(str(tmp_path / "folder"), splits=("train",))
 
@@ -84,37 +82,29 @@ def test_another_content_gives_other_rows(tmp_path):
         sides = args.sides(args.read_rows(), "text")
         return [{*side["text"]} for side in (sides["train"], sides["test"], read_split(folder, "train"))]
 
-    def keys() -> list:
-        games = GamesArgs(train_files=[file]), GamesArgs(dataset_name=folder.name, dataset_files="*.jsonl")
-        pairs = PairArgs(train_files=[file]), PairArgs(dataset_name=folder.name)
-        return [game.game_key for game in games] + [pair.version() for pair in pairs]
+    def keys() -> tuple[list, list]:
+        """Return the keys of games and of pairs: of the file, and of the files of the folder."""
+        files, some = {"train_files": [file]}, {"dataset_name": folder.name, "dataset_files": "**/*.jsonl"}
+        return tuple([GamesArgs(**named).game_key, PairArgs(**named).version()] for named in (files, some))
 
     before, keys_before = seen(), keys()
+    replace(other, Path(other).read_text(encoding="utf-8").replace("a", "b"))
+    assert keys() == keys_before
+    whole = PairArgs(dataset_name=folder.name).version()
+    replace(nested, Path(nested).read_text(encoding="utf-8").replace("a", "b"))
+    (of_file, of_folder), nested_before = keys(), keys_before
+    assert of_file == nested_before[0] and whole != PairArgs(dataset_name=folder.name).version()
+    assert all(one != other for one, other in zip(of_folder, nested_before[1], strict=True))
     replace(file, Path(file).read_text(encoding="utf-8").replace("a", "b"))
     after, keys_after = seen(), keys()
     for one, other in zip(before, after, strict=True):
         assert one and {text[0] for text in one} == {"a"} and {text[0] for text in other} == {"b"}
-    assert all(one != other for one, other in zip(keys_before, keys_after, strict=True))
+    for old, new in zip((keys_before[0], of_folder), keys_after, strict=True):
+        assert all(one != other for one, other in zip(old, new, strict=True))
     # And the same content elsewhere is what was read before.
     moved = write(tmp_path / "elsewhere/x.jsonl", [{"text": f"b{i}"} for i in range(40)])
     assert read_files([moved]).cache_files == read_files([file]).cache_files
-    assert GamesArgs(train_files=[moved]).game_key == keys_after[0]
-
-
-def test_a_tar_of_the_same_size_and_time_is_listed_anew(tmp_path):
-    file = tmp_path / "a[1].tar"
-
-    def labels(text: bytes) -> list[str]:
-        with tarfile.open(file, "w") as tar:
-            for name, content in (("x.jpg", b"image"), ("x.cls", text)):
-                member = tarfile.TarInfo(name)
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-        os.utime(file, ns=(0, 0))
-        return read_tars([str(file)])["label"][:]
-
-    assert labels(b"cat") == ["cat"]
-    assert labels(b"dog") == ["dog"]
+    assert GamesArgs(train_files=[moved]).game_key == keys_after[0][0]
 
 
 def test_texts_of_csv_stay_texts(tmp_path):
