@@ -4,6 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pytest
 import torch
 from accelerate import Accelerator
-from datasets import ClassLabel, Dataset, Features, List, Value, load_dataset
+from datasets import ClassLabel, Dataset, Features, List, Value
 from datasets import Image as ImageColumn
 from helpers import ROOT, png, write_tar
 from PIL import Image
@@ -48,13 +49,22 @@ class Args(ImageArgs, TrainArgs):
     """Arguments of a recipe that reads images."""
 
 
-def write_parquet(file: Path, seeds: Iterable[int], labels: list, classes: object, columns=("image", "label")) -> str:
-    """Write images of noise, and their labels, which `classes` describe: their names, or a feature."""
+def write_parquet(
+    file: Path, images: Iterable[bytes], labels: list, classes: object, columns=("image", "label")
+) -> str:
+    """Write images, and their labels, which `classes` describe: their names, or a feature."""
     kind = ClassLabel(names=classes) if isinstance(classes, list) else classes
-    images = [{"bytes": png(seed), "path": None} for seed in seeds]
     features = Features(dict(zip(columns, (ImageColumn(), kind), strict=True)))
-    Dataset.from_dict(dict(zip(columns, (images, labels), strict=True)), features=features).to_parquet(file)
+    parts = [{"bytes": image, "path": None} for image in images], labels
+    Dataset.from_dict(dict(zip(columns, parts, strict=True)), features=features).to_parquet(file)
     return str(file)
+
+
+def write_folder(folder: Path, classes: dict[int, str], name: str = "{:02}") -> None:
+    """Write images of noise, each into the folder of its class."""
+    for seed, label in classes.items():
+        (folder / label).mkdir(parents=True, exist_ok=True)
+        (folder / label / f"{name.format(seed)}.png").write_bytes(png(seed))
 
 
 def members(seeds: Iterable[int], label_of: Callable[[int], bytes], name: str = "{:02}") -> list[tuple[str, bytes]]:
@@ -66,7 +76,7 @@ def members(seeds: Iterable[int], label_of: Callable[[int], bytes], name: str = 
 @pytest.fixture(scope="module")
 def parquet(tmp_path_factory) -> str:
     file = tmp_path_factory.mktemp("parquet") / "images.parquet"
-    return write_parquet(file, range(40), [i % 3 for i in range(40)], ["a", "b", "c"])
+    return write_parquet(file, map(png, range(40)), [i % 3 for i in range(40)], ["a", "b", "c"])
 
 
 def sides(files: list[str], **settings: object):
@@ -137,7 +147,8 @@ def test_mixtures_have_the_share_that_is_said(parquet):
 
 
 def test_rand_augment_is_a_function_of_seed_epoch_and_row(parquet, monkeypatch):
-    """torchvision's, which draws from torch's generator: the same again and elsewhere; nothing else is drawn otherwise."""
+    """torchvision's, which draws from torch's one generator: the same again, and from several threads, as a stream without
+    workers has them; nothing else is drawn otherwise."""
 
     class RandAugment:
         def __init__(self, num_ops: int):
@@ -145,17 +156,23 @@ def test_rand_augment_is_a_function_of_seed_epoch_and_row(parquet, monkeypatch):
 
         def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
             assert pixels.dtype == torch.uint8
-            return pixels // 2 + torch.randint(0, self.num_ops, pixels.shape, dtype=torch.uint8)
+            return pixels // 2 + sum(torch.randint(0, self.num_ops, pixels.shape, dtype=torch.uint8) for _ in range(9))
 
     monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "torchvision.transforms", SimpleNamespace(v2=None))
     monkeypatch.setitem(sys.modules, "torchvision.transforms.v2", SimpleNamespace(RandAugment=RandAugment))
     alone = Augmentation(crop_area=1, horizontal_flip=False, rand_augment=9)  # so that nothing else differs
     images = Images(sides([parquet])[0], PROCESSOR, alone, 0)
-    state = torch.random.get_rng_state()
-    first, again, next_epoch, other = (images[row]["pixel_values"] for row in (3, 3, 3 + len(images), 4))
-    assert torch.equal(first, again) and torch.equal(state, torch.random.get_rng_state())
-    assert not torch.equal(first, next_epoch) and not torch.equal(first, other)
+
+    def pixels(row: int) -> torch.Tensor:
+        return images[row]["pixel_values"]
+
+    state, rows = torch.random.get_rng_state(), range(2 * len(images))
+    found = [*map(pixels, rows)]
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert not any(torch.equal(found[3], found[row]) for row in (4, 3 + len(images)))
+    with ThreadPoolExecutor(8) as pool:
+        assert all(map(torch.equal, pool.map(pixels, rows), found))
     assert "rand_augment" not in str(Args(rand_augment=2).problems(1))
 
 
@@ -175,20 +192,6 @@ def test_crops_lie_inside_and_have_the_area():
     assert random_box(1, 1000, 0.9, generator) == (0, 0, 1, 1000), "no such crop: the whole"
 
 
-@pytest.mark.parametrize("settings", [{}, {"do_normalize": False}, {"do_rescale": False, "image_mean": [99.0] * 3}])
-def test_nothing_by_chance_is_the_image_itself(parquet, settings):
-    """Without augmentation, training sees what evaluation sees, whatever the model's own processor does to values."""
-    side, _, _ = sides([parquet])
-    plain = Args(crop_area=1.0, horizontal_flip=False)
-    square = [row for row in range(len(side.images)) if side.rows[row] % 5 == 0][:3]
-    processor = new_image_processor(24)
-    vars(processor).update(settings)
-    for row in square:
-        trained, evaluated = Images(side, processor, plain)[row], Images(side, processor)[row]
-        torch.testing.assert_close(trained["pixel_values"], evaluated["pixel_values"], atol=1e-6, rtol=0)
-        assert trained.keys() == evaluated.keys()
-
-
 WIDE, NO_CROP = {"height": 16, "width": 48}, {"do_center_crop": False}
 
 
@@ -196,10 +199,11 @@ WIDE, NO_CROP = {"height": 16, "width": 48}, {"do_center_crop": False}
     ViTImageProcessorPil(size=WIDE), ViTImageProcessorPil(size=WIDE, image_mean=0.4, image_std=0.2),
     BitImageProcessorPil(size={"shortest_edge": 20}, crop_size=WIDE), BitImageProcessorPil(do_resize=False, crop_size=WIDE),
     ConvNextImageProcessorPil(size={"shortest_edge": 24}), ViTImageProcessorPil(size={"height": 24, "width": 24}),
-], ids=lambda processor: f"{type(processor).__name__[:3]}-{processor.do_resize}-{processor.image_mean == 0.4}")  # fmt: skip
+    ViTImageProcessorPil(do_normalize=False), ViTImageProcessorPil(do_rescale=False, image_mean=[99.0] * 3),
+], ids=lambda processor: f"{type(processor).__name__[:3]}-{processor.do_resize}-{processor.image_mean}")  # fmt: skip
 @pytest.mark.parametrize("mixed", [{}, {"cutmix_alpha": 1.0}])
 def test_training_sees_what_evaluation_sees(parquet, processor, mixed):
-    """Whatever the processor does: images that are not square, not resized, or have one mean for all channels."""
+    """Whatever the processor does to sizes and values: without augmentation, images are the same."""
     side, _, _ = sides([parquet])
     plain = Args(crop_area=1.0, horizontal_flip=False, **mixed)
     trained, evaluated = (Images(side, processor, augmentation) for augmentation in (plain, None))
@@ -208,6 +212,7 @@ def test_training_sees_what_evaluation_sees(parquet, processor, mixed):
         assert views[0].shape[1:] == views[1].shape[1:] == trained.size == evaluated[-1]["pixel_values"].shape[1:]
         if not mixed:
             torch.testing.assert_close(*views, atol=1e-5, rtol=0)
+            assert trained[row].keys() == evaluated[row].keys()
     if processor.do_resize:
         assert Images(side, processor, Args(crop_area=0.5, **mixed))[0]["pixel_values"].shape[1:] == trained.size
         return
@@ -245,9 +250,7 @@ def test_images_that_keep_their_sizes_are_named(processor, made, tmp_path):
 def test_every_source_gives_the_same_images(parquet, tmp_path):
     """Parquet, a folder of each class, and tar shards hold the same images, and name their classes."""
     folder, shards = tmp_path / "folder/train", [tmp_path / f"shard-{i}.tar" for i in range(2)]
-    for i in range(40):
-        (folder / "abc"[i % 3]).mkdir(parents=True, exist_ok=True)
-        (folder / "abc"[i % 3] / f"{i:02}.png").write_bytes(png(i))
+    write_folder(folder, {i: "abc"[i % 3] for i in range(40)})
     for number, shard in enumerate(shards):
         numbers = range(number * 20, number * 20 + 20)
         write_tar(shard, members(numbers, lambda i: "abc"[i % 3].encode(), "images/{:02}"))
@@ -295,7 +298,7 @@ def test_every_source_gives_the_same_images(parquet, tmp_path):
 def test_labels_that_are_numbers_are_in_their_order(tmp_path):
     """The texts of a tar give the classes of Parquet's numbers: 2 comes before 10, and what is not a number by its letters."""
     numbers = [0, 1, 2, 10, 11]
-    write_parquet(tmp_path / "images.parquet", range(20), [numbers[i % 5] for i in range(20)], Value("int64"))
+    write_parquet(tmp_path / "images.parquet", map(png, range(20)), [numbers[i % 5] for i in range(20)], Value("int64"))
     write_tar(tmp_path / "images.tar", members(range(20), lambda i: b"%d" % numbers[i % 5]))
     of_parquet, of_tar = (sides([str(tmp_path / f"images.{kind}")]) for kind in ("parquet", "tar"))
     assert of_tar[2] == of_parquet[2] == ["0", "1", "2", "10", "11"]
@@ -308,15 +311,12 @@ def test_labels_that_are_numbers_are_in_their_order(tmp_path):
 def test_a_split_of_the_dataset_to_evaluate_on(tmp_path, kind):
     """A class has the same number in --eval_split as in training, also where a class is missing; columns may have other names."""
     for split, places in {"train": range(9), "validation": range(10, 14)}.items():
+        labels = [i % 3 if split == "train" else 1 + i % 2 for i in places]  # b and c alone in the validation split
         if kind == "folder":
-            for i in places:  # of the classes b and c alone in the validation split
-                name = "abc"[i % 3] if split == "train" else "bc"[i % 2]
-                (tmp_path / split / name).mkdir(parents=True, exist_ok=True)
-                (tmp_path / split / name / f"{i:02}.png").write_bytes(png(i))
+            write_folder(tmp_path / split, {i: "abc"[label] for i, label in zip(places, labels, strict=True)})
         else:
-            labels = [i % 3 if split == "train" else 1 + i % 2 for i in places]
             file = tmp_path / f"{split}-00000-of-00001.parquet"
-            write_parquet(file, places, labels, ["a", "b", "c"], ("img", "of"))
+            write_parquet(file, map(png, places), labels, ["a", "b", "c"], ("img", "of"))
     columns = {} if kind == "folder" else {"image_column": "img", "label_column": "of"}
     train, test, names = load_images(Args(dataset_name=str(tmp_path), eval_split="validation", **columns))
     assert names == ["a", "b", "c"] and (len(train.labels), len(test.labels)) == (9, 4)
@@ -331,7 +331,7 @@ def test_images_alike_to_the_bit_lie_on_one_side(tmp_path):
     """The order of the rows plays no role; where all are alike, none is left on a side."""
 
     def heldout(seeds: list[int]) -> list[int]:
-        file = write_parquet(tmp_path / "images.parquet", seeds, [seed % 2 for seed in seeds], ClassLabel(2))
+        file = write_parquet(tmp_path / "images.parquet", map(png, seeds), [seed % 2 for seed in seeds], ClassLabel(2))
         return sorted(seeds[row] for row in sides([file])[1].rows)
 
     seeds = [*range(60), *range(30)]
@@ -351,11 +351,9 @@ def test_images_on_both_sides(kind, tmp_path, capsys):
             parts = members(numbers, lambda i: b"ab"[i % 2 : i % 2 + 1], split + "{:02}")
             write_tar(tmp_path / f"{split}.tar", parts)
         elif kind == "folder":
-            for i in numbers:
-                (tmp_path / split / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
-                (tmp_path / split / "ab"[i % 2] / f"{split}{i:02}.png").write_bytes(png(i))
+            write_folder(tmp_path / split, {i: "ab"[i % 2] for i in numbers}, split + "{:02}")
         else:
-            write_parquet(tmp_path / f"{split}.parquet", numbers, [i % 2 for i in numbers], ["a", "b"])
+            write_parquet(tmp_path / f"{split}.parquet", map(png, numbers), [i % 2 for i in numbers], ["a", "b"])
     if kind == "folder":
         assert len(load_images(Args(dataset_name=str(tmp_path), eval_split="validation"))[1].labels) == 4
         assert "2 of 4 images of " in capsys.readouterr().out
@@ -384,20 +382,16 @@ def test_images_that_are_not_compared(monkeypatch):
 @pytest.fixture
 def others(tmp_path) -> str:
     """File of the same classes with other images."""
-    return write_parquet(tmp_path / "others.parquet", range(40, 80), [i % 3 for i in range(40)], ["a", "b", "c"])
+    return write_parquet(
+        tmp_path / "others.parquet", map(png, range(40, 80)), [i % 3 for i in range(40)], ["a", "b", "c"]
+    )
 
 
 @pytest.fixture
-def broken(parquet, tmp_path) -> str:
+def broken(tmp_path) -> str:
     """File whose row 8 is a PNG that ends early."""
-    rows = load_dataset("parquet", data_files=parquet, split="train").cast_column("image", ImageColumn(decode=False))
-    cut = {"bytes": png(7)[:200], "path": None}
-    images = [cut if i == 7 else row["image"] for i, row in enumerate(rows)]
-    file = str(tmp_path / "broken.parquet")
-    Dataset.from_dict({"image": images, "label": rows["label"][:]}, features=rows.features).cast_column(
-        "image", ImageColumn()
-    ).to_parquet(file)
-    return file
+    images = [png(i)[: 200 if i == 7 else None] for i in range(40)]
+    return write_parquet(tmp_path / "broken.parquet", images, [i % 3 for i in range(40)], ["a", "b", "c"])
 
 
 def test_a_broken_image_is_named_or_left_out(broken, others):
@@ -443,33 +437,21 @@ def test_more_than_8_bits_are_refused(dtype, mode):
         decode(out.getvalue())
 
 
-def test_evaluation_sees_each_image_once(parquet):
-    _, test, _ = sides([parquet])
-    args = Args(per_device_eval_batch_size=4)
-    rows, images = [], Images(test, PROCESSOR)
-    for rank in range(3):
-        loader = make_eval_loader(images, args, rank, 3, collate_fn=collate_images)
-        found = [(int(r), int(n)) for b in loader for r, n in zip(b["row"], b["labels"], strict=True)]
-        assert len(found) == len(loader) * 4 and all((row < 0) == (label < 0) for row, label in found)
-        rows += [row for row, _ in found if row >= 0]
-    assert sorted(rows) == list(range(len(test.images)))
-
-
 def test_columns_and_labels_are_checked(parquet, tmp_path):
     with pytest.raises(DataError, match=r"has no column 'img'; there are image, label; set --image_column"):
         sides([parquet], image_column="img")
     with pytest.raises(DataError, match=r"'label' holds .*, not images"):
         sides([parquet], image_column="label")
-    file = write_parquet(tmp_path / "test.parquet", range(2), [0, 3], ["a", "b", "c", "d"])
+    file = write_parquet(tmp_path / "test.parquet", map(png, range(2)), [0, 3], ["a", "b", "c", "d"])
     with pytest.raises(DataError, match=r"has the classes a, b, c, d \(4\), but those trained on are a, b, c \(3\)"):
         sides([parquet], eval_files=[file])
     for classes in (["c", "a", "b"], ["c", "a"]):  # the same in another order; a part of them
-        write_parquet(file, (100, 101), [0, 1], classes)
+        write_parquet(file, map(png, (100, 101)), [0, 1], classes)
         assert sides([parquet], eval_files=[file])[1].labels.tolist() == [2, 0]
-    write_parquet(file, range(2), ["a", "d"], Value("string"))
+    write_parquet(file, map(png, range(2)), ["a", "d"], Value("string"))
     with pytest.raises(DataError, match=r"test\.parquet, row 2: the label 'd' .* 3 classes"):
         sides([parquet], eval_files=[file])
-    write_parquet(file, range(2), [[0], [0, 1]], List(Value("int64")))
+    write_parquet(file, map(png, range(2)), [[0], [0, 1]], List(Value("int64")))
     with pytest.raises(DataError, match=r"'label' holds .*, not one name or number"):
         sides([file])
     with pytest.raises(ConfigError, match=r"none of the 40 images of .* is left to evaluate on"):
@@ -485,7 +467,6 @@ def test_size_of_processors():
     assert image_size(new_image_processor(20)) == (20, 20)
     with pytest.raises(ConfigError, match=r"max_height.* no height and width"):
         image_size(ViTImageProcessorPil(size={"max_height": 20, "max_width": 30}))
-    assert Path(ROOT / "data/fashion/train.parquet").stat().st_size < 5e6
 
 
 def test_machines_with_other_images_are_refused(parquet, monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, log_of, read_metrics, trajectory
+from helpers import ROOT, log_of, near, read_metrics, trajectory
 from tiny import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig
@@ -98,7 +98,7 @@ def test_one_trajectory(run):
     """Losses and gradient norms over pairs of ragged lengths agree to 1e-5, and texts too, under any division."""
     found, reference = run(*EVALUATED), run("--per_device_train_batch_size", 12, config="single", num_processes=1)
     assert len(trajectory(found)) == STEPS
-    assert trajectory(found) == [pytest.approx(step, rel=1e-5) for step in trajectory(reference)]
+    assert trajectory(found) == near(trajectory(reference))
     assert predictions(found) == predictions(reference)
 
 

@@ -4,9 +4,7 @@ import copy
 import io
 import json
 import re
-import tarfile
-import threading
-from itertools import islice, product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
-from helpers import ROOT, log_of, read_metrics, trajectory
+from datasets import Image as ImageColumn
+from helpers import ROOT, log_of, near, read_metrics, trajectory, write_tar
 from safetensors.torch import load_file
-from streaming import Server
 from torch.torch_version import TorchVersion
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil, initialization
 from transformers.modeling_outputs import ImageClassifierOutput
@@ -92,7 +90,7 @@ def test_one_trajectory(run):
     """Losses and gradient norms on augmented and mixed images agree to 1e-5 on one process, and sharded, with accumulation."""
     reference = run("--per_device_train_batch_size", 24, config="single", num_processes=1)
     assert len(trajectory(run())) == STEPS
-    assert trajectory(run()) == [pytest.approx(step, rel=1e-5) for step in trajectory(reference)]
+    assert trajectory(run()) == near(trajectory(reference))
 
 
 def test_weights_in_bf16(run):
@@ -107,40 +105,28 @@ def test_killed_and_resumed_with_workers_is_as_if_it_had_not_been(killed_and_res
     assert predictions(out) == predictions(whole)
 
 
-@pytest.fixture(scope="module")
-def streamed(arguments, images_file):
-    """Arguments of the same run on 70 of the images, from unequal tar shards on a server."""
-    rows = Dataset.from_parquet(str(images_file), keep_in_memory=True)
-    names, images = rows.features["label"].names, pq.read_table(images_file)["image"].to_pylist()
-    files, numbers = {}, iter(range(70))
-    for shard, size in enumerate((5, 40, 0, 25)):
-        with tarfile.open(fileobj=(content := io.BytesIO()), mode="w") as tar:
-            for i in islice(numbers, size):
-                for suffix, data in (("cls", names[rows[i]["label"]].encode()), ("png", images[i]["bytes"])):
-                    member = tarfile.TarInfo(f"{i:03}.{suffix}")
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
-        files[f"/{shard}.tar"] = content.getvalue()
-    server = Server(files)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    others = arguments[arguments.index("--config_overrides") :]
-    urls = [f"{server.url}{name}" for name in files]
-    yield "--from_scratch", "--train_files", *urls, "--eval_files", images_file, *others
-    server.shutdown()
-    server.server_close()
-
-
 @pytest.mark.slow
-def test_streamed_shards_train_as_any_other_images(forks, streamed, killed_and_resumed, tmp_path):
-    """On 2 processes, a stream gives the losses of 1 process, also killed in step 5 and run again."""
+def test_streamed_shards_train_as_any_other_images(forks, arguments, images_file, serve, killed_and_resumed, tmp_path):
+    """On 2 processes, a stream of unequal shards gives the losses of 1 process, also killed in step 5 and run again."""
+    rows = Dataset.from_parquet(str(images_file), keep_in_memory=True).cast_column("image", ImageColumn(decode=False))
+    names, files = rows.features["label"].names, {}
+    for shard, (first, end) in enumerate(pairwise((0, 5, 45, 45, 70))):
+        members = []
+        for number, row in enumerate(rows.select(range(first, end))):
+            label, image = names[row["label"]].encode(), row["image"]["bytes"]
+            members += [(f"{number:03}.cls", label), (f"{number:03}.png", image)]
+        write_tar(content := io.BytesIO(), members)
+        files[f"/{shard}.tar"] = content.getvalue()
+    server = serve(files)
+    urls = [f"{server.url}{name}" for name in files]
+    others = arguments[arguments.index("--config_overrides") :]
+    streamed = ("--from_scratch", "--train_files", *urls, "--eval_files", images_file, *others)
     whole, killed = killed_and_resumed(SCRIPT, *streamed)
     assert re.search("4 streamed shards of 10 classes .* 120 held out", log_of(whole))
     forks.succeed(
         one := tmp_path / "one", *streamed, "--per_device_train_batch_size", 24, config="single", num_processes=1
     )
-    assert len(trajectory(whole)) == STEPS
-    for step, wanted in zip(trajectory(whole), trajectory(one), strict=True):
-        assert step == pytest.approx(wanted, rel=1e-5)
+    assert len(trajectory(whole)) == STEPS and trajectory(whole) == near(trajectory(one))
     seen = [record["images_seen"] for record in read_metrics(whole) if "loss" in record]
     assert seen == [24 * step for step in range(1, STEPS + 1)]
     assert predictions(killed) == predictions(whole)
@@ -390,7 +376,7 @@ def test_pretrained_models_get_a_new_head(run, tmp_path, model_type):
     one = run(*args, "--per_device_train_batch_size", 12, config="single", num_processes=1)
     for env in ({}, {"FSDP_ACTIVATION_CHECKPOINTING": "true"}):
         found = run(*args, **env)
-        assert trajectory(found) == [pytest.approx(step, rel=1e-4) for step in trajectory(one)]
+        assert trajectory(found) == near(trajectory(one), rel=1e-4)
         (units,) = re.findall(r"(\d+) FSDP units \(.*Layer", log_of(found))
         assert int(units) >= 4  # three layers, and what is around them
     assert AutoModelForImageClassification.from_pretrained(found / "export").config.num_labels == 10
