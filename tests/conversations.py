@@ -2,19 +2,23 @@
 
 import json
 import re
+from collections.abc import Iterable
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import trl
 from helpers import CHILDREN, ROOT
 from helpers import write_rows as write
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes import engine, recipe
 from accelerate_recipes.conversations import supervised_loss
-from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
+from accelerate_recipes.models.tokenizers import load_tokenizer, new_bpe_tokenizer
 from accelerate_recipes.run import DataReady, Run
 
 TOOL = {
@@ -70,6 +74,41 @@ def save_base(folder: Path, template: str | None, end: str = "</s>", spare_rows:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}: {% generation %}{{ m['content'] }}</s>{% endgeneration %}{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+
+
+def translations(number: int) -> tuple[list[list[dict]], PreTrainedTokenizerBase]:
+    """Return real translations as conversations, and a tokenizer of their texts, whose TEMPLATE marks the answers."""
+    with (ROOT / "data/en_fr/libreoffice.jsonl").open() as lines:
+        pairs = [json.loads(line)["translation"] for line in islice(lines, number)]
+    tokenizer = new_bpe_tokenizer([text for pair in pairs for text in pair.values()], 400)
+    tokenizer.chat_template = TEMPLATE
+    return [[{"role": "user", "content": p["en"]}, {"role": "assistant", "content": p["fr"]}] for p in pairs], tokenizer
+
+
+def save_base_of_sums(folder: Path, **config) -> Path:
+    """Save a tiny Llama with the tokenizer of data/arithmetic."""
+    sizes = {"initializer_range": 0.3, "max_position_embeddings": 32, "num_attention_heads": 2}
+    return tiny.save_base(folder, load_tokenizer(str(ROOT / "data/arithmetic/tokenizer")), **sizes | config)
+
+
+@torch.no_grad()
+def log_prob(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> torch.Tensor:
+    """Compute the log-probability of an answer with its end."""
+    ids, begin = tokenizer(prompt + answer)["input_ids"] + [tokenizer.eos_token_id], len(tokenizer(prompt)["input_ids"])
+    found = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return found[range(begin - 1, len(ids) - 1), ids[begin:]].sum()
+
+
+def runs_of_targets(ids: list[int], targets: Iterable[bool], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return a text for each run of targets."""
+    runs = groupby(zip(ids, targets, strict=True), key=itemgetter(1))
+    return [tokenizer.decode([token for token, _ in run]) for is_target, run in runs if is_target]
 
 
 LENGTHS = {

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import trl
+from conversations import OTHER_TOOL, runs_of_targets
 from helpers import ROOT
 from jinja2 import TemplateError
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
@@ -53,14 +54,6 @@ OWN = {
 TEMPLATES = OWN | {file.stem: file.read_text() for file in OF_TRL.glob("*.jinja") if "_training" not in file.stem}
 OF_IMAGES = {"llava_next", "idefics3", "smolvlm"}  # templates that write no texts, only parts
 THOUGHT = {"reasoning_content": "Hm, wait."}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-    },
-}
 
 
 def user(text: str) -> dict:
@@ -122,16 +115,7 @@ def rows_of(row: dict, tokenizer: PreTrainedTokenizerBase, stops: list[str], **m
 
 def targets_in(row: dict, tokenizer: PreTrainedTokenizerBase, stops: list[str], **more: Any) -> list[list[str]]:
     """Return the targets of each row that a conversation becomes: a text for each run of targets."""
-    found = []
-    for ids, targets, _ in rows_of(row, tokenizer, stops, **more):
-        runs, before = [], False
-        for token, target in zip(ids, targets, strict=True):
-            if target:
-                runs += [] if before else [[]]
-                runs[-1].append(token)
-            before = target
-        found.append([tokenizer.decode(run) for run in runs])
-    return found
+    return [runs_of_targets(row.ids, row.targets, tokenizer) for row in rows_of(row, tokenizer, stops, **more)]
 
 
 def refuses(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings: Any) -> str:
@@ -149,7 +133,7 @@ def test_targets_are_the_answers(name):
     tokenizer = tokenizer_of(TEMPLATES[name], stops)
     rendered = 0
     for what, messages in CONVERSATIONS.items():
-        row = {"messages": messages, "tools": [TOOL] if what == "tools" else None}
+        row = {"messages": messages, "tools": [OTHER_TOOL] if what == "tools" else None}
         if refuses(tokenizer, messages, tools=row["tools"]):
             continue
         rendered += 1

@@ -84,13 +84,6 @@ def test_killed_and_resumed_is_as_if_it_had_not_been(forks, arguments, undisturb
     assert losses(out) == losses(undisturbed[0])
 
 
-def test_pretokenised_is_the_same_run(forks, arguments, undisturbed, tmp_path):
-    """Rows and their order are the same; a second run reads the tokens without the text."""
-    tokens = ("--pretokenize", tmp_path / "tokens", "--tokenizer_name", undisturbed[0] / "export")
-    forks.succeed(tmp_path / "out", *arguments, *tokens)
-    assert losses(tmp_path / "out") == losses(undisturbed[0])
-
-
 def test_validation_is_the_same_number_on_the_same_weights(forks, arguments, undisturbed, tmp_path):
     """Validation gives the same number twice if nothing is learnt, and on 1 rank as on 2."""
     still = ("--learning_rate", 0, "--eval_steps", 1, "--max_steps", 2)

@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -225,21 +224,3 @@ def run_forked(forks, tmp_path):
         return subprocess.CompletedProcess(args, code, "", (tmp_path / "out.log").read_text())
 
     return run
-
-
-def test_a_file_without_moves(run_forked, games_file, tiny, tmp_path):
-    table = pq.read_table(games_file).rename_columns(["moves", "Result"])
-    pq.write_table(table, tmp_path / "other.parquet")
-    done = run_forked(*tiny, "--train_files", tmp_path / "other.parquet", config="single")
-    assert_one_clear_error(done, "has the columns ['moves', 'Result']; chess needs `Moves`")
-    assert_failed_without_a_trace(tmp_path / "out")
-
-
-def test_python_chess_is_found_beside_a_recipe_of_its_name():
-    """python-chess is found even when recipes/chess.py is the script, whose folder comes first on the path."""
-    code = "from chess_games import rules; print(rules.chess.Board().fen())"
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'recipes')!r}); {code}"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.stdout.startswith("rnbqkbnr/pppppppp"), done.stderr

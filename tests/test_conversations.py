@@ -126,49 +126,32 @@ def family(request, tmp_path_factory) -> Path:
     return save_base(tmp_path_factory.mktemp(request.param), template_of(request.param), PUBLISHED[request.param])
 
 
-def saved_with(patch, change: Callable[[transformers.PreTrainedTokenizerBase], str]) -> None:
-    """Let the template that is saved be another one."""
-    real = transformers.PreTrainedTokenizerBase.save_pretrained
+def saved_otherwise(change: Callable[[Path], object], saver: type = transformers.PreTrainedTokenizerBase) -> Callable:
+    """Make a mutation of what is saved in a folder."""
 
-    def save(self, folder, **settings):
-        template = self.chat_template
-        self.chat_template = change(self)
-        try:
-            return real(self, folder, **settings)
-        finally:
-            self.chat_template = template
+    def mutate(patch) -> None:
+        real = saver.save_pretrained
 
-    patch.setattr(transformers.PreTrainedTokenizerBase, "save_pretrained", save)
+        def save(self, folder, **settings):
+            found = real(self, folder, **settings)
+            change(Path(folder))
+            return found
 
+        patch.setattr(saver, "save_pretrained", save)
 
-def dropped_template(patch) -> None:
-    saved_with(patch, lambda tokenizer: tokenizer.chat_template.replace("assistant", "helper"))
+    return mutate
 
 
-def changed_end(patch) -> None:
-    saved_with(patch, lambda tokenizer: tokenizer.chat_template.replace(tokenizer.eos_token, "</s>"))
+def edit(file: str, old: str, new: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / file).write_text(re.sub(old, new, (folder / file).read_text()))
 
 
-def changed_stop(patch) -> None:
-    real = transformers.GenerationConfig.save_pretrained
-
-    def save(self, folder):
-        self = copy.deepcopy(self)
-        self.eos_token_id = 5
-        real(self, folder)
-
-    patch.setattr(transformers.GenerationConfig, "save_pretrained", save)
-
-
-def lost_template(patch) -> None:
-    real = transformers.PreTrainedTokenizerBase.save_pretrained
-
-    def save(self, folder, **settings):
-        found = real(self, folder, **settings)
-        (Path(folder) / "chat_template.jinja").unlink()
-        return found
-
-    patch.setattr(transformers.PreTrainedTokenizerBase, "save_pretrained", save)
+dropped_template = saved_otherwise(edit("chat_template.jinja", "assistant", "helper"))
+lost_template = saved_otherwise(lambda folder: (folder / "chat_template.jinja").unlink())
+changed_end = saved_otherwise(edit("chat_template.jinja", r"<\|(im_end|eot_id|return)\|>", "</s>"))
+changed_stop = saved_otherwise(
+    edit("generation_config.json", r'("eos_token_id": )\d+', r"\g<1>5"), transformers.GenerationConfig
+)
 
 
 def shifted_mask(patch) -> None:
@@ -260,19 +243,8 @@ def test_tools_that_differ_in_one_field(base, capsys, form):
 
 # The first 16 rows, which are compared with the export, hold none that `datasets` changes.
 AMOUNTS = [
-    *range(17),
-    0.7,
-    2.5,
-    48.85837012345679,
-    1e-12,
-    -0.0,
-    2**53 + 1,
-    12345678901234567890123,
-    "5",
-    "0.7",
-    None,
-    100,
-]
+    *range(17), 0.7, 2.5, 48.85837012345679, 1e-12, -0.0, 2**53 + 1, 12345678901234567890123, "5", "0.7", None, 100,
+]  # fmt: skip
 
 
 CASES = [
@@ -399,12 +371,6 @@ def test_a_prompt_that_loses_its_end(tmp_path, capsys):
     rows = [pair | {"prompt": [{"role": "user", "content": f"A {i}?"}], "tools": None} for i, pair in enumerate(PAIRS)]
     prepare(folder, rows, name="dpo")
     assert re.search(r"16 of the first 16 pairs .*'.*Think\.'", capsys.readouterr().out)
-
-
-def test_images_are_refused_by_all(base):
-    for name, rows in (("sft", ROWS_WITH_TOOLS), ("dpo", PAIRS), ("grpo", PROMPTS)):
-        with pytest.raises(ConfigError, match="has the column images: this recipe trains on text only"):
-            prepare(base, [row | {"images": ["a.png"]} for row in rows], name=name)
 
 
 def test_only_the_answers(base, tmp_path, capsys):
@@ -706,6 +672,11 @@ def test_messages_of_parts(tmp_path):
 CHAT = conversation(1, tools=False, system=False)["messages"]
 ASKED, ANSWER = CHAT[:1], CHAT[1:2]
 OTHER = [{"role": "assistant", "content": "No."}]
+WITH_IMAGES = "has the column images: this recipe trains on text only"
+
+
+def called(arguments: str) -> dict:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
 
 
 @pytest.mark.parametrize("name, row, said", [
@@ -723,13 +694,19 @@ OTHER = [{"role": "assistant", "content": "No."}]
     ("sft", {"messages": [{"content": "And?"}, *CHAT]}, "row 4: 'messages' has a message without a role"),
     ("sft", {"messages": [{"role": 3, "content": "And?"}]}, "row 1: 'messages' .* role that is a text"),
     ("sft", {"messages": [{"role": 3, "content": "And?"}, *CHAT]}, "row 4: 'messages' .* role that is a text"),
-    ("sft", {"messages": [call("add") | {"tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]}]},
-     r"row 4: 'messages': .*'\[1\]'.* JSON object"),
-    ("sft", {"messages": [call("add") | {"tool_calls": [{"function": {"name": "a", "arguments": "{a"}}]}]},
-     r"row 4: 'messages': .*'{a'.* no JSON: "),
+    ("sft", {"messages": [called("[1]")]}, r"row 4: 'messages': .*'\[1\]'.* JSON object"),
+    ("sft", {"messages": [called("{a")]}, r"row 4: 'messages': .*'{a'.* no JSON: "),
     ("sft", {"messages": CHAT, "chat_template_kwargs": {"tokenize": False}}, r"'chat_template_kwargs' has tokenize,"),
     ("grpo", {"prompt": []}, "row 4: 'prompt' has no message"),
     ("dpo", {"chosen": ANSWER, "rejected": OTHER}, "row 1: the answers .* same one"),
+    ("sft", {"messages": CHAT, "tools": "[{"}, "row 1: 'tools' is no JSON"),
+    ("sft", {"messages": CHAT, "tools": '{"a": 1}'}, "row 1: 'tools' is .* must be a JSON list"),
+    ("sft", {"messages": CHAT, "tools": f"[{'1' * 5000}]"}, "row 1: 'tools' is no JSON: .*4300"),
+    ("sft", {"messages": [called('{"a": "\\ud83d"}')]}, r"row 1: 'messages': the arguments .*ud83d.* no JSON"),
+    ("sft", {"messages": [called("[" * 100_000)]}, r"row 1: 'messages': the arguments .* no JSON"),
+    ("sft", {"messages": CHAT, "images": ["a.png"]}, WITH_IMAGES),
+    ("dpo", {"prompt": ASKED, "chosen": ANSWER, "rejected": OTHER, "images": ["a.png"]}, WITH_IMAGES),
+    ("grpo", {"prompt": ASKED, "images": ["a.png"]}, WITH_IMAGES),
 ])  # fmt: skip
 def test_rows_of_another_form(base, name, row, said):
     """One message says what is wrong, and in which row where only some are wrong."""
@@ -839,20 +816,7 @@ def test_columns():
     assert found[:]["messages"] == wanted, "without the fields of the other rows"
     assert found["tools"][:] == [[TOOL], None] and found["chat_template_kwargs"][:] == [{"a": 1}, {}]
     plain = Dataset.from_list([{"messages": [{"role": "user", "content": "a"}]}])
-
-    def called(arguments: str) -> dict:
-        return {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
-
     assert select(plain, {"messages"}, "here").features == plain.features, "nothing is rewritten without need"
-    for row, said in (
-        ({"messages": [], "tools": "[{"}, "here, row 1: 'tools' is no JSON"),
-        ({"messages": [], "tools": '{"a": 1}'}, "row 1: 'tools' is .* must be a JSON list"),
-        ({"messages": [], "tools": f"[{'1' * 5000}]"}, "row 1: 'tools' is no JSON: .*4300"),
-        ({"messages": [called('{"a": "\\ud83d"}')]}, r"row 1: 'messages': the arguments .*ud83d.* no JSON"),
-        ({"messages": [called("[" * 100_000)]}, r"row 1: 'messages': the arguments .* no JSON"),
-    ):
-        with pytest.raises(DataError, match=said):
-            select(Dataset.from_list([row]), {"messages"}, "here")
     assert without_nulls({"a": None, "b": [{"c": None, "d": 0}], "e": False}) == {"b": [{"d": 0}], "e": False}
 
 
@@ -860,16 +824,10 @@ def test_differences_of_lengths():
     tokenizer = new_bpe_tokenizer(["a b"] * 3, 280)
     ids = tokenizer("a b</s>")["input_ids"]
     settings = {"text_field": "text", "completion_only": False, "assistant_only": False, "stops": []}
-
-    def differences(ids: list[int], text: str) -> list[str]:
-        first = TrainedRows([{"text": text}], [Rendering(ids, [True] * len(ids))], settings, [], {})
-        return first.differences(Exported(tokenizer, None, set()))
-
-    for text in ("a b", "a b</s>"):  # no second end
-        assert not differences(ids, text)
-    for other in (ids[:-1], [*ids, 5]):
-        (said,) = differences(other, "a b")
-        assert f"row 1, token {min(len(other), len(ids)) + 1}: " in said
+    for trained, said in ((ids, ""), (ids[:-1], f"row 1, token {len(ids)}: "), ([*ids, 5], f"token {len(ids) + 1}: ")):
+        first = TrainedRows([{"text": "a b"}], [Rendering(trained, [True] * len(trained))], settings, [], {})
+        found = first.differences(Exported(tokenizer, None, set()))
+        assert said in "".join(found) and len(found) == bool(said)
 
 
 def test_a_run_is_compared_with_its_export(forks, base, tmp_path, out, command):
@@ -1224,21 +1182,24 @@ def test_a_template_that_refuses_a_pair(tmp_path):
 
 
 def test_arguments_that_cannot_be(base):
-    settings = ("--chat_template_kwargs", '{"tokenize": false, "conversation": [], "enable_thinking": true}')
-    of_a_model = ("--use_peft", "--new_tokens", "<a>", "--chat_template_path", str(base))
-    for flags, said in (
-        (("--new_tokens", "<a>", "<a>"), "--new_tokens has an empty token, or one twice: '"),
-        (("--new_tokens", ""), "--new_tokens has an empty token, or one twice: '"),
-        (of_a_model, "is a model, whose tokens trl would add to the embedding"),  # in which adapters train rows
-        (settings, "--chat_template_kwargs has conversation, tokenize, which is no variable"),
+    twice, settings = (
+        "--new_tokens has an empty token, or one twice: '",
+        '{"tokenize": false, "conversation": [], "a": 1}',
+    )
+    of_a_model = ("--use_peft", "--new_tokens", "<a>", "--chat_template_path", str(base))  # adapters would train rows
+    for name, rows, flags, said in (
+        ("sft", ROWS_WITH_TOOLS, ("--new_tokens", "<a>", "<a>"), twice),
+        ("sft", ROWS_WITH_TOOLS, ("--new_tokens", ""), twice),
+        ("sft", ROWS_WITH_TOOLS, of_a_model, "is a model, whose tokens trl would add to the embedding"),
+        (
+            "grpo",
+            PROMPTS,
+            ("--chat_template_kwargs", settings),
+            "_kwargs has conversation, tokenize, which is no variable",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
-            prepare(
-                base,
-                PROMPTS if flags == settings else ROWS_WITH_TOOLS,
-                *flags,
-                name="grpo" if flags == settings else "sft",
-            )
+            prepare(base, rows, *flags, name=name)
 
 
 def test_the_template_with_marks():

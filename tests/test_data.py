@@ -186,8 +186,8 @@ def test_evaluation_reads_every_row_once_in_equally_many_batches(num_rows, world
 def test_loaders_leave_the_global_generator_alone():
     args = TrainArgs(total_batch_size=2, per_device_train_batch_size=2, max_steps=1)
     before = torch.get_rng_state()
-    iter(make_train_loader([1, 2, 3], args, 0, 1))
-    iter(make_eval_loader([1, 2, 3], args, 0, 1))
+    next(iter(make_train_loader([1, 2, 3], args, 0, 1)))
+    next(iter(make_eval_loader([1, 2, 3], args, 0, 1)))
     assert torch.equal(torch.get_rng_state(), before)
 
 

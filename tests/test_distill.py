@@ -6,13 +6,13 @@ embedding.
 
 import copy
 import json
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
+from conversations import translations
 from datasets import Dataset
 from helpers import ROOT, STEPS, log_of, read_metrics, write_rows
 from tiny import save_base, tiny_model
@@ -31,24 +31,16 @@ from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
 from recipe_tools.preflight import preflight
 
 SCRIPT = ROOT / "recipes/distill.py"
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m['role'] }}: {% generation %}{{ m['content'] }}</s>{% endgeneration %}{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory) -> Path:
     """Folder with translations as conversations, a student, and a teacher."""
     folder = tmp_path_factory.mktemp("chats")
-    with (ROOT / "data/en_fr/libreoffice.jsonl").open() as lines:
-        pairs = [json.loads(line)["translation"] for line in islice(lines, 80)]
-    tokenizer = new_bpe_tokenizer([text for pair in pairs for text in pair.values()], 400)
-    tokenizer.chat_template = TEMPLATE
+    chats, tokenizer = translations(80)
     save_base(folder / "student", tokenizer, seed=1)
     sizes = {"vocab_size": len(tokenizer) + 7, "hidden_size": 48, "num_hidden_layers": 3, "attention_dropout": 0.3}
     save_base(folder / "teacher", tokenizer, model_type="qwen3", seed=2, **sizes)
-    chats = [[{"role": "user", "content": p["en"]}, {"role": "assistant", "content": p["fr"]}] for p in pairs]
     write_rows(folder / "chats.jsonl", ({"messages": messages} for messages in chats))
     return folder
 

@@ -1,7 +1,6 @@
 """Tests of recipes/dpo.py: forms of pairs, what is held out, kill and resume, and what the evaluation measures."""
 
 import inspect
-import itertools
 import json
 import math
 import re
@@ -14,9 +13,10 @@ import datasets
 import pytest
 import torch
 from accelerate import Accelerator
+from conversations import log_prob, save_base_of_sums
 from helpers import CHILDREN, ROOT, SIGTERM_TO_ALL, STEPS, log_of, losses, read_metrics, refused, write_rows
 from simulations import BF16, FP32, job
-from tiny import save_base, tiny_model
+from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOTrainer
 from trl.trainer.utils import add_fused_lm_head
@@ -35,16 +35,13 @@ from accelerate_recipes.conversations.preferences import (
 )
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop
-from accelerate_recipes.models.tokenizers import load_tokenizer
 
 SCRIPT, REFERENCE = ROOT / "recipes/dpo.py", CHILDREN / "reference.py"
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    tokenizer = load_tokenizer(str(ROOT / "data/arithmetic/tokenizer"))
-    sizes = {"initializer_range": 0.3, "max_position_embeddings": 32, "num_attention_heads": 2}
-    return save_base(tmp_path_factory.mktemp("base"), tokenizer, **sizes)
+    return save_base_of_sums(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")
@@ -155,14 +152,10 @@ def test_a_skipped_step(skips_a_step, arguments):
 def log_probs(folder: Path, pairs: Iterable[dict]) -> dict[str, torch.Tensor]:
     """Compute the log-probability of each chosen and each rejected answer by the whole model in a folder."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
-    found = {"chosen": [], "rejected": []}
-    for pair, side in itertools.product(pairs, found):
-        prompt = tokenizer(pair["prompt"])["input_ids"]
-        ids = torch.tensor([tokenizer(pair["prompt"] + pair[side].removesuffix("</s>") + "</s>")["input_ids"]])
-        with torch.no_grad():
-            logps = model(ids).logits[0, :-1].log_softmax(-1)
-        found[side].append(logps[range(ids.shape[1] - 1), ids[0, 1:]][len(prompt) - 1 :].sum().item())
-    return {side: torch.tensor(values) for side, values in found.items()}
+    answers = {
+        side: [(pair["prompt"], pair[side].removesuffix("</s>")) for pair in pairs] for side in ("chosen", "rejected")
+    }
+    return {side: torch.stack([log_prob(model, tokenizer, *said) for said in some]) for side, some in answers.items()}
 
 
 def check_reference(out: Path, base: Path) -> dict:

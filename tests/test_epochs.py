@@ -10,10 +10,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from conversations import save_base_of_sums
 from helpers import ROOT, TIMES, log_of, losses, read_metrics
-from tiny import tiny_model
-
-from accelerate_recipes.models.tokenizers import load_tokenizer
 
 SCRIPT = ROOT / "recipes/sft.py"
 DPO, GRPO = ROOT / "recipes/dpo.py", ROOT / "recipes/grpo.py"
@@ -26,11 +24,7 @@ RUNS = {"one": ("single", 1, 2), "two": ("fsdp_full", 2, 2), "three": ("ddp", 3,
 def folder(tmp_path_factory) -> Path:
     """Folder with a base, and with files of rows for each recipe, of which no two have the same length and content."""
     folder = tmp_path_factory.mktemp("epochs")
-    tokenizer = load_tokenizer(str(ROOT / "data/arithmetic/tokenizer"))
-    settings = {"initializer_range": 0.3, "max_position_embeddings": 64, "num_attention_heads": 2}
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    tiny_model(vocab_size=len(tokenizer), **settings, **ids).save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
+    save_base_of_sums(folder / "base", max_position_embeddings=64, pad_token_id=None)
     chance = random.Random(0)
 
     def digits() -> str:

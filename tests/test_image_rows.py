@@ -15,6 +15,7 @@ import pytest
 import tiny_images
 import torch
 from conversations import TOOL, call
+from helpers import write_rows as write
 from PIL import Image
 from tiny_images import picture
 from transformers import AutoImageProcessor
@@ -79,11 +80,6 @@ def user(text: str, num_images: int = 0, before: bool = True) -> dict:
 
 def asking(text: str = "What?", num_images: int = 1, **columns) -> dict:
     return {"messages": [user(text, num_images), ANSWER]} | columns
-
-
-def write(file: Path, rows: list[dict]) -> str:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
 
 
 def load(folder: Path, processor, rows: list[dict] | Path, **settings):

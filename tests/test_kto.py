@@ -6,9 +6,9 @@ import re
 import datasets
 import pytest
 import torch
+from conversations import log_prob, save_base_of_sums
 from helpers import ROOT, log_of, losses, read_metrics, write_rows
 from simulations import job
-from tiny import save_base
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import disable_dropout_in_model
 
@@ -19,16 +19,13 @@ from accelerate_recipes.conversations.settings import switch_off_dropout
 from accelerate_recipes.conversations.unpaired import WithNeighbours, advice_on_weights, judged_answers
 from accelerate_recipes.data.rows import rows_of_step
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.models.tokenizers import load_tokenizer
 
 SCRIPT = ROOT / "recipes/kto.py"
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    tokenizer = load_tokenizer(str(ROOT / "data/arithmetic/tokenizer"))
-    sizes = {"initializer_range": 0.3, "max_position_embeddings": 32, "num_attention_heads": 2}
-    return save_base(tmp_path_factory.mktemp("base"), tokenizer, attention_dropout=0.1, **sizes)
+    return save_base_of_sums(tmp_path_factory.mktemp("base"), attention_dropout=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +75,6 @@ def test_kto(killed_and_resumed, forks, arguments, base, tmp_path):
     assert after["eval_kl"] == pytest.approx(kl.item(), rel=1e-4, abs=1e-5)
     assert after["eval_rewards_chosen"] == pytest.approx(0.3 * ratios[labels].mean().item(), rel=1e-4)
     assert after["eval_accuracy"] == pytest.approx(((ratios > kl) == labels).float().mean().item())
-
-
-def log_prob(model, tokenizer, prompt: str, answer: str) -> torch.Tensor:
-    ids, begin = tokenizer(prompt + answer)["input_ids"] + [tokenizer.eos_token_id], len(tokenizer(prompt)["input_ids"])
-    with torch.no_grad():
-        found = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-    return found[range(begin - 1, len(ids) - 1), ids[begin:]].sum()
 
 
 def test_a_skipped_step(skips_a_step, arguments):

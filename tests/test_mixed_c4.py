@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import ROOT, TIMES, log_of, losses, read_metrics, write_rows
+from helpers import ROOT, TIMES, killed_at_opening, log_of, losses, read_metrics, write_rows
 from streaming import write_web
 
 from accelerate_recipes.args import resolve
@@ -22,9 +22,7 @@ SIZES = (
     "num_attention_heads=2", "max_position_embeddings=64",
 )  # fmt: skip
 # SIGKILL all ranks when rank 0 would log step 6.
-AFTER_STEP_5 = {
-    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 11, "rank": 0, "everyone": True})
-}
+AFTER_STEP_5 = killed_at_opening(11)
 # In each stream, `few` ends before step 10; the phase begins after the step at which a killed run goes on.
 PHASE = {"from": 8, "weights": {"few": 1, "notes": 3, "web": 1}, "lr_factor": 0.5}
 

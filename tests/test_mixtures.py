@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
+from conversations import translations
 from datasets import Dataset
-from helpers import ROOT, STEPS, TIMES, evaluations, log_of, losses, read_metrics
+from helpers import ROOT, STEPS, TIMES, evaluations, log_of, losses, read_metrics, write_rows
 from tiny import save_base
 
 from accelerate_recipes.args import TrainArgs, resolve
@@ -22,13 +23,8 @@ from accelerate_recipes.data.mixed_rows import SourceOrder, SourceTable
 from accelerate_recipes.data.mixture import ONE_SOURCE, Mixture, MixturePhase, Source, continued
 from accelerate_recipes.data.rows import StepOrder, num_steps
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
 
 SCRIPT = ROOT / "recipes/sft.py"
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m['role'] }}: {% generation %}{{ m['content'] }}</s>{% endgeneration %}{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
-)
 # The source of ten rows ends within step 4, with which the phase begins: a run that is killed in step 5 goes on before.
 MIXTURE = """
 sources:
@@ -51,17 +47,12 @@ def folder(tmp_path_factory) -> Path:
     import pandas
 
     folder = tmp_path_factory.mktemp("sources")
-    with (ROOT / "data/en_fr/libreoffice.jsonl").open() as lines:
-        pairs = [json.loads(line)["translation"] for line in islice(lines, 200)]
-    tokenizer = new_bpe_tokenizer([text for pair in pairs for text in pair.values()], 400)
-    tokenizer.chat_template = TEMPLATE
+    chats, tokenizer = translations(200)
     save_base(folder / "base", tokenizer)
-    said = [[{"role": "user", "content": p["en"]}, {"role": "assistant", "content": p["fr"]}] for p in pairs]
-    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in said[:80]))
-    pandas.DataFrame([{"asked": p["fr"], "said": p["en"]} for p in pairs[80:140]]).to_csv(
-        folder / "alpaca.csv", index=False
-    )
-    turns = [[{"from": "human", "value": p["en"]}, {"from": "gpt", "value": p["fr"]}] for p in pairs[140:160]]
+    write_rows(folder / "chats.jsonl", ({"messages": messages} for messages in chats[:80]))
+    said = [[message["content"] for message in messages] for messages in chats]
+    pandas.DataFrame([{"asked": fr, "said": en} for en, fr in said[80:140]]).to_csv(folder / "alpaca.csv", index=False)
+    turns = [[{"from": "human", "value": en}, {"from": "gpt", "value": fr}] for en, fr in said[140:160]]
     pandas.DataFrame({"conversations": turns[:10]}).to_parquet(folder / "few.parquet")
     section = write_mixture(folder).read_text().replace("\n", "\n  ")
     (folder / "preset.yaml").write_text(f"mixture:\n  {section}")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_images
 import torch
+from conversations import runs_of_targets
 from datasets import Dataset
 from helpers import ROOT, STEPS, losses
 from PIL import Image
@@ -77,12 +78,7 @@ def texts_for(processor, *rows: dict):
 
 def trained_texts(tokenizer, document) -> list[str]:
     """Return the runs of targets of a document as texts."""
-    found, last = [], None
-    for place, (token, is_target) in enumerate(zip(document.ids, document.targets, strict=True)):
-        if is_target:
-            found = [*found[:-1], found[-1] + [token]] if last == place - 1 else [*found, [token]]
-            last = place
-    return [tokenizer.decode(ids) for ids in found]
+    return runs_of_targets(document.ids, document.targets, tokenizer)
 
 
 @pytest.mark.parametrize("way", ["marks", "rule", "everything"])

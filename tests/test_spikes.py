@@ -23,7 +23,7 @@ from tiny import tiny_config
 from torch import nn
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.bad_steps import FEWEST, MEMORY, Spikes, Traces, checksums
+from accelerate_recipes.bad_steps import FEWEST, MEMORY, Spikes, checksums
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.files import complete_checkpoints
 from accelerate_recipes.conversations.objective import Objective
@@ -150,53 +150,28 @@ def test_many_skips_end_the_run():
         skips(resumed)
 
 
-def test_back_to_where_a_computation_began():
-    """Batch norm, dropout, a buffer that a pass replaces and what a loss gathers: the second pass is the first."""
+class Replacing(nn.Sequential):
+    """Model whose pass replaces a buffer."""
 
-    class Model(nn.Sequential):
-        def forward(self, x):
-            self.register_buffer("cached", self.cached + 1)
-            return super().forward(x) * self.cached
-
-    model, gathered = Model(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)), []
-    model.register_buffer("cached", torch.ones(1))
-    x = torch.randn(8, 3)
-
-    def mark():
-        number = len(gathered)
-        return lambda: gathered.__delitem__(slice(number, None))
-
-    def compute() -> tuple:
-        gathered.append(model(x))
-        return gathered[-1].detach(), random.random(), np.random.random()
-
-    compute()
-    traces = Traces(model, mark)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    first = compute()
-    compute()
-    traces.restore()
-    assert len(gathered) == 1 and all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    second = compute()
-    assert torch.equal(first[0], second[0]) and first[1:] == second[1:]
-    after = torch.get_rng_state()
-    traces.remove()
-    assert torch.equal(after, torch.get_rng_state()) and len(gathered) == 1
-    assert torch.equal(model[1].running_mean, before["1.running_mean"])
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("cached", self.cached + 1)
+        return super().forward(x) * self.cached
 
 
 @pytest.mark.parametrize("wrong", [[], [1], [1, 2, 3]], ids=["good", "once", "always"])
 def test_a_step_that_is_skipped_leaves_no_trace(wrong):
     """Neither in weights, buffers and moments nor in the log; one that is right when computed again is as if it always was."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    model = Replacing(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    model.register_buffer("cached", torch.ones(1))
     run: Any = SimpleNamespace(accelerator=Accelerator(cpu=True), model=model, args=TrainArgs(), first_units=[])
     run.optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    batches, gathered, passes = [{"x": torch.randn(6, 3)} for _ in range(2)], [], itertools.count()
+    batches, gathered, drawn = [{"x": torch.randn(6, 3)} for _ in range(2)], [], []
 
     def take(wrong: list[int]) -> Step:
         def loss_fn(model: nn.Module, batch: dict) -> torch.Tensor:
-            gathered.append(next(passes))
-            return model(batch["x"]).pow(2).sum() * (NAN if gathered[-1] // 2 + 1 in wrong else 1)
+            drawn.append((random.random(), np.random.random()))
+            gathered.append(len(drawn))
+            return model(batch["x"]).pow(2).sum() * (NAN if (len(drawn) + 1) // 2 in wrong else 1)
 
         def mark():
             before = [*gathered]
@@ -205,24 +180,27 @@ def test_a_step_that_is_skipped_leaves_no_trace(wrong):
         return train_step(run, batches, loss_fn, lambda batch: torch.tensor(6), spikes=Spikes(fatal=2), mark_fn=mark)
 
     take([])
-    passes, model_before = itertools.count(), copy.deepcopy(model.state_dict())
-    optimizer_before, state = copy.deepcopy(run.optimizer.state_dict()), torch.get_rng_state()
+    model_before, optimizer_before = copy.deepcopy(model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+    state = torch.get_rng_state()
     gathered.clear()
+    drawn.clear()
     done = take(wrong)
+    assert drawn == drawn[:2] * {0: 1, 1: 3, 3: 2}[len(wrong)], "each computation draws the same"
     assert bool(done.skipped) == (len(wrong) == 3) and all(p.grad is None for p in model.parameters())
     if done.skipped:
         assert equal(model.state_dict(), model_before) and gathered == []
         assert str(run.optimizer.state_dict()) == str(optimizer_before)
         assert not done.has_targets and (done.loss_sums.tolist(), done.grad_norm.item()) == ([0], 0)
         assert done.num_targets.tolist() == [0] and math.isnan(done.loss)
+        assert not torch.equal(torch.get_rng_state(), state), "random generators go on"
         return
-    again, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    again, after = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     assert len(gathered) == 2 and not equal(again, model_before)
     model.load_state_dict(model_before)
     run.optimizer.load_state_dict(optimizer_before)
     torch.set_rng_state(state)
     take([])
-    assert equal(model.state_dict(), again) and torch.equal(drawn, torch.get_rng_state())
+    assert equal(model.state_dict(), again) and torch.equal(after, torch.get_rng_state())
 
 
 def test_losses_forget_what_they_gathered():

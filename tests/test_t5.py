@@ -12,7 +12,7 @@ import torch
 from helpers import ROOT, log_of, near, read_metrics, trajectory
 from tiny import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, GenerationConfig
 
 from accelerate_recipes.checkpoint.files import saved_arguments
 from accelerate_recipes.losses import sequence_to_sequence_loss
@@ -111,18 +111,24 @@ def test_the_end_of_a_run_that_had_ended(forks, arguments, undisturbed, tmp_path
     assert predictions(tmp_path / "out") == predictions(whole) and "from the best chrf to the worst" in printed
 
 
+def assert_it_generates(export: Path, rows: list[dict], prefix: str) -> GenerationConfig:
+    """Assert that transformers alone generates the predictions from an export; returns how it is asked to."""
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    model = AutoModelForSeq2SeqLM.from_pretrained(export).eval()
+    for row in rows:
+        inputs = tokenizer(prefix + row["source"], return_tensors="pt", truncation=True, max_length=64)
+        (tokens,) = model.generate(**inputs)
+        assert tokenizer.decode(tokens, skip_special_tokens=True) == row["prediction"]
+    return model.generation_config
+
+
 @pytest.mark.parametrize("num_processes, num_beams", [(2, 1), pytest.param(3, 3, marks=pytest.mark.slow)])
 def test_ranks_generate_what_one_process_generates_from_the_export(run, num_processes, num_beams):
     """Texts agree row for row: 13 rows on 2 and on 3 ranks, padded in batches there, alone here."""
     search = ("--generation_num_beams", 3, "--generation_length_penalty", 2) if num_beams == 3 else ()
     out = run(*EVALUATED, *search, num_processes=num_processes)
-    tokenizer = AutoTokenizer.from_pretrained(out / "export")
-    model = AutoModelForSeq2SeqLM.from_pretrained(out / "export").eval()
-    assert model.generation_config.num_beams == num_beams, "the export generates as the evaluation did"
-    for row in predictions(out):
-        inputs = tokenizer(PREFIX + row["source"], return_tensors="pt", truncation=True, max_length=64)
-        (tokens,) = model.generate(**inputs)
-        assert tokenizer.decode(tokens, skip_special_tokens=True) == row["prediction"]
+    asked = assert_it_generates(out / "export", predictions(out), PREFIX)
+    assert asked.num_beams == num_beams, "the export generates as the evaluation did"
 
 
 def test_killed_and_resumed_is_as_if_it_had_not_been(killed_and_resumed, arguments, run):
@@ -140,15 +146,8 @@ def test_what_a_base_asks_of_generation_is_not_measured(run, tmp_path):
     args = ("--from_scratch", "false", "--model_name_or_path", base, "--max_steps", 1)
     out = run(*args, config="single", num_processes=1)
     assert re.search(r"without these settings of its base: .*min_length 20.*no_repeat_ngram_size 1", log_of(out))
-    model = AutoModelForSeq2SeqLM.from_pretrained(out / "export").eval()
-    assert left_out(model.generation_config) == {"max_new_tokens": 24}
-    tokenizer = AutoTokenizer.from_pretrained(out / "export")
-    texts, rows, prefix = [], predictions(out, step=1), saved_arguments(out)["task_prefix"]
-    for row in rows:
-        inputs = tokenizer(prefix + row["source"], return_tensors="pt", truncation=True, max_length=64)
-        (tokens,) = model.generate(**inputs)
-        texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
-    assert texts == [row["prediction"] for row in rows]
+    asked = assert_it_generates(out / "export", predictions(out, step=1), saved_arguments(out)["task_prefix"])
+    assert left_out(asked) == {"max_new_tokens": 24}
 
 
 def test_a_target_longer_than_the_models_maximum(forks, arguments, run, tmp_path):

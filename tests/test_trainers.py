@@ -8,7 +8,7 @@ import json
 import re
 from collections import defaultdict
 from dataclasses import fields
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,9 @@ import pytest
 import torch
 import yaml
 from accelerate import PartialState
+from conversations import TEMPLATE, translations
 from datasets import Features, List, Value
-from helpers import CHILDREN, IN_STEP_5, ROOT, STEPS, evaluations, log_of, losses, read_metrics, write_rows
+from helpers import CHILDREN, IN_STEP_5, ROOT, STEPS, evaluations, log_of, losses, read_metrics, refused, write_rows
 from peft import PeftModel
 from tiny import save_base
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
@@ -36,15 +37,10 @@ from accelerate_recipes.conversations.whole_steps import WholeSteps, num_whole_s
 from accelerate_recipes.data.heldout import beginning
 from accelerate_recipes.data.rows import rows_of_step
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
 from accelerate_recipes.run import Run
 from recipe_tools.preflight import preflight
 
 SFT = SCRIPT = ROOT / "recipes/sft.py"
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m['role'] }}: {% generation %}{{ m['content'] }}</s>{% endgeneration %}{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
-)
 # One rank and its worker get the signal when the rank would log step 3. The shell that sends it is one of them.
 STOP_AFTER_STEP_3 = {
     "TOY_FAULT": json.dumps(
@@ -60,15 +56,11 @@ STOP_AFTER_STEP_3 = {
 def chats(tmp_path_factory) -> Path:
     """Folder with translations as conversations, and with bases with and without dropout."""
     folder = tmp_path_factory.mktemp("chats")
-    with (ROOT / "data/en_fr/libreoffice.jsonl").open() as lines:
-        pairs = [json.loads(line)["translation"] for line in islice(lines, 120)]
-    tokenizer = new_bpe_tokenizer([text for pair in pairs for text in pair.values()], 400)
-    tokenizer.chat_template = TEMPLATE
+    chats, tokenizer = translations(120)
     save_base(folder / "base", tokenizer)
     tokenizer.chat_template = {"default": TEMPLATE, "tool_use": f"Tools. {TEMPLATE}"}
     save_base(folder / "base_with_dropout", tokenizer, attention_dropout=0.1)
     save_base(folder / "experts", tokenizer, model_type="mixtral")
-    chats = [[{"role": "user", "content": p["en"]}, {"role": "assistant", "content": p["fr"]}] for p in pairs]
     write_rows(folder / "chats.jsonl", ({"messages": messages} for messages in chats))
     return folder
 
@@ -396,14 +388,12 @@ def test_ranks_share_rows(forks, arguments, chats, tmp_path):
 
 
 def test_all_problems_at_once(at_the_root):
-    with pytest.raises(ConfigError) as caught:
-        preflight(
-            ["accelerate_configs/fsdp_full.yaml", "recipes/sft.py", "--gradient_checkpointing", "true", "--bf16",
-             "--save_strategy", "no", "--pakcing", "true", "--use_peft", "--lora_r", "0", "--total_batch_size", "7",
-             "--packing_strategy", "bfd", "--train_files", "no.jsonl", "--chat_template_path", "no.jinja", "--padding_free"]
-        )  # fmt: skip
-    said = str(caught.value)
-    for problem in (
+    command = (
+        "accelerate_configs/fsdp_full.yaml", "recipes/sft.py", "--gradient_checkpointing", "true", "--bf16",
+        "--save_strategy", "no", "--pakcing", "true", "--use_peft", "--lora_r", "0", "--total_batch_size", "7",
+        "--packing_strategy", "bfd", "--train_files", "no.jsonl", "--chat_template_path", "no.jinja", "--padding_free",
+    )  # fmt: skip
+    with refused(
         "--gradient_checkpointing (on the command line) is not an argument of the recipe: set `fsdp_activation_checkp",
         "--bf16 (on the command line) is not an argument of the recipe: set `mixed_precision: bf16` in",
         "--save_steps, --eval_steps and --logging_steps say when", "unknown argument 'pakcing' on the command line; did "
@@ -411,7 +401,7 @@ def test_all_problems_at_once(at_the_root):
         "--chat_template_path no.jinja: no such file", "--model_name_or_path is missing",
         "--padding_free without --packing would not cut rows",
     ):  # fmt: skip
-        assert problem in said, said
+        preflight([*command])
 
 
 def test_held_out_by_hash(chats, tmp_path):
@@ -444,10 +434,10 @@ def test_held_out_by_hash(chats, tmp_path):
         assert 15 <= len(same) <= 45 and len(test) == 3 * len(same), name
         again = sides(f"{name}-reversed", [row(i, 0) for i in reversed(range(-5, 100))])[1]
         assert same <= {" ".join(text.casefold().split()) for text in again}
-        with pytest.raises(
-            ConfigError, match=r"none of 3 rows is left to (train|evaluate) on: .* 0.3\) divides them.*--eval_files"
-        ):
-            sides(f"{name}-one", [row(1, copy) for copy in range(3)])
+    with pytest.raises(
+        ConfigError, match=r"none of 3 rows is left to (train|evaluate) on: .* 0.3\) divides .*--eval_files"
+    ):
+        sides("one", [{"text": "alike"}] * 3)
 
 
 def test_what_a_resume_must_not_change(pairs, chats, arguments, tmp_path):
