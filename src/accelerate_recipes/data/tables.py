@@ -33,6 +33,7 @@ ROWS_A_CHUNK = 1000  # rows
 DEEPEST = 16
 SPACE = re.compile(r"\s*")
 JSON = pa.json_()
+ANY = object()  # example of a value that is kept as JSON
 VOID = datasets.Value("null")
 Read = tuple[pa.Schema, Iterator[pa.RecordBatch]]  # what a file holds
 
@@ -313,29 +314,18 @@ def kind_of(values: list, levels: int = DEEPEST, *, are_weights: bool = False) -
     return JSON
 
 
-def common_type(
-    one: pa.DataType, other: pa.DataType, levels: int = DEEPEST, *, are_weights: bool = False
-) -> pa.DataType:
-    """Return a type that can hold the values of both types."""
-    if one == other or pa.types.is_null(other):
-        return one
-    if pa.types.is_null(one):
-        return other
-    if are_weights and {one, other} == {pa.int64(), pa.float64()}:
-        return pa.float64()
-    if pa.types.is_list(one) and pa.types.is_list(other):
-        return pa.list_(common_type(one.value_type, other.value_type, levels - 1))
-    names = [[f.name for f in kind] if pa.types.is_struct(kind) else [] for kind in (one, other)]
-    if names[0] and (names[0] == names[1] or ({*names[0]} == {*names[1]} and is_message(names[0], levels))):
-        weights = WEIGHTS if is_message(names[0], levels) else ()
-        pairs = [(f.name, f.type, other.field(f.name).type) for f in one]
-        return pa.struct([(n, common_type(a, b, levels - 1, are_weights=n in weights)) for n, a, b in pairs])
-    return JSON
+def example(kind: pa.DataType) -> Any:
+    """Return a value whose type is `kind`, one that `kind_of` returns."""
+    if pa.types.is_list(kind):
+        return [example(kind.value_type)]
+    if pa.types.is_struct(kind):
+        return {field.name: example(field.type) for field in kind}
+    return {pa.null(): None, pa.string(): "", pa.bool_(): False, pa.int64(): 0, pa.float64(): 0.0}.get(kind, ANY)
 
 
 def common_schema(one: pa.Schema, other: pa.Schema) -> pa.Schema:
-    kinds = {field.name: field.type for field in one}
-    return pa.schema((kinds | {f.name: common_type(kinds.get(f.name, pa.null()), f.type) for f in other}).items())
+    """Return a schema that can hold the rows of both."""
+    return schema_of([{field.name: example(field.type) for field in schema} for schema in (one, other)])
 
 
 def array_of(values: list, kind: pa.DataType) -> pa.Array:
