@@ -4,11 +4,15 @@ This module handles images that lie on a disk, each at its own place: which of t
 sides. `image_streams` reads shards from the network.
 """
 
+import contextlib
 import os
 import tarfile
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +21,8 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.files import class_names, read_split
-from accelerate_recipes.data.heldout import RowsArgs, check_apart
+from accelerate_recipes.data.files import class_names, falls_under, other_share, read_split, text_hash
+from accelerate_recipes.data.heldout import RowsArgs, check_apart, repeated
 from accelerate_recipes.data.prepared import same_on_machines
 from accelerate_recipes.data.reading import reading
 from accelerate_recipes.data.shards import HUB, downloaded, hub_file, hub_files, is_named_elsewhere, named_shards
@@ -29,17 +33,6 @@ from accelerate_recipes.images.augmentation import Augmentation, Preparation, de
 from accelerate_recipes.images.tars import TAR, Member, images_and_labels, text_of_label, with_labels
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.ranks import local_main_process_first, on_first_rank, print_first
-
-if TYPE_CHECKING:
-    import datasets
-import contextlib
-from collections import Counter
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-from accelerate_recipes.data.files import falls_under, other_share, text_hash
-from accelerate_recipes.data.heldout import repeated
 
 if TYPE_CHECKING:
     import datasets
