@@ -98,8 +98,8 @@ def main(args: Args) -> None:
 
     # Pairs as the model reads them
     rows = prepare_preferences(run, loss, pairs, tokenizer)
-    exported = as_exported(model, tokenizer)
-    ended = {"with an end": compare_pairs(run, loss.args, exported, base_stops, rows.train)}
+    exported = as_exported(model, tokenizer, base_stops)
+    ended = {"with an end": compare_pairs(run, loss.args, exported, rows.train)}
     num_targets, cut = count_pairs(loss.args, rows.train)
     left_out += len(pairs["train"]) - len(rows.train)
     run.show_rows(tokenizer, rows.first, num_targets, ended | {"left out": left_out} | cut)

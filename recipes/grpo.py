@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import trl
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.conversations.answers import GRPOArgs, give_model_to_trl, rows_of_prompts
-from accelerate_recipes.conversations.answers_trial import answers_trial
+from accelerate_recipes.conversations.answers import GRPOArgs, answers_trial, give_model_to_trl, rows_of_prompts
 from accelerate_recipes.conversations.chats import ChatArgs
 from accelerate_recipes.conversations.evaluation import HeldoutAnswers
 from accelerate_recipes.conversations.prompts import clean_prompts, end_of_prompt, load_prompts

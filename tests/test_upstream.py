@@ -142,7 +142,7 @@ TOUCHED = [
     (GRPOTrainer, "_generate", "answers", "answers are drawn without dropout", "self prompts"),
     (GRPOTrainer, "_calculate_rewards", "answers", "rewards in float64", "self inputs prompts completions completion_ids_list"),
     (transformers.GenerationConfig, "_get_default_generation_params", "generation", "settings that a base has changed", ""),
-    (GRPOTrainer, "_entropy_bonus_enabled", "answers_trial", "the entropy is a part of its own", None),
+    (GRPOTrainer, "_entropy_bonus_enabled", "answers", "the entropy is a part of its own", None),
     (GRPOTrainer, "_logs", "answers", "answers of a step", None),
     (torch.cuda.memory, "_record_memory_history", "report", "a GPU's memory over some steps", "enabled context stacks max_entries *"),
     (torch.cuda.memory, "_dump_snapshot", "report", "the same, as a file", "filename augment_with_fx_traces"),

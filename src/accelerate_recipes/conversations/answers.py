@@ -1,4 +1,4 @@
-"""Answers that a model draws and rewards score: GRPO's arguments, and its step by trl.
+"""Answers that a model draws and rewards score: GRPO's arguments, its step by trl, and its trial.
 
 An answer depends on the weights, its prompt, and (seed, step, place in the step). Each of its tokens is drawn with a
 random number of its own. So a run draws the same answers on any number of processes, and after a resume.
@@ -7,7 +7,9 @@ random number of its own. So a run draws the same answers on any number of proce
 import contextlib
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import datasets
@@ -15,27 +17,41 @@ import torch
 from accelerate.utils import DistributedType
 from huggingface_hub import constants
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
 from transformers.trainer_utils import align_special_tokens
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import nanstd, split_tensor_dict
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range
+from accelerate_recipes.conversations.drawing_trial import draw_answers
 from accelerate_recipes.conversations.exported import as_exported
 from accelerate_recipes.conversations.heads import add_head, difference_by_trl
 from accelerate_recipes.conversations.messages import NUM_COMPARED
-from accelerate_recipes.conversations.objective import Objective, Outputs, reference_of
-from accelerate_recipes.conversations.prompts import PromptArgs, as_object, compare_prompts, tokenize_prompts
-from accelerate_recipes.conversations.settings import SYNC_REFERENCE, refused_by_trl, switch_off_dropout
+from accelerate_recipes.conversations.objective import Collectives, Objective, Outputs, reference_of
+from accelerate_recipes.conversations.prompts import (
+    PromptArgs,
+    as_object,
+    compare_prompts,
+    room_for_prompts,
+    tokenize_prompts,
+)
+from accelerate_recipes.conversations.settings import (
+    SYNC_REFERENCE,
+    pad_multiple,
+    refused_by_trl,
+    switch_off_dropout,
+    with_fused_head,
+)
 from accelerate_recipes.conversations.trained_rows import ReadRows, content_of_sides
 from accelerate_recipes.errors import ConfigError, that_apply
 from accelerate_recipes.models.generation import KEPT, by_model_alone, drawn_by, numbers_of, own_draws, tell_left_out
 from accelerate_recipes.models.tokenizers import stops_of
 from accelerate_recipes.models.weights import seed_of
-from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank
+from accelerate_recipes.ranks import data_world_size, on_all_data_ranks, on_first_rank
 from accelerate_recipes.report.samples import Samples, expected
 from accelerate_recipes.run import Run
+from accelerate_recipes.trial import Trial, config_of, refuse
 
 constants.HF_HUB_DISABLE_TELEMETRY = True  # a run tells nobody of itself
 # trl 1.16 uses an old name of transformers 5.23 in every step that generates.
@@ -296,8 +312,8 @@ class AnswerTrainer(Objective, GRPOTrainer):
         """Compare the first prompts with the rendering of the tokenizer that will be exported; see `compare_prompts`."""
         prompts = [rows[i]["prompt"] for i in range(min(NUM_COMPARED, len(rows)))]
         ids = tokenize_prompts(self.processing_class, prompts, self.run.args)
-        given = self.base_stops, prompts, ids, self.eos_token_ids
-        on_first_rank(lambda: compare_prompts(self.run, as_exported(self.model, self.processing_class), *given))
+        exported = as_exported(self.model, self.processing_class, self.base_stops)
+        on_first_rank(lambda: compare_prompts(self.run, exported, prompts, ids, self.eos_token_ids))
 
     def log(self, logs: dict[str, float], *others: Any) -> None:
         """Log a step, and write some of its answers to `samples`."""
@@ -397,3 +413,68 @@ def rows_of_prompts(trainer: AnswerTrainer, train: datasets.Dataset, heldout: da
     """Return prompts as rows of a run, with their checksum."""
     run = trainer.run
     return ReadRows(run, train, heldout, as_rows, content_of_sides(run, train, heldout), show=trainer.batch_of)
+
+
+# Trial
+
+
+def answers_trial(args: Any) -> Trial:
+    """Make the trial of a GRPO run: answers of --max_completion_length tokens to prompts of --max_prompt_length.
+
+    All answers of a process are drawn at once, before the first micro-batch. trl's other computations without gradients,
+    by the first model with --beta, or once more with --num_iterations, need less memory: they take one micro-batch at a
+    time.
+
+    Raises:
+        NotSimulatedError: for settings that change the step in ways that are not simulated.
+        ConfigError: if an answer leaves no room for a prompt.
+    """
+    others = {
+        "--max_prompt_length 0": not args.max_prompt_length,
+        "--use_vllm": args.use_vllm,
+        "--use_transformers_continuous_batching": args.use_transformers_continuous_batching,
+        "--cast_lm_head_to_fp32": args.cast_lm_head_to_fp32,
+        **{f"--{name}": getattr(args, name) for name in ("cache_implementation", "generation_kwargs")},
+    }
+    refuse("GRPO", others)
+    config = config_of(args)
+    rows, multiple = args.per_device_train_batch_size, pad_multiple(args)
+    answer_length = args.max_completion_length
+    lengths = {"prompt": room_for_prompts(args, config), "completion": answer_length}
+    batch: dict[str, Any] = {"advantages": torch.zeros(rows)}
+    for name, length in lengths.items():
+        padded = -(-length // multiple) * multiple
+        batch[f"{name}_ids"] = torch.zeros(rows, padded, dtype=torch.int64)
+        batch[f"{name}_mask"] = torch.ones(rows, padded, dtype=torch.int64)
+    batch["prompt_mask"][0, 0] = 0  # prompts have several lengths
+    if args.beta:
+        batch["ref_per_token_logps"] = torch.zeros(batch["completion_ids"].shape)
+    if args.num_iterations > 1:
+        batch["old_per_token_logps"] = torch.zeros(batch["completion_ids"].shape)
+    names = (
+        "beta", "loss_type", "importance_sampling_level", "top_entropy_quantile", "off_policy_mask_threshold", "use_vllm",
+        "max_completion_length", "entropy_coef",
+    )  # fmt: skip
+    trainer = AnswerTrainer.__new__(AnswerTrainer)  # it can only compute its loss
+    Objective.__init__(trainer, args, config, Collectives())
+    vars(trainer).update(
+        epsilon_low=args.epsilon,
+        epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        _entropy_bonus_enabled=False,
+        **{name: getattr(args, name) for name in names},
+    )
+    trainer.args.steps_per_generation = 1
+
+    def make_model(config: PreTrainedConfig) -> PreTrainedModel:
+        model = with_fused_head(args, ("log_probs", "entropy"), config, args.temperature)
+        add_positions(model)
+        return model
+
+    def draw_all(model: nn.Module, batch: dict[str, torch.Tensor], begin: Callable[[str, int], None]) -> None:
+        number, length = rows * args.accumulation_steps(data_world_size()), batch["prompt_ids"].shape[1] + answer_length
+        ids = batch["prompt_ids"].new_zeros(number, length)
+        draw_answers(args.sampling, ids, answer_length, 1, model, begin)
+
+    given = config, make_model, trainer.sum_parts, trainer.count_parts, batch, rows * answer_length
+    keep_reference = partial(setattr, trainer, "ref_model") if args.beta else None
+    return Trial(*given, before_fn=draw_all, keep_reference=keep_reference)

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ class Exported(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig | None
     stops: set[int]  # tokens at which generation stops
+    base_stops: set[int] = frozenset()  # pyright: ignore[reportAssignmentType]  # likewise with the settings of the base, as it is published
     render: Render | None = None  # renders a row with images, by the exported processor
 
 
@@ -48,7 +49,9 @@ def read_exported(folder: Path) -> Exported:
     return Exported(AutoTokenizer.from_pretrained(folder, **runs_no_code), config, stops_of(settings))
 
 
-def as_exported(model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Exported:
+def as_exported(
+    model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base_stops: Collection[int]
+) -> Exported:
     """Return a model's tokenizer and settings as users of its export get them: saved, then loaded by transformers.
 
     Raises:
@@ -62,7 +65,7 @@ def as_exported(model: transformers.PreTrainedModel, tokenizer: PreTrainedTokeni
             raise
         except ValueError as error:  # transformers refuses to save some settings that it loads
             raise ConfigError(f"the model's settings cannot be exported: {error}; mend its configuration") from error
-        return read_exported(Path(folder))
+        return read_exported(Path(folder))._replace(base_stops=base_stops)
 
 
 def shown_ends(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> str:
@@ -98,7 +101,7 @@ class TrainedRows:
 
     def problems(self, exported: Exported) -> list[str]:
         """List where an export differs from what was trained, one sentence each."""
-        tokenizer, config, stops, _ = exported
+        tokenizer, config, stops, *_ = exported
         with frozen_date(self.arguments.get("template_date")):
             found = self.differences(exported)
         if lost := {*self.ends} - stops:

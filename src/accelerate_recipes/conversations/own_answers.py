@@ -81,7 +81,8 @@ def prepare_to_answer(
     ids = {side: tokenize_prompts(tokenizer, rows["prompt"][:], args) for side, rows in sides.items()}
     made = {side: cut(datasets.Dataset.from_list([answered(row, []) for row in rows])) for side, rows in ids.items()}
     ends, prompts = stops_of_run(model, tokenizer), sides["train"][:NUM_COMPARED]["prompt"]
-    on_first_rank(lambda: compare_prompts(run, as_exported(model, tokenizer), base_stops, prompts, ids["train"], ends))
+    exported = as_exported(model, tokenizer, base_stops)
+    on_first_rank(lambda: compare_prompts(run, exported, prompts, ids["train"], ends))
     rows = SupervisedRows(
         run,
         made["train"],

@@ -192,12 +192,7 @@ def end_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict], 
 
 
 def compare_prompts(
-    run: Run[Any],
-    exported: Exported,
-    base_stops: set[int],
-    prompts: Sequence,
-    ids: list[list[int]],
-    ends: Collection[int],
+    run: Run[Any], exported: Exported, prompts: Sequence, ids: list[list[int]], ends: Collection[int]
 ) -> None:
     """Compare the first prompts, and the end of an answer, with the rendering of the tokenizer that will be exported.
 
@@ -210,7 +205,7 @@ def compare_prompts(
     first, trained = prompts[:NUM_COMPARED], [Rendering(one, [False] * len(one)) for one in ids[:NUM_COMPARED]]
     common = {"chat_template_kwargs": run.args.template_settings}
     written = [in_texts({"prompt": prompt} | common) for prompt in first]
-    compare_with_rendering(run, exported, base_stops, written, trained, ends)
+    compare_with_rendering(run, exported, written, trained, ends)
     if not isinstance(first[0], str):
         tell_of_end(run, exported.tokenizer, first[0], sorted(ends))
 

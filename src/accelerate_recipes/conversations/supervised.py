@@ -126,11 +126,10 @@ def prepare_supervised(
     check_documents(args, args.base_model, model.config, *documents)
     train, heldout = prepared["train"], prepared["test"]
     content = content_of_sides(run, train, heldout)
-    exported = as_exported(model, tokenizer)
+    exported = as_exported(model, tokenizer, base_stops)
     num_targets, *_ = count_targets_of(train)
     num_ended, ends = ends_of(args, whole["train"], first, exported) if num_targets.any() else (0, set())
-    place = run, exported, base_stops
-    on_first_rank(lambda: compare_with_rendering(*place, written, first, ends, **settings["train"]))
+    on_first_rank(lambda: compare_with_rendering(run, exported, written, first, ends, **settings["train"]))
     # trl drops rows in which no target is left, but no packed row. The numbers of rows do not show rows that are added.
     left_out = {"left out": len(sides["train"]) - len(train) + added}
     counts = {"with an end": num_ended} | ({"packed from": len(whole["train"])} if args.packing else left_out)

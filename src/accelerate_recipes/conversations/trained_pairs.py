@@ -138,12 +138,10 @@ def count_pairs(args: DPOArgs, pairs: datasets.Dataset) -> tuple[np.ndarray, dic
     return num_targets, counts
 
 
-def compare_pairs(
-    run: Run[Any], args: DPOArgs, exported: Exported, base_stops: set[int], pairs: datasets.Dataset
-) -> int:
+def compare_pairs(run: Run[Any], args: DPOArgs, exported: Exported, pairs: datasets.Dataset) -> int:
     """Compare the first pairs with how the export will render them; return how many chosen answers have an end.
 
-    `args` are those of a PairLoss. `base_stops` are the tokens at which the base stops, as it is published.
+    `args` are those of a PairLoss.
 
     Raises:
         ConfigError: if they differ, and if the model would not learn to stop.
@@ -158,7 +156,7 @@ def compare_pairs(
             "generation_args.json (eos_token_id)"
         )
     first = [pairs[i] for i in range(min(NUM_COMPARED, len(pairs)))]
-    on_first_rank(lambda: compare_first_pairs(run, first, exported, base_stops, set().union(*found)))
+    on_first_rank(lambda: compare_first_pairs(run, first, exported, set().union(*found)))
     return sum(map(bool, found))
 
 
@@ -170,9 +168,7 @@ def kept_answer(args: DPOArgs, pair: dict) -> list[int]:
     return pair["chosen_ids"][: longest - len(pair["prompt_ids"])]
 
 
-def compare_first_pairs(
-    run: Run[Any], pairs: list[dict], exported: Exported, base_stops: set[int], ends: set[int]
-) -> None:
+def compare_first_pairs(run: Run[Any], pairs: list[dict], exported: Exported, ends: set[int]) -> None:
     """Compare pairs with their rendering by the export, and tell of prompts that trl reads without their end."""
     prompts = [in_texts({name: pair[name] for name in ("prompt", *SETTINGS) if pair.get(name)}) for pair in pairs]
     rows, trained = [], []
@@ -180,7 +176,7 @@ def compare_first_pairs(
         ids = pair["prompt_ids"] + pair[f"{side}_ids"]
         rows.append(in_texts(prompt | {"completion": pair[side]}))
         trained.append(Rendering(ids, [True] * len(ids)))
-    compare_with_rendering(run, exported, base_stops, rows, trained, ends)
+    compare_with_rendering(run, exported, rows, trained, ends)
     with frozen_date(run.args.template_date):
         asked = [render(prompt, exported.tokenizer)[0].ids for prompt in prompts]
     lost = [ids[len(pair["prompt_ids"]) :] for pair, ids in zip(pairs, asked, strict=True)]

@@ -204,18 +204,12 @@ def check_rows_are_left(
 
 
 def compare_with_rendering(
-    run: Run[Any],
-    exported: Exported,
-    base_stops: set[int],
-    rows: list[dict],
-    trained: list[Rendering],
-    ends: Iterable[int],
-    **settings: Any,
+    run: Run[Any], exported: Exported, rows: list[dict], trained: list[Rendering], ends: Iterable[int], **settings: Any
 ) -> None:
     """Compare the first rows with how the export will render them, and keep them for a comparison with the real export.
 
     `rows` holds them as they were written, `trained` as they are trained, by the `settings` of `exported.render`; `ends`
-    are the tokens that end rows. The base stops at `base_stops`. Only rank 0 calls this.
+    are the tokens that end rows. Only rank 0 calls this.
 
     Raises:
         ConfigError: if they differ, and if a file of the user is in the way.
@@ -229,8 +223,8 @@ def compare_with_rendering(
     raise_problems("The export would not render what is trained", first.problems(exported))
     if not args.data_only:
         first.save(run.output_dir)
-    if run.adapter and not args.merge_adapter and {*first.ends} - base_stops:
-        run.print(ends_of_adapters(exported.tokenizer, first.ends, base_stops))
+    if run.adapter and not args.merge_adapter and {*first.ends} - exported.base_stops:
+        run.print(ends_of_adapters(exported.tokenizer, first.ends, exported.base_stops))
 
 
 def compare_finished(run: Run[Any], **settings: Any) -> None:

@@ -221,14 +221,14 @@ def prepare_with_images(
         packed[side] = PackedDocuments(cut[side], *numbers, True, OF_IMAGES, **of_images)
     # Checksums in checkpoints are of a column with this name.
     content = content_of_sides(run, *(cut[side].rename_column("of_row", "source") for side in ("train", "test")))
-    exported = as_exported(model, tokenizer)._replace(render=partial(render_written, processor=processor))
+    render = partial(render_written, processor=processor)
+    exported = as_exported(model, tokenizer, base_stops)._replace(render=render)
     num_ended, ends = ends_of(args, cut["train"], first, exported)
-    place = run, exported, base_stops
 
     def compare() -> None:
         source, numbers = args.origins["train"] or args.source, sides["train"]["row"][: len(written)]
         rows = with_pixels(with_files(run, written), processor, [f"{source}, row {number}" for number in numbers])
-        compare_with_rendering(*place, rows, first, ends, **how)
+        compare_with_rendering(run, exported, rows, first, ends, **how)
 
     on_first_rank(compare)
     counts = {"with an end": num_ended} | ({"packed from": len(cut["train"])} if args.packing else {})
