@@ -19,7 +19,7 @@ ABOUT = {
     "conversations/answers.py", "conversations/evaluation.py", "conversations/heads.py",
     "conversations/distillation.py", "conversations/own_answers.py", "conversations/preferences.py", "conversations/prompts.py", "conversations/rewards.py", "conversations/settings.py",
     "conversations/supervised.py", "images/supervised_images.py", "conversations/supervised_loss.py", "conversations/trained_pairs.py", "conversations/unpaired.py",
-    "conversations/packed.py", "conversations/trained_rows.py", "decisions/prompts.py", "decisions/rows.py", "images/image_places.py", "images/image_rows.py", "images/image_sizes.py", "images/image_texts.py",
+    "conversations/packed.py", "conversations/trained_rows.py", "decisions/prompts.py", "decisions/rows.py", "images/image_places.py", "images/image_rows.py", "images/image_texts.py", "images/pictures.py",
 }  # fmt: skip
 
 

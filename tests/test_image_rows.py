@@ -25,16 +25,16 @@ from accelerate_recipes.conversations.exported import read_of
 from accelerate_recipes.conversations.messages import TEXT
 from accelerate_recipes.data.passes import map_rows
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.images import image_rows, image_sizes
+from accelerate_recipes.images import image_rows, pictures
 from accelerate_recipes.images.image_places import PLACE, SEEN, undecoded
 from accelerate_recipes.images.image_rows import ImageRowArgs, load_image_sides
-from accelerate_recipes.images.image_sizes import known_sizes
 from accelerate_recipes.images.pictures import (
     ORIENTATION,
     Pictures,
     checked_image,
     decoded,
     image_checksum,
+    known_sizes,
     upright_size,
 )
 from accelerate_recipes.models.images import patches_of
@@ -616,7 +616,7 @@ def test_sizes_are_made_once(folder, processor, monkeypatch, worker_server):
         made.append(len(rows))
         return map_rows(rows, *more, **how)
 
-    monkeypatch.setattr(image_sizes, "map_rows", counting)
+    monkeypatch.setattr(pictures, "map_rows", counting)
     found = known_sizes(processor, config, sizes, 2)
     one = Pictures(processor)
     assert made == [60] and found[0].of([(21, 30)] * 2) == [one.of_size(21, 30, True)[0]] * 2

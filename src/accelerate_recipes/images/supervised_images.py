@@ -44,14 +44,15 @@ from accelerate_recipes.data.prepared import lengths_of
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.images import image_texts
 from accelerate_recipes.images.image_rows import load_image_sides
-from accelerate_recipes.images.image_sizes import Patches, known_sizes
 from accelerate_recipes.images.image_texts import DOCUMENTS, Size, cut_documents, rendered_documents
 from accelerate_recipes.images.pictures import (
+    Patches,
     Pictures,
     checked_image,
     decoded,
     image_bytes,
     image_checksum,
+    known_sizes,
     pixels_shown,
     render_written,
 )
