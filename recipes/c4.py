@@ -40,8 +40,8 @@ from accelerate_recipes.models.tokenizers import load_tokenizer, make_or_resume,
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
-from accelerate_recipes.text.mixed_text import MixedTextArgs, join_sources, make_text_loader, measured, read_validation
-from accelerate_recipes.text.token_shards import is_pretokenized
+from accelerate_recipes.text.pretraining import MixedTextArgs, join_sources, measured, read_validation
+from accelerate_recipes.text.token_shards import is_pretokenized, make_text_loader
 from accelerate_recipes.trial import Trial, packed_trial
 
 TOKENIZER_TEXTS = 20_000  # number of documents that train a new tokenizer

@@ -16,8 +16,8 @@ from streaming import tokens_of
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.conversations import supervised
+from accelerate_recipes.conversations.trained_pairs import chosen_rows
 from accelerate_recipes.data import prepared
-from accelerate_recipes.data.passes import chosen_rows
 from accelerate_recipes.data.prepared import checksum_of_rows
 from accelerate_recipes.data.rows import make_train_loader
 from accelerate_recipes.data.shards import shards_version

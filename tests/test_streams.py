@@ -242,7 +242,7 @@ def test_shards_without_documents(tmp_path, tokenizer):
         with pytest.raises(DataError, match=r"there is no document to train on in .*/0.jsonl and 2 more"):
             next(iter(make_loader(source, num_workers=num_workers)))
     with pytest.raises(DataError, match=r"no document to validate on in .*0.jsonl"):
-        validation_rows(source, 5, MAX_LENGTH, 0, document_mask=True)
+        validation_rows(source, 5, MAX_LENGTH, document_mask=True)
 
 
 def test_rows_run_through_the_documents(source):
@@ -325,8 +325,8 @@ def test_short_documents_are_left_out(text_shards, corpus, tokenizer):
     with pytest.raises(DataError, match="no document of --min_document_tokens 999 or more to train on"):
         run_steps([StreamLoader([text_shards], args, 0, 1, **settings | {"min_document_tokens": 999})], 1)
     with pytest.raises(DataError, match="no document of --min_document_tokens 999 or more to validate on"):
-        validation_rows(text_shards, 2, MAX_LENGTH, 0, True, min_document_tokens=999)
-    assert min(len(text_shards.encode([t])[0]) for t in validation_rows(text_shards, 9, 16, 0, True, 20).texts) >= 20
+        validation_rows(text_shards, 2, MAX_LENGTH, True, min_document_tokens=999)
+    assert min(len(text_shards.encode([t])[0]) for t in validation_rows(text_shards, 9, 16, True, 20).texts) >= 20
 
 
 def test_state_is_of_whole_steps(source):
@@ -581,7 +581,7 @@ def test_held_out_documents(split_into, corpus, tokenizer, tmp_path, pretokenise
     ids = {text: {*tokenizer(text, add_special_tokens=False)["input_ids"]} for text in corpus}
     assert read - eos == set().union(*(ids[text] for text in corpus if text not in held))
     found = validation_rows(
-        TextShards(shards, tokenizer, heldout_share=0.3, is_heldout=True), 10_000, MAX_LENGTH, 0, document_mask=True
+        TextShards(shards, tokenizer, heldout_share=0.3, is_heldout=True), 10_000, MAX_LENGTH, document_mask=True
     )
     assert sorted(found.texts) == sorted(held)
     assert loader.state()["order"]["heldout_share"] == 0.3
@@ -590,7 +590,7 @@ def test_held_out_documents(split_into, corpus, tokenizer, tmp_path, pretokenise
         loader.start_at(1, [state | {"order": state["order"] | {"heldout_share": 0.0}}])
     with pytest.raises(DataError, match=r"no document to validate on in .*; raise --heldout_share 1e-09, or"):
         validation_rows(
-            TextShards(shards[:1], tokenizer, heldout_share=1e-9, is_heldout=True), 5, MAX_LENGTH, 0, document_mask=True
+            TextShards(shards[:1], tokenizer, heldout_share=1e-9, is_heldout=True), 5, MAX_LENGTH, document_mask=True
         )
     with pytest.raises(DataError, match=r"no document to train on in .* and 28 more, beside the 100\.0% held out"):
         whole = TextShards(shards, tokenizer, heldout_share=1.0)
@@ -889,7 +889,7 @@ def test_blank_lines_are_no_documents(tokenizer, corpus, tmp_path):
         assert sorted(found) == sorted(ids.tolist() for ids in source.encode(corpus[:60]))
         assert (row.state.documents, row.state.left_out) == (60 * (row.state.epoch > 0), 0)
     assert list(documents.all_texts([str(file)], "text")) == corpus[:60]
-    assert validation_rows(source, 10**4, 8, 0, True).texts == corpus[:60]
+    assert validation_rows(source, 10**4, 8, True).texts == corpus[:60]
     file.write_text("\n \n", encoding="utf-8")
     with pytest.raises(DataError, match="there is no document to train on"):
         next(stream_rows(source, order._replace(min_document_tokens=0), 0, StreamState(), no_retry))
@@ -942,7 +942,7 @@ def test_tokens_belong_to_their_text(is_folder, tokenizer, corpus, tmp_path):
 @pytest.mark.parametrize("num_rows, wanted", [(5, 5), (10_000, None)])
 def test_validation_rows_are_the_first_tokens(corpus, tokenizer, tmp_path, num_rows, wanted):
     files = [write_shard(tmp_path / f"{i}.jsonl", corpus[i * 10 : (i + 1) * 10]) for i in range(2)]
-    found = validation_rows(TextShards(files, tokenizer), num_rows, MAX_LENGTH, 0, document_mask=True)
+    found = validation_rows(TextShards(files, tokenizer), num_rows, MAX_LENGTH, document_mask=True)
     documents = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in corpus[:20]]
     tokens = [token for document in documents for token in document]
     assert len(found.rows) == (wanted or -(-len(tokens) // MAX_LENGTH))

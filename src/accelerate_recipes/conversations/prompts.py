@@ -142,20 +142,15 @@ def clean_prompts(
     """Remove the begin token from prompts that are texts, because the tokenizer adds it, and tell of such prompts."""
     tell_of_prompts(run, sides, tokenizer)
     begin = added_begin(tokenizer)
-    return {
-        name: local_main_process_first(partial(without_begin, rows, "prompt", begin)) for name, rows in sides.items()
-    }
+    return {name: local_main_process_first(partial(without_begin, rows, begin)) for name, rows in sides.items()}
 
 
-def without_begin(rows: datasets.Dataset, column: str, begin: str) -> datasets.Dataset:
-    """Remove `begin`, which may be "", from the start of the texts of a column."""
-    if (
-        not begin
-        or rows.features[column] != TEXT
-        or not pc.any(pc.starts_with(rows.data.column(column), begin)).as_py()
-    ):
+def without_begin(rows: datasets.Dataset, begin: str) -> datasets.Dataset:
+    """Remove `begin`, which may be "", from the start of prompts that are texts."""
+    are_texts = rows.features["prompt"] == TEXT
+    if not (begin and are_texts and pc.any(pc.starts_with(rows.data.column("prompt"), begin)).as_py()):
         return rows
-    return rows.map(lambda row: {column: row[column].removeprefix(begin)}, desc=f"Removing a second {begin}")
+    return rows.map(lambda row: {"prompt": row["prompt"].removeprefix(begin)}, desc=f"Removing a second {begin}")
 
 
 def tokenize_prompts(

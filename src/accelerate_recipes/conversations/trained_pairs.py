@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
+from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.conversations.dates import frozen_date
@@ -27,7 +28,7 @@ from accelerate_recipes.conversations.trained_rows import (
     cut_at,
     tokenized_rows,
 )
-from accelerate_recipes.data.passes import chosen_rows, rows_in
+from accelerate_recipes.data.passes import rows_in
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.data.reading import without_nulls
 from accelerate_recipes.data.template_values import SETTINGS, in_texts
@@ -65,6 +66,12 @@ def prepare_preferences(
         rows = rows.flatten_indices()
     collate, content = loss.collator(tokenizer.pad_token_id), content_of_sides(run, rows, heldout)
     return ReadRows(run, train, heldout, collate, content)
+
+
+def chosen_rows(rows: datasets.Dataset, is_chosen: np.ndarray) -> datasets.Dataset:
+    """Return some of the rows of a table, as numbers of rows: a checksum of rows is of the table and of these numbers."""
+    numbers = pa.table({"indices": pa.array(np.flatnonzero(is_chosen), pa.uint64())})
+    return datasets.Dataset(rows.data, indices_table=InMemoryTable(numbers))
 
 
 def tokenized(table: pa.Table, first: int, tokenizer: PreTrainedTokenizerBase, date: str) -> pa.Table:

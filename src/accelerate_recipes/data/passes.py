@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import psutil
 
 from accelerate_recipes.disk import made_once
@@ -78,16 +77,6 @@ def map_rows(
         key = Hasher.hash([rows._fingerprint, make, schema.to_string(), *map(inspect.getsource, code)])
         file = Path(rows.cache_files[0]["filename"]).with_name(f"cache-{key}.arrow")
     return datasets.Dataset.from_file(str(made_once(file, write)))
-
-
-def chosen_rows(rows: "datasets.Dataset", is_chosen: np.ndarray) -> "datasets.Dataset":
-    """Return some of the rows of a table, as numbers of rows: a checksum of rows is of the table and of these numbers."""
-    import datasets
-    import pyarrow as pa
-    from datasets.table import InMemoryTable
-
-    numbers = pa.table({"indices": pa.array(np.flatnonzero(is_chosen), pa.uint64())})
-    return datasets.Dataset(rows.data, indices_table=InMemoryTable(numbers))
 
 
 def num_processes(num_rows: int) -> int:

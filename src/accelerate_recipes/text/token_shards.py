@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -22,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.data.prepared import backend_checksum
 from accelerate_recipes.data.reading import is_remote
+from accelerate_recipes.data.streams import StreamLoader
 from accelerate_recipes.disk import checksum, fsync, naming, own_suffix, read_json, size_and_times, write_atomically
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.ranks import on_first_rank
@@ -113,6 +115,23 @@ def open_text(
         shards = on_first_rank(args.train_shards)
         return TextShards(shards, tokenizer, args.text_column, heldout_share=args.share_left_out)
     return pretokenize(args, tokenizer, rank, world_size)
+
+
+def make_text_loader(
+    args: Any, tokenizer: PreTrainedTokenizerBase, rank: int, world_size: int, data_rank: int, data_world_size: int
+) -> StreamLoader:
+    """Make the loader of the rows to train on, of one source or of a mixture. The numbers are those of `Run`.
+
+    Raises:
+        ConfigError: for text that was tokenised otherwise, and for sources that end before the run.
+        DataError: for shards that must be counted or tokenised first and cannot be read.
+    """
+    settings = {
+        "max_length": args.max_length, "document_mask": args.document_mask, "num_streams": args.num_streams,
+        "min_document_tokens": args.min_document_tokens, "heldout_share": args.sources[0].share_left_out,
+    }  # fmt: skip
+    texts = [open_text(one, tokenizer, rank, world_size) for one in args.sources]
+    return StreamLoader(texts, args, data_rank, data_world_size, mixture=args.mix, **settings)
 
 
 def pretokenize(args: TextArgs, tokenizer: PreTrainedTokenizerBase, rank: int, world_size: int) -> TokenShards:
