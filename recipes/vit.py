@@ -27,6 +27,7 @@ from accelerate_recipes.engine import train
 from accelerate_recipes.images.classifiers import (
     IMAGE_CLASSIFIER,
     LAYERS,
+    ImageEvaluation,
     flops_per_image,
     image_loss,
     image_size_problems,
@@ -37,7 +38,6 @@ from accelerate_recipes.images.classifiers import (
     new_image_processor,
     new_vision_config,
 )
-from accelerate_recipes.images.image_metrics import ImageEvaluation
 from accelerate_recipes.images.image_streams import ImageShards, ImageStreams
 from accelerate_recipes.images.labelled import ImageArgs, Images, collate_images, load_images
 from accelerate_recipes.life.picture import Bars, Curves

@@ -35,8 +35,7 @@ from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_trai
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.images import labelled
 from accelerate_recipes.images.augmentation import Augmentation, Preparation, decode, image_size, random_box
-from accelerate_recipes.images.classifiers import new_image_processor
-from accelerate_recipes.images.image_metrics import ImageEvaluation
+from accelerate_recipes.images.classifiers import ImageEvaluation, new_image_processor
 from accelerate_recipes.images.labelled import ImageArgs, Images, Labelled, collate_images, load_images, same_images
 
 pytestmark = pytest.mark.usefixtures("worker_server")

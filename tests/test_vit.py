@@ -27,6 +27,7 @@ from accelerate_recipes.images.classifiers import (
     LAYERS,
     check_classifier,
     classifier_on_meta,
+    draw_matrix,
     flops_per_image,
     image_loss,
     image_size_problems,
@@ -34,7 +35,6 @@ from accelerate_recipes.images.classifiers import (
     new_classifier,
     new_vision_config,
 )
-from accelerate_recipes.images.image_metrics import draw_matrix
 from accelerate_recipes.models.deepvit import DeepViTConfig, DeepViTForImageClassification, ReAttention
 from accelerate_recipes.models.weights import initialize
 
