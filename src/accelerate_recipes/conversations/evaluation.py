@@ -17,6 +17,19 @@ from accelerate_recipes.report.samples import Samples, expected
 from accelerate_recipes.run import Run
 
 
+def draw_texts(
+    run: Run[Any], tokenizer: Any, ids: list[list[int]], sampling: Sampling | None = None, may_stop: bool = True
+) -> Generated:
+    """Draw answers to prompts with these tokens, or generate the most likely ones, on all ranks together; each gets all.
+
+    Raises:
+        Stopped: between two batches, if it `may_stop`.
+    """
+    size, length = run.args.per_device_eval_batch_size, run.args.max_completion_length
+    how = {"sampling": sampling, "may_stop": may_stop}
+    return generate_texts(run.accelerator, run.model, tokenizer, ids, length, size, **how)
+
+
 @dataclass
 class HeldoutAnswers:
     """Evaluator of a model's answers to held-out prompts, by rewards, if there are any.
@@ -45,18 +58,9 @@ class HeldoutAnswers:
         Raises:
             ConfigError: if a reward fails, or if all rewards are None for all answers.
         """
-        answers, source = self.generate(sampling), "held out, drawn" if sampling else "held out"
+        answers = draw_texts(self.run, self.tokenizer, self.ids, sampling)
+        source = "held out, drawn" if sampling else "held out"
         return on_first_rank(lambda: self.score(step, answers, source))
-
-    def generate(self, sampling: Sampling | None = None) -> Generated:
-        """Generate the most likely answers, or draw some, on all ranks together; each gets all.
-
-        Raises:
-            Stopped: between two batches.
-        """
-        run, args = self.run, self.run.args
-        size, length = args.per_device_eval_batch_size, args.max_completion_length
-        return generate_texts(run.accelerator, run.model, self.tokenizer, self.ids, length, size, sampling=sampling)
 
     def score(
         self, step: int, answers: Generated, source: str, more: Mapping[str, Sequence[float]] = MappingProxyType({})
@@ -91,21 +95,14 @@ class HeldoutAnswers:
         if names and "reward" not in means:
             raise ConfigError(f"{', '.join(names)} gave None for all {len(texts):,} held-out answers; check the data")
         if self.samples:
-            shown = range(min(self.run.args.num_samples, len(texts)))
-            self.samples.add(
-                step,
-                source,
-                [
-                    {
-                        "prompt": self.prompts[i],
-                        "completion": texts[i],
-                        "expected": expected({name: column[i] for name, column in self.columns.items()}),
-                        "rewards": dict(zip(names, (row[i] for row in values), strict=True))
-                        | {name: round(row[i], 4) for name, row in more.items()},
-                    }
-                    for i in shown
-                ],
-            )
+            rows = []
+            for i in range(min(self.run.args.num_samples, len(texts))):
+                wanted = expected({name: column[i] for name, column in self.columns.items()})
+                scores = {name: row[i] for name, row in zip(names, values, strict=True)}
+                scores |= {name: round(row[i], 4) for name, row in more.items()}
+                shown = {"prompt": self.prompts[i], "completion": texts[i], "expected": wanted, "rewards": scores}
+                rows.append(shown)
+            self.samples.add(step, source, rows)
             self.samples.write_page()
         return means | {"length": sum(map(len, ids)) / len(ids)}
 

@@ -7,7 +7,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes.conversations.distillation import DIVERGENCES, DistillationLoss, mean_divergences
-from accelerate_recipes.conversations.evaluation import HeldoutAnswers
+from accelerate_recipes.conversations.evaluation import HeldoutAnswers, draw_texts
 from accelerate_recipes.conversations.exported import as_exported
 from accelerate_recipes.conversations.messages import NUM_COMPARED
 from accelerate_recipes.conversations.packed import cut
@@ -27,7 +27,7 @@ from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.engine import to_device
 from accelerate_recipes.errors import ConfigError, that_apply
 from accelerate_recipes.models import IGNORE_INDEX
-from accelerate_recipes.models.generation import KEPT, Sampling, generate_texts, tell_left_out
+from accelerate_recipes.models.generation import KEPT, Sampling, tell_left_out
 from accelerate_recipes.models.pretrained import load_config
 from accelerate_recipes.models.weights import seed_of
 from accelerate_recipes.ranks import local_main_process_first, on_all_data_ranks, on_first_rank
@@ -164,18 +164,9 @@ class OwnAnswers:
         if not of_all:
             return batches
         prompts = [train[row]["input_ids"][: self.begins[row]] for row in of_all.values()]
-        drawn = generate_texts(
-            run.accelerator,
-            run.model,
-            self.tokenizer,
-            prompts,
-            args.max_completion_length,
-            args.per_device_eval_batch_size,
-            sampling=Sampling(
-                args.temperature, seed_of(f"answers of step {step}", args.seed), numbers[[*of_all]].tolist()
-            ),
-            may_stop=False,
-        )
+        seed = seed_of(f"answers of step {step}", args.seed)
+        sampling = Sampling(args.temperature, seed, numbers[[*of_all]].tolist())
+        drawn = draw_texts(run, self.tokenizer, prompts, sampling, may_stop=False)
         answers = {place: answered(*both) for place, *both in zip(of_all, prompts, drawn.ids, strict=True)}
         rows = [answers.get(place) or without_targets(train[row], row) for place, row in mine.items()]
         return [
@@ -193,7 +184,7 @@ class OwnAnswers:
             ConfigError: if a reward fails.
         """
         run, args = self.run, self.run.args
-        drawn = self.heldout.generate(Sampling(args.temperature, args.seed))
+        drawn = draw_texts(run, self.tokenizer, self.prompts, Sampling(args.temperature, args.seed))
         rows = Rows([*map(answered, self.prompts, drawn.ids)], without_targets)
         loader = make_eval_loader(rows, args, run.data_rank, run.data_world_size, collate_fn=self.rows.collate)
         sums = loss.of_rows(run, loader)
