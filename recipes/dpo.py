@@ -30,7 +30,7 @@ from accelerate_recipes.conversations.preferences import (
     preference_trial,
     to_pairs,
 )
-from accelerate_recipes.conversations.settings import add_loss_by_trl, make_model, stops_of_run
+from accelerate_recipes.conversations.settings import make_model, set_up_by_trl, stops_of_run
 from accelerate_recipes.conversations.trained_pairs import compare_pairs, count_pairs, prepare_preferences
 from accelerate_recipes.conversations.trained_rows import compare_finished
 from accelerate_recipes.conversations.whole_steps import WholeSteps, num_whole_steps
@@ -92,7 +92,7 @@ def main(args: Args) -> None:
     run.adapter = add_adapters(model, args)
     args.settle_date(tokenizer)
     stops = stops_of_run(model, tokenizer)
-    base_stops = add_loss_by_trl(args, model, tokenizer, outputs_of_loss(args))
+    base_stops = set_up_by_trl(args, model, tokenizer, outputs_of_loss(args))
     loss = PairLoss(args, model.config, run.accelerator)
     pairs, num_rows, left_out = local_main_process_first(lambda: load_pairs(args, tokenizer, stops))
 

@@ -68,7 +68,10 @@ class TrainerArgs(TrainArgs):
     groups = TrainArgs.groups | dict.fromkeys(("chat_template_path", "dataset_num_proc"), "data")
     ranges = dict.fromkeys(("router_aux_loss_coef",), Range(min=0))
     from_scratch = False  # in recipes that always begin with a pretrained model
-    disable_dropout = False  # in recipes without that argument
+    # In recipes without these arguments.
+    disable_dropout = False
+    eos_token = chat_template_path = None
+    template_model = ""  # name or folder of a model whose chat template is used
     owned_elsewhere = (
         dict.fromkeys(REPLACED, "it is of the loop of transformers' Trainer; this loop is that of all recipes, see --help")
         | dict.fromkeys(("save_strategy", "eval_strategy", "logging_strategy"), WHEN)
@@ -113,7 +116,6 @@ class AnswerArgs:
     )
 
     templates = (".jinja", ".j2")  # trl reads files with these endings as chat templates, other names as models
-    template_model = ""  # name or folder of a model whose chat template is used
     groups = TrainerArgs.groups | dict.fromkeys(("packing", "completion_only_loss"), "task")
     ranges = TrainerArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
     owned_elsewhere = TrainerArgs.owned_elsewhere | {
@@ -212,7 +214,9 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
 def set_up_by_trl(
     args: Any, model: Any, tokenizer: PreTrainedTokenizerBase, outputs: Sequence[str], tiny: Tiny = tiny_and_tokens
 ) -> set[int]:
-    """Give a model the forward pass that computes `outputs`; set dropout, chat template, end and padding of the arguments.
+    """Give a model the forward pass that computes `outputs` (see `add_head`); set what the arguments say of it.
+
+    These are dropout, chat template, end and padding.
 
     A template may be that of another model, whose tokens are then added to the tokenizer and to the model, by trl. The
     special tokens of the tokenizer are written into the configurations of the model. The forward pass is tried with a `tiny`
@@ -254,29 +258,10 @@ def set_up_by_trl(
             )
     elif args.chat_template_path:
         tokenizer.chat_template = Path(args.chat_template_path).read_text(encoding="utf-8")
-    add_loss_by_trl(args, model, tokenizer, outputs, tiny)
-    return base_stops
-
-
-def add_loss_by_trl(
-    args: Any, model: Any, tokenizer: PreTrainedTokenizerBase, outputs: Sequence[str], tiny: Tiny = tiny_and_tokens
-) -> set[int]:
-    """Give a model the forward pass that computes `outputs` (see `add_head`); set dropout and padding of the arguments.
-
-    The special tokens of the tokenizer are written into the configurations of the model.
-
-    Returns:
-        The tokens at which the model stopped before.
-
-    Raises:
-        ConfigError: for a padding that is no token.
-    """
-    generation = model.generation_config
-    base_stops = stops_of(generation)
     padding = args.pad_token or tokenizer.pad_token or tokenizer.eos_token
     check_is_token("pad_token", padding, tokenizer)
     tokenizer.pad_token = padding
-    model.config.get_text_config().pad_token_id = generation.pad_token_id = tokenizer.pad_token_id
+    text.pad_token_id = generation.pad_token_id = tokenizer.pad_token_id
     align_special_tokens(model, tokenizer)
     add_head(model, outputs, tiny=tiny)
     if args.disable_dropout:
