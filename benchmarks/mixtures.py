@@ -21,11 +21,10 @@ from harness import machine, make_parser, print_ratios, ratios, turns, write_jso
 from torch.utils.data import ConcatDataset
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.conversations.mixtures import with_sources
+from accelerate_recipes.conversations.mixtures import SourceOrder, SourceTable, with_sources
 from accelerate_recipes.conversations.packed import Packed
 from accelerate_recipes.conversations.supervised_loss import make_collator
 from accelerate_recipes.conversations.trained_rows import numbered_batch, numbered_row
-from accelerate_recipes.data.mixed_rows import SourceOrder, SourceTable
 from accelerate_recipes.data.mixture import Mixture, Source
 from accelerate_recipes.data.rows import Rows, make_train_loader
 

@@ -18,8 +18,7 @@ from tiny import save_base
 
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.conversations.mixtures import check_sources_apart
-from accelerate_recipes.data.mixed_rows import SourceOrder, SourceTable
+from accelerate_recipes.conversations.mixtures import SourceOrder, SourceTable, check_sources_apart
 from accelerate_recipes.data.mixture import ONE_SOURCE, Mixture, MixturePhase, Source, continued
 from accelerate_recipes.data.rows import StepOrder, num_steps
 from accelerate_recipes.errors import ConfigError
