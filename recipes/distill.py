@@ -19,15 +19,16 @@ import trl
 from accelerate_recipes.conversations.distillation import (
     DistillArgs,
     DistillationLoss,
+    OwnAnswers,
     check_vocabularies,
     distilled_trial,
     frozen_args,
     mean_divergences,
+    prepare_to_answer,
     with_access,
 )
 from accelerate_recipes.conversations.formats import FormatArgs
 from accelerate_recipes.conversations.heads import check_hidden_suffices
-from accelerate_recipes.conversations.own_answers import OwnAnswers, prepare_to_answer
 from accelerate_recipes.conversations.settings import make_model, set_up_by_trl
 from accelerate_recipes.conversations.supervised_loss import nll_sum
 from accelerate_recipes.conversations.trained_rows import compare_finished

@@ -19,8 +19,7 @@ import trl
 from accelerate_recipes.args import arg
 from accelerate_recipes.conversations.answers import GRPOArgs, answers_trial, give_model_to_trl, rows_of_prompts
 from accelerate_recipes.conversations.chats import ChatArgs
-from accelerate_recipes.conversations.evaluation import HeldoutAnswers
-from accelerate_recipes.conversations.prompts import clean_prompts, end_of_prompt, load_prompts
+from accelerate_recipes.conversations.prompts import HeldoutAnswers, clean_prompts, end_of_prompt, load_prompts
 from accelerate_recipes.conversations.rewards import load_rewards, reward_problems, tell_of_rewards
 from accelerate_recipes.conversations.settings import make_model, trl_config
 from accelerate_recipes.conversations.trained_rows import compare_finished

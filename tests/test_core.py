@@ -16,8 +16,8 @@ from accelerate_recipes.models.tokenizers import new_word_tokenizer
 # Modules about these packages, which import them at once; all others do where they use them.
 ABOUT = {
     "chess_games/rules.py", "conversations/chats.py", "conversations/formats.py", "conversations/messages.py", "data/tables.py",
-    "conversations/answers.py", "conversations/evaluation.py", "conversations/heads.py",
-    "conversations/distillation.py", "conversations/own_answers.py", "conversations/preferences.py", "conversations/prompts.py", "conversations/rewards.py", "conversations/settings.py",
+    "conversations/answers.py", "conversations/heads.py",
+    "conversations/distillation.py", "conversations/preferences.py", "conversations/prompts.py", "conversations/rewards.py", "conversations/settings.py",
     "conversations/supervised.py", "images/supervised_images.py", "conversations/supervised_loss.py", "conversations/trained_pairs.py", "conversations/unpaired.py",
     "conversations/packed.py", "conversations/trained_rows.py", "decisions/prompts.py", "decisions/rows.py", "images/image_places.py", "images/image_rows.py", "images/image_texts.py", "images/pictures.py",
 }  # fmt: skip

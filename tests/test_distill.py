@@ -21,9 +21,8 @@ from trl import DistillationConfig, DistillationTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import pad
 
-from accelerate_recipes.conversations.distillation import DistillationLoss, check_vocabularies, with_access
+from accelerate_recipes.conversations import distillation
 from accelerate_recipes.conversations.heads import check_hidden_suffices
-from accelerate_recipes.conversations.own_answers import OwnAnswers, answered
 from accelerate_recipes.conversations.supervised import cut
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import count_next_tokens
@@ -104,15 +103,15 @@ def test_loss_and_gradients_are_those_of_trl(chats, tmp_path, beta, temperature,
     given = {"train_dataset": rows, "processing_class": tokenizer, "teacher_model": copy.deepcopy(teacher)}
     trainer = DistillationTrainer(theirs, args=config, **given)
     args = SimpleNamespace(beta=beta, temperature=temperature)
-    loss = DistillationLoss(args, ours.config, teacher.config)
-    loss.use_teacher(with_access(teacher.eval()))
+    loss = distillation.DistillationLoss(args, ours.config, teacher.config)
+    loss.use_teacher(distillation.with_access(teacher.eval()))
     collate = DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in (with_access(ours), theirs)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in (distillation.with_access(ours), theirs)]
     generator = torch.Generator().manual_seed(0)
     for step in range(3):
         lengths = [(3, 7), (9, 2), (5, 4)]
         pairs = [[torch.randint(5, 390, (n,), generator=generator) for n in both] for both in lengths]
-        batch = collate([answered(*(ids.tolist() for ids in pair)) for pair in pairs])
+        batch = collate([distillation.answered(*(ids.tolist() for ids in pair)) for pair in pairs])
         number = count_next_tokens(batch)
         value = loss.sum_parts(ours, batch) / number
         inputs = {"num_items_in_batch": number}
@@ -210,15 +209,15 @@ def test_other_vocabularies_are_refused(forks, arguments, chats, tmp_path, out):
     other = new_bpe_tokenizer(texts, 380)
     known = AutoTokenizer.from_pretrained(chats / "student")
     names = ("the student", "the teacher")
-    check_vocabularies(known, known, names)
+    distillation.check_vocabularies(known, known, names)
     said = r"has 400 tokens, the teacher 380, and \d+ differ: token \d+ is '.+' in the student, and '.+' in the teacher"
     with pytest.raises(ConfigError, match=said):
-        check_vocabularies(known, other, names)
+        distillation.check_vocabularies(known, other, names)
     known.add_tokens(["<think>"])
     more = copy.deepcopy(known)
     more.add_tokens(["</think>"])
     with pytest.raises(ConfigError, match=r"1 differ: token 401 is None in the student, and '</think>' in the teacher"):
-        check_vocabularies(known, more, names)
+        distillation.check_vocabularies(known, more, names)
     folder = tmp_path / "teacher"
     other.save_pretrained(folder)
     (folder / "config.json").write_text((chats / "teacher/config.json").read_text())
@@ -244,7 +243,7 @@ def test_own_answers_continue_their_prompts(chats):
     collate = DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id)
     sides = (cut(Dataset.from_list(rows)) for rows in (train, train[:4]))
     rows = SimpleNamespace(**dict(zip(("train", "heldout"), sides, strict=True)), collate=collate)
-    own = OwnAnswers(run, tokenizer, rows, model, None)
+    own = distillation.OwnAnswers(run, tokenizer, rows, model, None)
     assert own.begins.tolist() == [3] * 30 and own.prompts == [[5, 6, 7], [5, 6, 8]]
     numbers = torch.arange(20).reshape(4, size)
     numbers[-1, -1] = -1

@@ -37,8 +37,13 @@ from accelerate_recipes.conversations.answers import (
     give_model_to_trl,
 )
 from accelerate_recipes.conversations.drawing_trial import draw_answers
-from accelerate_recipes.conversations.evaluation import HeldoutAnswers
-from accelerate_recipes.conversations.prompts import end_of_prompt, load_prompts, room_for_prompts, tokenize_prompts
+from accelerate_recipes.conversations.prompts import (
+    HeldoutAnswers,
+    end_of_prompt,
+    load_prompts,
+    room_for_prompts,
+    tokenize_prompts,
+)
 from accelerate_recipes.conversations.rewards import MATH_VERIFY, Reward, load_rewards, reward_problems, tell_of_rewards
 from accelerate_recipes.conversations.settings import trl_config
 from accelerate_recipes.disk import read_json_lines

@@ -580,18 +580,16 @@ def test_held_out_documents(split_into, corpus, tokenizer, tmp_path, pretokenise
     eos = {tokenizer.eos_token_id}
     ids = {text: {*tokenizer(text, add_special_tokens=False)["input_ids"]} for text in corpus}
     assert read - eos == set().union(*(ids[text] for text in corpus if text not in held))
-    found = validation_rows(
-        TextShards(shards, tokenizer, heldout_share=0.3, is_heldout=True), 10_000, MAX_LENGTH, document_mask=True
-    )
+    source = TextShards(shards, tokenizer, heldout_share=0.3, is_heldout=True)
+    found = validation_rows(source, 10_000, MAX_LENGTH, document_mask=True)
     assert sorted(found.texts) == sorted(held)
     assert loader.state()["order"]["heldout_share"] == 0.3
     with pytest.raises(ConfigError, match=r"heldout_share is 0\.3, the checkpoint has 0\.0; set it back"):
         state = loader.state()
         loader.start_at(1, [state | {"order": state["order"] | {"heldout_share": 0.0}}])
     with pytest.raises(DataError, match=r"no document to validate on in .*; raise --heldout_share 1e-09, or"):
-        validation_rows(
-            TextShards(shards[:1], tokenizer, heldout_share=1e-9, is_heldout=True), 5, MAX_LENGTH, document_mask=True
-        )
+        source = TextShards(shards[:1], tokenizer, heldout_share=1e-9, is_heldout=True)
+        validation_rows(source, 5, MAX_LENGTH, document_mask=True)
     with pytest.raises(DataError, match=r"no document to train on in .* and 28 more, beside the 100\.0% held out"):
         whole = TextShards(shards, tokenizer, heldout_share=1.0)
         next(stream_rows(whole, loader.order._replace(heldout_share=1.0), 0, StreamState(), no_retry))
