@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.conversations.dates import DateArgs, frozen_date
-from accelerate_recipes.conversations.messages import NUM_COMPARED, TEXT, rows_by_roles
+from accelerate_recipes.conversations.messages import NUM_COMPARED, TEXT
 from accelerate_recipes.conversations.rendering import WEIGHTS, without_end
 from accelerate_recipes.data.control_tokens import Controls
 from accelerate_recipes.data.heldout import RowsArgs
@@ -212,6 +213,25 @@ def is_written(
         return all([*renderings(part, columns, tokenizer)] != whole for part in without_field(row, columns, field))
     except Exception:  # templates raise errors of any kind
         return True
+
+
+def rows_by_roles(rows: datasets.Dataset, columns: Sequence[str]) -> list[list[int]]:
+    """Group the numbers of rows of messages by their roles, and by which messages have a content that is not blank."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    start = 0
+    for table in rows.select_columns([*columns]).with_format("arrow").iter(10_000):
+        of_columns = []
+        for chunk in (table.column(name).combine_chunks() for name in columns):
+            inner = pc.list_flatten(chunk)
+            roles, contents = (pc.struct_field(inner, name).cast(pa.string()) for name in ("role", "content"))
+            is_blank = pc.equal(pc.utf8_trim_whitespace(pc.fill_null(contents, "")), "")
+            kinds = pc.binary_join_element_wise(roles, pc.if_else(is_blank, "-", "+"), "")
+            offsets = np.cumsum([0, *pc.list_value_length(chunk).to_numpy()], dtype=np.int32)
+            of_columns.append(pc.binary_join(pa.ListArray.from_arrays(offsets, kinds), " ").to_pylist())
+        for number, kinds in enumerate(zip(*of_columns, strict=True), start):
+            found.setdefault(kinds, []).append(number)
+        start += len(table)
+    return [*found.values()]
 
 
 def check_written(

@@ -6,12 +6,13 @@ docs/rows.md shows a row of each form, and the result of its conversion.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, ClassVar, NamedTuple
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
@@ -21,22 +22,16 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.conversations.chats import ChatArgs
 from accelerate_recipes.conversations.messages import (
     ANY,
-    ASKING,
     FOREIGN,
-    HH,
     LISTS,
     TEXT,
     TEXTS,
     check_no_images,
-    end_of_question,
     from_json,
     is_json,
     messages_of,
-    roles_at,
     text_in,
-    turns,
     with_texts,
-    without_answer,
 )
 from accelerate_recipes.data.reading import as_written
 from accelerate_recipes.data.template_values import SETTINGS, parsed
@@ -53,6 +48,8 @@ JUDGEMENTS = (
 LABELS = (*JUDGEMENTS, {"yes": True, "no": False})  # which may be the classes of questions too
 VALUES = (*SCORES, JUDGED[2], LABEL)  # columns that judge answers
 ANSWERS = {"output", "completion", "response", "answer", *PAIR}
+ASKING = {"user", "system"}  # roles of the messages with which a whole conversation begins
+HH = re.compile(r"\n\n(Human|Assistant):")  # stands before each turn in Anthropic's pairs
 BEFORE = ("system", "history")  # a system prompt as text; earlier questions with their answers
 PLAIN = datasets.List({"role": TEXT, "content": TEXT})
 # Ways to read rows, in words.
@@ -436,3 +433,61 @@ def question(row: dict, name: str) -> list[dict]:
     if isinstance(row[name], str) and row.get("input"):
         return [{"role": "user", "content": f"{row[name]}\n{text_in(row, 'input')}"}]
     return messages_of(row, name, "user")
+
+
+def turns(row: dict, name: str) -> list[dict]:
+    """Split a text in Anthropic's form into messages."""
+    start, *parts = HH.split(text_in(row, name))
+    if start or not parts:
+        raise ValueError(f"{name!r} does not begin with a line 'Human:', unlike the first row")
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": roles[a], "content": b.strip()} for a, b in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def stands_at(place: int, some: list[dict], messages: list[dict]) -> bool:
+    """Tell whether messages stand at a place among others; white space around their texts does not count."""
+
+    def said(messages: list[dict]) -> list[dict]:
+        return [{name: str(value).strip() for name, value in message.items()} for message in messages]
+
+    return bool(some) and said(messages[place : place + len(some)]) == said(some)
+
+
+def without_answer(asked: list[dict], answers: Iterable[list[dict]]) -> list[dict]:
+    """Remove one of the answers from the end of a question."""
+    for answer in answers:
+        place = len(asked) - len(answer)
+        if place > 0 and stands_at(place, answer, asked):
+            return asked[:place]
+    return asked
+
+
+def end_of_question(name: str, answer: list[dict], asked: list[dict]) -> int:
+    """Return how many messages of an answer lead up to its question, and are it; 0 for an answer without its question.
+
+    Raises:
+        ValueError: for a whole conversation without the question, or with nothing after it.
+    """
+    if answer[0]["role"] not in ASKING:
+        return 0
+    for own in (asked, [message for message in asked if message["role"] != "system"]):
+        if (place := next((i for i in range(len(answer)) if stands_at(i, own, answer)), None)) is not None:
+            if place + len(own) == len(answer):
+                raise ValueError(f"{name!r} ends with the question; remove the row")
+            return place + len(own)
+    if answer[0]["role"] == asked[-1]["role"] == "user":
+        raise ValueError(
+            f"{name!r} is a conversation without the question, {asked[-1]['content']!r:.60}; leave out the column with the "
+            f"question, as --columns chosen=chosen rejected=rejected or --columns messages={name} does, or mend the row"
+        )
+    return 0
+
+
+def roles_at(rows: datasets.Dataset, name: str, place: int | None = None) -> set[str | None]:
+    """Return the roles of the first messages of a column (`place` 0), of the last ones (-1), or of all."""
+    found = set()
+    for chunk in filter(len, rows.data.column(name).chunks):
+        starts, ends = (chunk.offsets.to_numpy()[part] for part in (slice(None, -1), slice(1, None)))
+        places = np.arange(starts[0], ends[-1]) if place is None else (ends - 1 if place else starts)[ends > starts]
+        found |= {*pc.unique(chunk.values.field("role").take(pa.array(places))).to_pylist()}
+    return found

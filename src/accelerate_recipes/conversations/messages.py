@@ -1,13 +1,11 @@
 """Messages and texts of rows: read from the forms in which they are written, checked, and without nulls that Arrow adds."""
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import datasets
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from accelerate_recipes.conversations.rendering import is_answer, is_trained, weights_of
 from accelerate_recipes.data.files import check_texts_or_messages
@@ -33,8 +31,6 @@ ROLES = {
     "tool": "tool", CALL: "assistant",
 }  # fmt: skip
 FOREIGN = {"human", "gpt", "chatgpt", "bot", "observation", CALL}  # unknown to templates, which may have other names
-ASKING = {"user", "system"}  # roles of the messages with which a whole conversation begins
-HH = re.compile(r"\n\n(Human|Assistant):")  # stands before each turn in Anthropic's pairs
 LISTS = ("messages", "conversations")  # columns that never hold a text
 TEXTS = (TEXT, datasets.Value("large_string"))
 ANY = datasets.List(datasets.Json())
@@ -191,15 +187,6 @@ def text_in(row: dict, name: str) -> str:
     return row[name]
 
 
-def turns(row: dict, name: str) -> list[dict]:
-    """Split a text in Anthropic's form into messages."""
-    start, *parts = HH.split(text_in(row, name))
-    if start or not parts:
-        raise ValueError(f"{name!r} does not begin with a line 'Human:', unlike the first row")
-    roles = {"Human": "user", "Assistant": "assistant"}
-    return [{"role": roles[a], "content": b.strip()} for a, b in zip(parts[::2], parts[1::2], strict=True)]
-
-
 def messages_of(row: dict, name: str, role: str) -> list[dict]:
     """Return the messages of a column that holds a list, a single message, or a text of `role`."""
     value = row[name]
@@ -235,45 +222,6 @@ def message_of(message: Any) -> dict:
     if role in names:
         message["role"] = ROLES[role]
     return called(message) if role == CALL and content is not None else message
-
-
-def stands_at(place: int, some: list[dict], messages: list[dict]) -> bool:
-    """Tell whether messages stand at a place among others; white space around their texts does not count."""
-
-    def said(messages: list[dict]) -> list[dict]:
-        return [{name: str(value).strip() for name, value in message.items()} for message in messages]
-
-    return bool(some) and said(messages[place : place + len(some)]) == said(some)
-
-
-def without_answer(asked: list[dict], answers: Iterable[list[dict]]) -> list[dict]:
-    """Remove one of the answers from the end of a question."""
-    for answer in answers:
-        place = len(asked) - len(answer)
-        if place > 0 and stands_at(place, answer, asked):
-            return asked[:place]
-    return asked
-
-
-def end_of_question(name: str, answer: list[dict], asked: list[dict]) -> int:
-    """Return how many messages of an answer lead up to its question, and are it; 0 for an answer without its question.
-
-    Raises:
-        ValueError: for a whole conversation without the question, or with nothing after it.
-    """
-    if answer[0]["role"] not in ASKING:
-        return 0
-    for own in (asked, [message for message in asked if message["role"] != "system"]):
-        if (place := next((i for i in range(len(answer)) if stands_at(i, own, answer)), None)) is not None:
-            if place + len(own) == len(answer):
-                raise ValueError(f"{name!r} ends with the question; remove the row")
-            return place + len(own)
-    if answer[0]["role"] == asked[-1]["role"] == "user":
-        raise ValueError(
-            f"{name!r} is a conversation without the question, {asked[-1]['content']!r:.60}; leave out the column with the "
-            f"question, as --columns chosen=chosen rejected=rejected or --columns messages={name} does, or mend the row"
-        )
-    return 0
 
 
 def text_of_part(part: Any) -> str:
@@ -348,32 +296,3 @@ def from_json(row: dict, name: str) -> Any:
         by_python = "; Python's str() wrote it, write it by json.dumps()" if re.match(r"\W*'", text) else ""
         raise ValueError(f"{name!r} is {text!r:.60}, not messages as JSON{by_python}")
     return found
-
-
-def roles_at(rows: datasets.Dataset, name: str, place: int | None = None) -> set[str | None]:
-    """Return the roles of the first messages of a column (`place` 0), of the last ones (-1), or of all."""
-    found = set()
-    for chunk in filter(len, rows.data.column(name).chunks):
-        starts, ends = (chunk.offsets.to_numpy()[part] for part in (slice(None, -1), slice(1, None)))
-        places = np.arange(starts[0], ends[-1]) if place is None else (ends - 1 if place else starts)[ends > starts]
-        found |= {*pc.unique(chunk.values.field("role").take(pa.array(places))).to_pylist()}
-    return found
-
-
-def rows_by_roles(rows: datasets.Dataset, columns: Sequence[str]) -> list[list[int]]:
-    """Group the numbers of rows of messages by their roles, and by which messages have a content that is not blank."""
-    found: dict[tuple[str, ...], list[int]] = {}
-    start = 0
-    for table in rows.select_columns([*columns]).with_format("arrow").iter(10_000):
-        of_columns = []
-        for chunk in (table.column(name).combine_chunks() for name in columns):
-            inner = pc.list_flatten(chunk)
-            roles, contents = (pc.struct_field(inner, name).cast(pa.string()) for name in ("role", "content"))
-            is_blank = pc.equal(pc.utf8_trim_whitespace(pc.fill_null(contents, "")), "")
-            kinds = pc.binary_join_element_wise(roles, pc.if_else(is_blank, "-", "+"), "")
-            offsets = np.cumsum([0, *pc.list_value_length(chunk).to_numpy()], dtype=np.int32)
-            of_columns.append(pc.binary_join(pa.ListArray.from_arrays(offsets, kinds), " ").to_pylist())
-        for number, kinds in enumerate(zip(*of_columns, strict=True), start):
-            found.setdefault(kinds, []).append(number)
-        start += len(table)
-    return [*found.values()]
