@@ -23,9 +23,9 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.data.mixture import titled
 from accelerate_recipes.data.packing import collate
 from accelerate_recipes.data.rows import make_eval_loader
+from accelerate_recipes.data.shown import titled
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.life.picture import Bars
 from accelerate_recipes.losses import LossOfSources, check_document_mask, count_next_tokens, next_token_loss_fn

@@ -27,8 +27,7 @@ from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.conversations.drawing_trial import draw_answers
 from accelerate_recipes.conversations.exported import as_exported
 from accelerate_recipes.conversations.heads import add_head, difference_by_trl
-from accelerate_recipes.conversations.messages import NUM_COMPARED
-from accelerate_recipes.conversations.objective import Collectives, Objective, Outputs, reference_of
+from accelerate_recipes.conversations.objective import SYNC_REFERENCE, Collectives, Objective, Outputs, reference_of
 from accelerate_recipes.conversations.prompts import (
     PromptArgs,
     as_object,
@@ -36,13 +35,7 @@ from accelerate_recipes.conversations.prompts import (
     room_for_prompts,
     tokenize_prompts,
 )
-from accelerate_recipes.conversations.settings import (
-    SYNC_REFERENCE,
-    pad_multiple,
-    refused_by_trl,
-    switch_off_dropout,
-    with_fused_head,
-)
+from accelerate_recipes.conversations.settings import pad_multiple, refused_by_trl, switch_off_dropout, with_fused_head
 from accelerate_recipes.conversations.trained_rows import ReadRows, content_of_sides
 from accelerate_recipes.errors import ConfigError, that_apply
 from accelerate_recipes.models.generation import KEPT, by_model_alone, drawn_by, numbers_of, own_draws, tell_left_out
@@ -310,10 +303,9 @@ class AnswerTrainer(Objective, GRPOTrainer):
 
     def compare(self, rows: datasets.Dataset) -> None:
         """Compare the first prompts with the rendering of the tokenizer that will be exported; see `compare_prompts`."""
-        prompts = [rows[i]["prompt"] for i in range(min(NUM_COMPARED, len(rows)))]
-        ids = tokenize_prompts(self.processing_class, prompts, self.run.args)
-        exported = as_exported(self.model, self.processing_class, self.base_stops)
-        on_first_rank(lambda: compare_prompts(self.run, exported, prompts, ids, self.eos_token_ids))
+        tokenizer = self.processing_class
+        exported = as_exported(self.model, tokenizer, self.base_stops)
+        on_first_rank(lambda: compare_prompts(self.run, exported, tokenizer, rows, self.eos_token_ids))
 
     def log(self, logs: dict[str, float], *others: Any) -> None:
         """Log a step, and write some of its answers to `samples`."""

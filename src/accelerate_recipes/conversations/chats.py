@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.conversations.dates import DateArgs, frozen_date
-from accelerate_recipes.conversations.messages import NUM_COMPARED, TEXT
+from accelerate_recipes.conversations.exported import NUM_COMPARED
+from accelerate_recipes.conversations.messages import TEXT
 from accelerate_recipes.conversations.rendering import WEIGHTS, without_end
 from accelerate_recipes.data.control_tokens import Controls
 from accelerate_recipes.data.heldout import RowsArgs

@@ -25,7 +25,6 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.conversations.drawing_trial import draw_answers
 from accelerate_recipes.conversations.exported import as_exported
 from accelerate_recipes.conversations.heads import check_hidden_suffices
-from accelerate_recipes.conversations.messages import NUM_COMPARED
 from accelerate_recipes.conversations.packed import cut
 from accelerate_recipes.conversations.prompts import (
     HeldoutAnswers,
@@ -317,9 +316,8 @@ def prepare_to_answer(
     tell_of_prompts(run, sides, tokenizer)
     ids = {side: tokenize_prompts(tokenizer, rows["prompt"][:], args) for side, rows in sides.items()}
     made = {side: cut(datasets.Dataset.from_list([answered(row, []) for row in rows])) for side, rows in ids.items()}
-    ends, prompts = stops_of_run(model, tokenizer), sides["train"][:NUM_COMPARED]["prompt"]
-    exported = as_exported(model, tokenizer, base_stops)
-    on_first_rank(lambda: compare_prompts(run, exported, prompts, ids["train"], ends))
+    ends, exported = stops_of_run(model, tokenizer), as_exported(model, tokenizer, base_stops)
+    on_first_rank(lambda: compare_prompts(run, exported, tokenizer, sides["train"], ends))
     rows = SupervisedRows(
         run,
         made["train"],

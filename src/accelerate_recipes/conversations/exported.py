@@ -23,6 +23,7 @@ from accelerate_recipes.errors import ConfigError, DataError, raise_problems
 from accelerate_recipes.models.tokenizers import stops_of
 
 ROWS = "rows.json"  # in the output directory, beside export/
+NUM_COMPARED = 16  # number of rows whose rendering is compared
 NUM_SHOWN = 8  # tokens on each side of a difference
 
 

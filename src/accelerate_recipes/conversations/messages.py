@@ -16,7 +16,6 @@ from accelerate_recipes.upstream import keep_json_exact
 
 keep_json_exact()
 IMAGE_COLUMNS = {"image", "images", "pixel_values"}
-NUM_COMPARED = 16  # number of rows whose rendering is compared
 TEXT = datasets.Value("string")
 CALLS = {"tool_calls", "function_call"}
 PARTS = (

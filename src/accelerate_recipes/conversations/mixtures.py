@@ -25,11 +25,11 @@ from accelerate_recipes.conversations.supervised import SupervisedRows, columns_
 from accelerate_recipes.conversations.trained_rows import FirstRows, remedy_of_date
 from accelerate_recipes.data.files import text_hash
 from accelerate_recipes.data.heldout import MOST_REPEATED, beginning, repeated
-from accelerate_recipes.data.mixture import Mixture, Weights, changed_shares, check_same_sources, continued, titled
+from accelerate_recipes.data.mixture import Mixture, Weights, changed_shares, check_same_sources, continued
 from accelerate_recipes.data.prepared import check_content
 from accelerate_recipes.data.rows import RowLoader, StepLoader, StepOrder, permutation
 from accelerate_recipes.data.shares import Shares
-from accelerate_recipes.data.shown import HasRows
+from accelerate_recipes.data.shown import HasRows, titled
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.ranks import on_first_rank

@@ -19,6 +19,9 @@ from accelerate_recipes.models.adapters import WithoutAdapters
 from accelerate_recipes.ranks import data_world_size, sum_over_ranks
 from accelerate_recipes.run import Run
 
+# Fields of trl's configs by which a reference would follow the model.
+SYNC_REFERENCE = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
+
 
 class Collectives:
     """Stand-in for an Accelerator, with the attributes that trl's losses use."""

@@ -29,8 +29,8 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.conversations.formats import JUDGED, PAIR, SCORES
 from accelerate_recipes.conversations.messages import ANY, CALLS, select
-from accelerate_recipes.conversations.objective import Collectives, Objective, Outputs, reference_of
-from accelerate_recipes.conversations.settings import SYNC_REFERENCE, TrainerArgs, pad_multiple, with_fused_head
+from accelerate_recipes.conversations.objective import SYNC_REFERENCE, Collectives, Objective, Outputs, reference_of
+from accelerate_recipes.conversations.settings import TrainerArgs, pad_multiple, with_fused_head
 from accelerate_recipes.conversations.trained_rows import ReadRows
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.prepared import content_of
@@ -42,14 +42,7 @@ from accelerate_recipes.errors import ConfigError, DataError, that_apply
 from accelerate_recipes.life import stop
 from accelerate_recipes.models.adapters import load_settings, without_adapters
 from accelerate_recipes.models.pretrained import max_positions, model_checksum
-from accelerate_recipes.ranks import (
-    is_first,
-    is_first_of_machine,
-    on_all_ranks,
-    on_first_rank,
-    print_first,
-    sum_over_ranks,
-)
+from accelerate_recipes.ranks import is_first_of_machine, on_all_ranks, on_first_rank, print_first, sum_over_ranks
 from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial, config_of, refuse
 
@@ -400,7 +393,7 @@ def compute(run: Run[Any], loss: Any, rows: datasets.Dataset, collate: Callable,
         pin_memory=accelerator.device.type == "cuda",
     )
     found, batches = [], accelerator.prepare(loader)
-    for batch in tqdm(batches, desc="Log-probabilities of the reference", disable=None if is_first() else True):
+    for batch in tqdm(batches, desc="Log-probabilities of the reference", disable=None if run.is_first else True):
         stop.raise_if_requested(accelerator)
         values = torch.stack(loss.compute_ref_log_probs(run.model, batch), 1)
         found.append(accelerator.gather_for_metrics(values).float().cpu())

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainerState
 from accelerate_recipes.args import arg
 from accelerate_recipes.conversations.chats import check_written, without_controls
 from accelerate_recipes.conversations.dates import frozen_date
-from accelerate_recipes.conversations.exported import Exported, shown_ends
-from accelerate_recipes.conversations.messages import NUM_COMPARED, TEXT, read_prompts, select
+from accelerate_recipes.conversations.exported import NUM_COMPARED, Exported, shown_ends
+from accelerate_recipes.conversations.messages import TEXT, read_prompts, select
 from accelerate_recipes.conversations.rendering import Rendering, added_begin, is_answer, prompts_alone, render_read
 from accelerate_recipes.conversations.rewards import NO_COLUMNS, Reward, weighted
 from accelerate_recipes.conversations.settings import TrainerArgs, stops_of_run
@@ -190,17 +190,18 @@ def end_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict], 
 
 
 def compare_prompts(
-    run: Run[Any], exported: Exported, prompts: Sequence, ids: list[list[int]], ends: Collection[int]
+    run: Run[Any], exported: Exported, tokenizer: Any, rows: datasets.Dataset, ends: Collection[int]
 ) -> None:
     """Compare the first prompts, and the end of an answer, with the rendering of the tokenizer that will be exported.
 
-    `ids` are the tokens of the prompts, of which the first NUM_COMPARED are compared. Answers are drawn until one of `ends`
-    comes, so the model learns to end with one of them. Only rank 0 calls this.
+    `rows` are tokenised for training by `tokenizer`. Answers are drawn until one of `ends` comes, so the model learns to end
+    with one of them. Only rank 0 calls this.
 
     Raises:
         ConfigError: if they differ, or the template cannot render an answer.
     """
-    first, trained = prompts[:NUM_COMPARED], [Rendering(one, [False] * len(one)) for one in ids[:NUM_COMPARED]]
+    first: Any = rows[:NUM_COMPARED]["prompt"]
+    trained = [Rendering(ids, [False] * len(ids)) for ids in tokenize_prompts(tokenizer, first, run.args)]
     common = {"chat_template_kwargs": run.args.template_settings}
     written = [in_texts({"prompt": prompt} | common) for prompt in first]
     compare_with_rendering(run, exported, written, trained, ends)

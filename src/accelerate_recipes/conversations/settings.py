@@ -44,7 +44,6 @@ REPLACED = {field.name for field in fields(TrainingArguments)} - set(TrainArgs._
 READ_BY_TRL = (
     "output_dir", "seed", "per_device_train_batch_size", "per_device_eval_batch_size", "dataloader_num_workers",
 )  # fmt: skip
-SYNC_REFERENCE = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
 WHEN = "--save_steps, --eval_steps and --logging_steps say when"
 CHECKPOINTING = "set `fsdp_activation_checkpointing: true` under `fsdp_config:` in the accelerate YAML"
 MODEL = "the recipe loads the model; its arguments are --model_name_or_path and --attn_implementation"

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from accelerate_recipes.checkpoint.files import saved_arguments
 from accelerate_recipes.conversations.chats import check_written, without_controls
 from accelerate_recipes.conversations.dates import frozen_date
-from accelerate_recipes.conversations.exported import NUM_SHOWN, Exported, as_exported, shown_ends
+from accelerate_recipes.conversations.exported import NUM_COMPARED, NUM_SHOWN, Exported, as_exported, shown_ends
 from accelerate_recipes.conversations.formats import LABEL
-from accelerate_recipes.conversations.messages import NUM_COMPARED, TEXT, has_unweighted, missing_answers, select
+from accelerate_recipes.conversations.messages import TEXT, has_unweighted, missing_answers, select
 from accelerate_recipes.conversations.packed import EVERYTHING, Packed, count_targets_of, cut, cut_or_packed, kept_part
 from accelerate_recipes.conversations.rendering import (
     Rendering,

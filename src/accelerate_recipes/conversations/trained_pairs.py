@@ -12,9 +12,8 @@ from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.conversations.dates import frozen_date
-from accelerate_recipes.conversations.exported import Exported, render, shown_ends
+from accelerate_recipes.conversations.exported import NUM_COMPARED, Exported, render, shown_ends
 from accelerate_recipes.conversations.formats import PAIR
-from accelerate_recipes.conversations.messages import NUM_COMPARED
 from accelerate_recipes.conversations.packed import NUM_LAST
 from accelerate_recipes.conversations.preferences import DPOArgs, PairLoss
 from accelerate_recipes.conversations.rendering import Rendering, render_read, shared_length, texts_read

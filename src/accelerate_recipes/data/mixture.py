@@ -106,11 +106,6 @@ class Mixture:
 ONE_SOURCE = Mixture(sources=[Source()])
 
 
-def titled(title: str, name: str) -> str:
-    """Return a title with the name of a source, if it has one."""
-    return f"{title}, {name}" if name else title
-
-
 def shares_of(weights: Mapping[str, float]) -> dict[str, float]:
     """Return weights that add up to 1."""
     total = sum(weights.values())

@@ -30,6 +30,11 @@ class HasRows(Protocol):
     def first_batch(self) -> dict[str, Any]: ...
 
 
+def titled(title: str, name: str) -> str:
+    """Return a title with the name of a source, if it has one."""
+    return f"{title}, {name}" if name else title
+
+
 class Token(NamedTuple):
     """One token of a row. `text` is its part of the row's text."""
 

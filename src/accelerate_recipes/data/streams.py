@@ -25,18 +25,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data import NUM_ROWS
-from accelerate_recipes.data.mixture import (
-    ONE_SOURCE,
-    Mixture,
-    Weights,
-    changed_shares,
-    check_same_sources,
-    continued,
-    titled,
-)
+from accelerate_recipes.data.mixture import ONE_SOURCE, Mixture, Weights, changed_shares, check_same_sources, continued
 from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.data.shards import fingerprint
-from accelerate_recipes.data.shown import HasRows
+from accelerate_recipes.data.shown import HasRows, titled
 from accelerate_recipes.data.stream_order import (
     Documents,
     Mixing,

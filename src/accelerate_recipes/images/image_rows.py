@@ -20,15 +20,9 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from accelerate_recipes.args import arg
 from accelerate_recipes.conversations import rendering
 from accelerate_recipes.conversations.chats import check_written, texts_in, without_controls
+from accelerate_recipes.conversations.exported import NUM_COMPARED
 from accelerate_recipes.conversations.formats import SFT, Form, FormatArgs, in_usual_form
-from accelerate_recipes.conversations.messages import (
-    ANY,
-    NUM_COMPARED,
-    TEXT,
-    has_unweighted,
-    missing_answers,
-    without_added_nulls,
-)
+from accelerate_recipes.conversations.messages import ANY, TEXT, has_unweighted, missing_answers, without_added_nulls
 from accelerate_recipes.conversations.rendering import MARK, unless_refused
 from accelerate_recipes.data.files import check_texts_or_messages, read_files
 from accelerate_recipes.data.heldout import beginning, in_folders

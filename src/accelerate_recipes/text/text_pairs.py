@@ -15,14 +15,7 @@ from accelerate_recipes.data import PAD_MULTIPLE
 from accelerate_recipes.data.files import falls_under, file_kind, other_share, read_split, text_hash
 from accelerate_recipes.data.heldout import RowsArgs, check_apart, in_folders
 from accelerate_recipes.data.passes import columns_in, map_rows
-from accelerate_recipes.data.prepared import (
-    cached,
-    check_no_bad,
-    checksum_of_rows,
-    lengths_of,
-    prepared_rows,
-    tokens_key,
-)
+from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, lengths_of, tokens_key
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.errors import ConfigError, other_recipe, suggestion
 from accelerate_recipes.hub import cache
@@ -216,7 +209,7 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
             kept = ["source_ids", "target_ids", *(("source", "references") if name == "heldout" else ())]
             pairs.select_columns(kept).save_to_disk(folder / name)
             if name == "train":
-                facts["content"] = checksum_of_rows(prepared_rows(folder / name), kept)
+                facts["content"] = checksum_of_rows(datasets.Dataset.load_from_disk(folder / name), kept)
         return facts
 
     folder = cached(Path(args.data_cache_dir), settings, build)
