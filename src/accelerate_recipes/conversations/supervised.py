@@ -118,7 +118,7 @@ def prepare_supervised(
         check_answers_are_left(rows, found, use)
         check_no_placeholders(found, tokenizer, args.base_model)
         if side == "train":
-            added, first = tell_of_rendering(run, rows, found, tokenizer, settings[side])
+            added, first = tell_of_rendering(rows, found, tokenizer, settings[side])
         whole[side] = found.remove_columns(["of_row", "opened"])
         prepared[side] = cut_or_packed(args, side, whole[side])
     check_rows_are_left(sides, prepared, args.max_length)
@@ -257,11 +257,7 @@ def check_answers_are_left(rows: datasets.Dataset, found: datasets.Dataset, use:
 
 
 def tell_of_rendering(
-    run: Run[Any],
-    rows: datasets.Dataset,
-    whole: datasets.Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: dict[str, Any],
+    rows: datasets.Dataset, whole: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]
 ) -> tuple[int, list[Rendering]]:
     """Tell what one may not expect of the rendering of `rows` to train on, which are `whole` with these `settings`.
 
@@ -275,12 +271,12 @@ def tell_of_rendering(
     added = np.flatnonzero(sources[:-1] == sources[1:])  # the last row of a conversation is the whole one
     if len(added):
         tokens = lengths_of(whole)[added].sum()
-        run.print(
+        print_first(
             f"The chat template renders some answers otherwise once the conversation goes on: {len(added):,} rows with "
             f"{tokens:,} tokens are added, each cut after such an answer, from {len({*sources[added]}):,} conversations"
         )
     if opened := [prompt for prompt in whole["opened"][:] if prompt]:
-        run.print(
+        print_first(
             f"The chat template asks for an answer with {opened[0]!r}. In {len(opened):,} rows an answer does not begin "
             "with all of that: the model learns from another prompt than it will get. Give rows with thoughts, or "
             "another template (docs/rows.md)"
@@ -290,7 +286,7 @@ def tell_of_rendering(
     if row and has_marks(tokenizer, settings_of(row)):
         ends = [str(tokenizer.decode([stop])) for stop in settings["stops"]]
         if end := end_behind_mark(tokenizer, messages_in(row), settings_of(row), ends):
-            run.print(
+            print_first(
                 f"The chat template writes {end!r} directly behind what it marks as an answer: it is a target too, unlike "
                 "in trl, since the model must learn to stop"
             )

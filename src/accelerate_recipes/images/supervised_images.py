@@ -208,7 +208,7 @@ def prepare_with_images(
         check_answers_are_left(rows, found, use)
         check_room(found, longest)
         if side == "train":
-            added, first = tell_of_rendering(run, rows, found, tokenizer, how)
+            added, first = tell_of_rendering(rows, found, tokenizer, how)
         cut_all = partial(map_rows, found, partial(cut_documents, longest=longest), DOCUMENTS, desc="Cutting documents")
         cut[side] = local_main_process_first(cut_all)
         check_rows_are_left(sides, {side: cut[side]}, args.max_length)
