@@ -1,10 +1,13 @@
 """Arithmetic that is the same on CPUs and GPUs: models with packed documents, and sums in bf16."""
 
 import copy
+from collections.abc import Callable
 
 import torch
 from tiny import tiny_config
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from accelerate_recipes.losses import linear_cross_entropy, next_token_loss, summed_cross_entropy
@@ -54,6 +57,21 @@ def loss_and_gradients(model, batch: dict) -> tuple[float, dict[str, torch.Tenso
     loss = next_token_loss(model.train(), batch)
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Watch(TorchDispatchMode):
+    """Notes the names of operators, and the largest tensor that one of them makes, in whatever size `size_of` gives."""
+
+    def __init__(self, size_of: Callable[[torch.Tensor], int] = torch.Tensor.numel):
+        super().__init__()
+        self.size_of, self.names, self.largest = size_of, set(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        self.names.add(function._schema.name)
+        sizes = [self.size_of(tensor) for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
+        self.largest = max([self.largest, *sizes])
+        return result
 
 
 def compare_in_bf16(device: torch.device) -> None:

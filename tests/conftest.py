@@ -13,6 +13,7 @@ from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -94,17 +95,33 @@ def forks(request, fork_server):
 
 
 @pytest.fixture(scope="module")
-def run(request, forks, tmp_path_factory):
+def arguments() -> tuple:
+    """Arguments of each `run` of a module, which may have its own."""
+    return ()
+
+
+@pytest.fixture(scope="module")
+def run(request, forks, arguments, tmp_path_factory):
     """Run the module's script with its `arguments` and more, once for all tests that ask for the same; return its output."""
-    arguments = request.getfixturevalue("arguments")
+    from helpers import launch_ok
 
     @cache
-    def output(*args: object, **options: object) -> Path:
+    def output(*args: object, **options: Any) -> Path:
         out = tmp_path_factory.mktemp("run") / "out"
-        forks.succeed(out, *arguments, *args, **options)
+        if "inductor" in options.get("flags", ()):  # its workers do not survive a fork
+            given = ("--output_dir", out, *arguments, *args)
+            launch_ok(out.parent, options["config"], request.module.SCRIPT, *given, flags=options["flags"])
+        else:
+            forks.succeed(out, *arguments, *args, **options)
         return out
 
     return output
+
+
+@pytest.fixture(scope="module")
+def run_result(run):
+    """Do as `run`, with a script that writes result.json; return what it wrote."""
+    return lambda *args, **options: json.loads((run(*args, **options) / "result.json").read_text())
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -139,6 +139,28 @@ def refused(*facts: str, error: type[Exception] = ConfigError) -> Iterator[pytes
         assert fact in str(caught.value), str(caught.value)
 
 
+def refuses(said: str, call: Callable, *args: object, error: type[Exception] = ConfigError, **settings: object) -> None:
+    """Check that a call is refused, with a message that matches."""
+    with pytest.raises(error, match=said):
+        call(*args, **settings)
+
+
+def by_time(names: Iterable, fast: Container = (), slow: Container | None = None, *more: object) -> list:
+    """Return the parameters of a test: names that are not `fast` are slow, or long if they are not in `slow` either."""
+
+    def mark(name: object):
+        return () if name in fast else pytest.mark.slow if slow is None or name in slow else pytest.mark.long
+
+    return [pytest.param(name, *more, marks=mark(name)) for name in names]
+
+
+def by_mark(cases: dict[str, list]) -> list:
+    """Return the parameters of a test, which are listed by their mark; "" is none."""
+    return [
+        pytest.param(*case, marks=getattr(pytest.mark, mark) if mark else ()) for mark in cases for case in cases[mark]
+    ]
+
+
 def blocks(page: str) -> list[str]:
     """Return the Python code that a page shows."""
     return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -170,6 +192,11 @@ def write_rows(file: Path, rows: Iterable[dict]) -> Path:
     return file
 
 
+def change_json(file: Path, **changes: object) -> None:
+    """Give fields of a JSON file other values."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
 def read_metrics(output_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -182,6 +209,13 @@ def losses(output_dir: Path) -> dict[int, float]:
 def trajectory(output_dir: Path) -> list[tuple[float, float]]:
     """Return the training losses and the norms of the gradients, in the order of the steps."""
     return [(record["loss"], record["grad_norm"]) for record in read_metrics(output_dir) if "loss" in record]
+
+
+def rows_trained_on(output_dir: Path) -> list[int]:
+    """Return the rows of all steps of a toy, in order; of a step that two runs have made, those of the later one."""
+    entries = [json.loads(line) for line in (output_dir / "rows.jsonl").read_text().splitlines()]
+    last_run_of = {entry["step"]: entry["from"] for entry in sorted(entries, key=lambda entry: entry["from"])}
+    return sorted(row for entry in entries if entry["from"] == last_run_of[entry["step"]] for row in entry["rows"])
 
 
 def near(wanted: list, rel: float = 1e-5) -> list:

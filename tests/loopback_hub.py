@@ -80,15 +80,6 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         self.server.requests.append(f"{self.command} {self.path}")
 
-    def do_HEAD(self):
-        self.answer()
-
-    def do_GET(self):
-        self.answer()
-
-    def do_POST(self):
-        self.answer()
-
     def do_PUT(self):
         """Receive a large file. Of one that is held, only a part arrives until it is no more held."""
         oid, length = self.path.rpartition("/")[2], int(self.headers["Content-Length"])
@@ -124,12 +115,10 @@ class Handler(BaseHTTPRequestHandler):
         if repository.private and not self.may_write(name):
             return self.refuse(404, "RepoNotFound")
         verb, *rest = words[2:] or ["revision"]
-        may_read = not repository.gated or self.headers.get("Authorization") == f"Bearer {self.server.token}"
-        if verb == "auth-check" or verb == "resolve":
-            if not may_read:
-                return self.refuse(403, "GatedRepo")
-            if verb == "auth-check":
-                return self.send({})
+        if verb in ("auth-check", "resolve") and repository.gated and not self.is_known():
+            return self.refuse(403, "GatedRepo")
+        if verb == "auth-check":
+            return self.send({})
         if verb == "info":
             return self.answer_about_large_files(name, json.loads(body))
         revision = rest[0] if rest else "main"
@@ -159,9 +148,13 @@ class Handler(BaseHTTPRequestHandler):
             return self.send_file(f"{kind}/{name}/{inside}", files[inside], commit)
         return self.refuse(404, "RepoNotFound")
 
+    do_HEAD = do_GET = do_POST = answer
+
     def may_write(self, name: str) -> bool:
-        is_known = self.headers.get("Authorization") == f"Bearer {self.server.token}"
-        return is_known and name.split("/")[0] == self.server.owner
+        return self.is_known() and name.split("/")[0] == self.server.owner
+
+    def is_known(self) -> bool:
+        return self.headers.get("Authorization") == f"Bearer {self.server.token}"
 
     def create(self, asked: dict):
         name = f"{asked['organization']}/{asked['name']}"
@@ -201,19 +194,20 @@ class Handler(BaseHTTPRequestHandler):
         for kind, value in changes:
             if kind == "deletedFile":
                 del files[value["path"]]
+            elif kind == "lfsFile":
+                files[value["path"]] = self.server.large[value["oid"]]
             else:
-                is_large = kind == "lfsFile"
-                data = self.server.large[value["oid"]] if is_large else base64.b64decode(value["content"])
-                files[value["path"]] = data
+                files[value["path"]] = base64.b64decode(value["content"])
         commit = repository.push(files)
         return self.send({"commitUrl": f"{self.server.url}/{name}/commit/{commit}", "commitOid": commit})
 
     @staticmethod
     def entry(path: str, data: bytes) -> dict:
-        oid = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        large = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
-        large = {"lfs": large} if path.endswith(LARGE) else {}
-        return {"type": "file", "path": path, "size": len(data), "oid": oid} | large
+        entry = {"type": "file", "path": path, "size": len(data)}
+        entry["oid"] = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        if path.endswith(LARGE):
+            entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+        return entry
 
     def send_tree(self, files: dict[str, bytes], folder: str, recursive: bool):
         prefix = f"{folder}/" if folder else ""
@@ -252,9 +246,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def refuse(self, code: int, error: str, headers: dict[str, str] | None = None):
         data = json.dumps({"error": error}).encode()
-        self.head(
-            code, {"X-Error-Code": error, "X-Error-Message": error, "Content-Length": str(len(data))} | (headers or {})
-        )
+        of_error = {"X-Error-Code": error, "X-Error-Message": error, "Content-Length": str(len(data))}
+        self.head(code, of_error | (headers or {}))
         if self.command != "HEAD":
             self.wfile.write(data)
 

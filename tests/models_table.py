@@ -32,9 +32,9 @@ import toy  # noqa: E402
 import transformers  # noqa: E402
 from any_model import NEW_TOKENS, PROMPTS  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from helpers import CHILDREN, IMPORTS, REPOSITORY, ForkServer, evaluations, read_metrics  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from tiny import composite_config  # noqa: E402
+from helpers import CHILDREN, IMPORTS, REPOSITORY, ForkServer, change_json, evaluations, read_metrics  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from tiny import change_weights, composite_config  # noqa: E402
 from tokenizers.processors import TemplateProcessing  # noqa: E402
 
 from accelerate_recipes.arguments.adapters import ALL_LINEAR  # noqa: E402
@@ -47,7 +47,7 @@ from accelerate_recipes.losses import (  # noqa: E402
     next_token_loss_without_logits,
     sequence_to_sequence_loss,
 )
-from accelerate_recipes.models.adapters import ending_with, load_settings  # noqa: E402
+from accelerate_recipes.models.adapters import load_settings  # noqa: E402
 from accelerate_recipes.models.attention import choose  # noqa: E402
 from accelerate_recipes.models.loading import load_model  # noqa: E402
 from accelerate_recipes.models.mixers import unpack_documents  # noqa: E402
@@ -350,14 +350,13 @@ class EncoderDecoder(Model):
         marks = TemplateProcessing(single=around, special_tokens=[("<s>", 1), ("</s>", 2)])
         self.tokenizer._tokenizer.post_processor = marks
         self.tokenizer.save_pretrained(self.base)
-        weights = load_file(self.base / "model.safetensors")
         if name == "T5":  # its texts begin with the padding, which a tied output layer would repeat
-            weights["shared.weight"][0] = 0
+            change_weights(
+                self.base, lambda w: w | {"shared.weight": w["shared.weight"].index_fill(0, torch.tensor([0]), 0)}
+            )
         if name in UNTIED:
-            weights["lm_head.weight"] = weights["shared.weight"].flip(0).clone()
-            config = json.loads((self.base / "config.json").read_text())
-            (self.base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-        save_file(weights, self.base / "model.safetensors", metadata={"format": "pt"})
+            change_weights(self.base, lambda w: w | {"lm_head.weight": w["shared.weight"].flip(0)})
+            change_json(self.base / "config.json", tie_word_embeddings=False)
         generator, self.pairs = np.random.default_rng(0), {}
         for part, num_pairs in {"train": 24, "eval": 5}.items():
             lengths = generator.integers((1, 4), 9, size=(num_pairs, 2)).tolist()
@@ -424,21 +423,25 @@ def agree(found: object, wanted: object, tolerance: float, what: str = "values")
     assert difference <= tolerance, f"{what} differ by {difference:.2e}, which is more than {tolerance}"
 
 
-def gradients(
-    model: transformers.PreTrainedModel, losses: Sequence[torch.Tensor]
-) -> tuple[float, dict[str, torch.Tensor]]:
+Gradients = tuple[float, dict[str, torch.Tensor]]
+
+
+def gradients(model: transformers.PreTrainedModel, losses: Sequence[torch.Tensor]) -> Gradients:
     model.zero_grad()
     loss = torch.stack(list(losses)).sum()
     loss.backward()
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def compare_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> None:
+def agree_in_gradients(of_found: Gradients, of_wanted: Gradients) -> None:
+    """Compare losses and gradients, to 1e-5."""
+    agree(of_found[0], of_wanted[0], 1e-5, "losses")
+    found, wanted = of_found[1], of_wanted[1]
     assert found.keys() == wanted.keys() and wanted
     largest = max(gradient.abs().max() for gradient in wanted.values())
     for name, gradient in wanted.items():
         difference = (found[name] - gradient).abs().max() / largest
-        assert difference <= tolerance, f"the gradient of {name} differs by {difference:.2e} of the largest"
+        assert difference <= 1e-5, f"the gradient of {name} differs by {difference:.2e} of the largest"
 
 
 def documents_alone(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -468,8 +471,7 @@ def packed_as_unpacked(model: Model) -> str | None:
         targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100).flatten()
         alone.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"))
     unpacked = gradients(net, alone)
-    agree(packed[0], unpacked[0], 1e-5, "losses")
-    compare_gradients(packed[1], unpacked[1], 1e-5)
+    agree_in_gradients(packed, unpacked)
 
 
 def padded_as_alone(model: EncoderDecoder) -> str:
@@ -479,8 +481,7 @@ def padded_as_alone(model: EncoderDecoder) -> str:
     assert len(set(batch["attention_mask"].sum(1).tolist())) > 3
     padded = gradients(net, [sequence_to_sequence_loss(net, batch)])
     alone = gradients(net, [sequence_to_sequence_loss(net, one) for one in model.alone("train")])
-    agree(padded[0], alone[0], 1e-5, "losses")
-    compare_gradients(padded[1], alone[1], 1e-5)
+    agree_in_gradients(padded, alone)
     return "not packed: recipes/t5.py pads pairs of similar length, with the loss and the gradients of each pair alone, to 1e-5"
 
 
@@ -491,8 +492,7 @@ def loss_without_logits(model: Model) -> str | None:
     net = model.load()
     found = gradients(net, [next_token_loss_without_logits(net, model.batch)])
     wanted = gradients(net, [next_token_loss(net, model.batch)])
-    agree(found[0], wanted[0], 1e-5, "losses")
-    compare_gradients(found[1], wanted[1], 1e-5)
+    agree_in_gradients(found, wanted)
 
 
 def packing_by_trl(model: Model) -> None:
@@ -558,22 +558,16 @@ def lora(model: Model) -> None:
 
     The merged export is PEFT's merge of the base and the exported adapter, and has the loss of the last evaluation.
     """
-    try_lora(model, [ALL_LINEAR])
-
-
-def try_lora(model: Model, ends: Sequence[str]) -> None:
     plain = model.load()
     layers, experts = linear_layers_and_experts(plain)
-    flags = (*model.lora, "--merge_adapter", "--lora_target_modules", *ends)
-    out = model.run(f"lora_{ends[0]}", *flags)
-    agree(trajectory(out), trajectory(model.run(f"lora_single_{ends[0]}", *flags, **SINGLE)), 1e-5)
+    flags = (*model.lora, "--merge_adapter", "--lora_target_modules", ALL_LINEAR)
+    out = model.run("lora", *flags)
+    agree(trajectory(out), trajectory(model.run("lora_single", *flags, **SINGLE)), 1e-5)
     before = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
     after = dict(model.load(out / "export").named_parameters())
     adapter = out / "export/adapter"
     agree(model.loss_of(model.with_adapter(adapter)), evaluations(out)[-1], 1e-5, "losses with PEFT")
     by_peft = dict(model.with_adapter(adapter, merged=True).named_parameters())
-    if ends != [ALL_LINEAR]:
-        layers, experts = ending_with(ends, layers), ending_with(ends, experts)
     adapted = {f"{name}.weight" for name in layers} | set(experts)
     assert adapted
     for name, weight in before.items():

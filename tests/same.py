@@ -459,13 +459,13 @@ def apart(out: Path, *words: object) -> None:
     out.mkdir()
     foreign = ("ACCELERATE_", "FSDP_", "HF_", "PARALLELISM_", "PYTHONPATH", "XDG_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    env |= {"HF_HOME": str(out / "hf"), "XDG_CACHE_HOME": str(out / "xdg"), "HF_HUB_OFFLINE": "1"}
     env |= {
-        "HF_HOME": str(out / "hf"),
-        "XDG_CACHE_HOME": str(out / "xdg"),
-        "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "0",
     }
-    env |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     with (out / "errors.log").open("wb") as log:
         command = [sys.executable, __file__, *map(str, words)]
         if subprocess.run(command, env=env, cwd=out, stderr=log, check=False).returncode:

@@ -1,9 +1,8 @@
 """Commands that are simulated, and the bases that they name."""
 
-import json
 from pathlib import Path
 
-from helpers import CONFIGS, ROOT, blocks
+from helpers import CONFIGS, ROOT, blocks, change_json
 from tiny import tiny_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -108,8 +107,7 @@ def save_bases(folder: Path) -> Path:
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "unk_token": "?"}
     PreTrainedTokenizerFast(tokenizer_object=characters, **special).save_pretrained(folder / "WIDE")
     for name in ("FLAN", "MT5"):  # as published; transformers would write true
-        file = folder / name / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
+        change_json(folder / name / "config.json", tie_word_embeddings=False)
     # The template with the trial that its page shows.
     recipe, page = ((ROOT / name).read_text() for name in ("recipes/template.py", "docs/your-recipe.md"))
     (folder / TEMPLATE[0]).write_text(recipe.replace("def main(", f"{blocks(page)[-1]}\n\ndef main("))

@@ -10,7 +10,7 @@ from pathlib import Path
 import ablation
 import pytest
 from ablation_trial import covered, longest_batch
-from helpers import CHILDREN, ROOT, environment
+from helpers import CHILDREN, ROOT, environment, refuses
 
 pytestmark = pytest.mark.long
 MACHINE = {"device": "a CPU", "cores": 2, "load_average": 1.0, "versions": {"torch": "2.13.0"}}
@@ -95,8 +95,7 @@ def test_nothing_is_launched_twice(monkeypatch, tmp_path, capsys):
     run(monkeypatch, tmp_path / "whole")
     assert third.launched == [] and (tmp_path / "whole/table.md").read_text() == table
 
-    with pytest.raises(SystemExit, match="another --out"):
-        run(monkeypatch, tmp_path / "whole", "--seed", "1")
+    refuses("another --out", run, monkeypatch, tmp_path / "whole", "--seed", "1", error=SystemExit)
 
 
 def test_tables_and_plots(monkeypatch, tmp_path, capsys):

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +18,24 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import toy
-from helpers import CHILDREN, evaluations, killed_in_step, log_of, near, refused, trajectory
+from helpers import (
+    CHILDREN,
+    by_time,
+    change_json,
+    evaluations,
+    killed_in_step,
+    log_of,
+    near,
+    refused,
+    refuses,
+    trajectory,
+)
 from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import load_file, save_file
-from tiny import save_base, tiny_config, tiny_model
+from tiny import change_weights, save_base, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 
@@ -109,22 +121,11 @@ def loss_of(model: torch.nn.Module) -> float:
     return (next_token_loss(model.eval(), batch) / count_next_tokens(batch)).item()
 
 
-@pytest.mark.parametrize(
-    "name, variant",
-    [
-        pytest.param(
-            name, (), id=name, marks=[] if name in FAST else pytest.mark.slow if name in SLOW else pytest.mark.long
-        )
-        for name in STRATEGIES
-    ]
-    + [pytest.param("fsdp2", ("--use_dora",), id="fsdp2, dora", marks=pytest.mark.slow)]
-    + [
-        pytest.param(
-            name, IN_4_BITS, id=f"{name}, 4 bits", marks=pytest.mark.slow if name in FOUR_BITS else pytest.mark.long
-        )
-        for name in islice(STRATEGIES, 1, None)
-    ],
-)
+@pytest.mark.parametrize("name, variant", [
+    *by_time(STRATEGIES, FAST, SLOW, ()),
+    *by_time(islice(STRATEGIES, 1, None), (), FOUR_BITS, IN_4_BITS),
+    *by_time(["fsdp2"], (), None, ("--use_dora",)),
+], ids=lambda value: value if isinstance(value, str) else " ".join(value))  # fmt: skip
 def test_one_trajectory(run_under, name, variant):
     """Losses and gradient norms agree to 1e-5, and the model learns."""
     reference = trajectory(run_under("one process, accumulation", *variant))
@@ -152,9 +153,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize(
-    "name", ["fsdp2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("one process, accumulation", "ddp"))]
-)
+@pytest.mark.parametrize("name", by_time(FAST, ["fsdp2"]))
 def test_4_bits_stay_as_they_were_rounded(run_under, base, no_repacking, name):
     weights = dict(in_4_bits(base, torch.float32).named_parameters())
     packed = {key for key in weights if "_proj" in key}
@@ -198,14 +197,11 @@ def test_4_bits_are_refused_where_they_cannot_be(base, monkeypatch, at_the_root,
     monkeypatch.setattr("recipe_tools.request.num_accelerators", lambda: 0)
     argv = ["accelerate_configs/fsdp_full.yaml", *CHESS, "--model_name_or_path", str(base)]
     argv += ["--output_dir", str(tmp_path / "out"), "--use_peft", "--load_in_4bit", "--merge_adapter", "--use_dora"]
-    with refused(
-        "--load_in_4bit needs a GPU, and there is none", "pip install bitsandbytes",
-        "--merge_adapter would", "--use_dora needs the exact length",
-    ):  # fmt: skip
-        preflight(argv)
+    said = r"(?s)pip install bitsandbytes.*--merge_adapter would .*--use_dora needs the exact length.*4bit needs a GPU, and"
+    refuses(said, preflight, argv)
 
 
-@pytest.mark.parametrize("name", [*FAST, pytest.param("offload", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", by_time((*FAST, "offload"), FAST))
 def test_what_trains_is_what_peft_trains(run_under, base, name):
     """The trained parameters are as many as PEFT counts; all others stay the same bit for bit, under each strategy."""
     model = AutoModelForCausalLM.from_pretrained(base)
@@ -283,29 +279,28 @@ def test_another_model_is_refused(forks, arguments, run_under, base, tmp_path):
     out, file = tmp_path / "out", base / "model.safetensors"
     shutil.copytree(run_under("fsdp2"), out)
     last = out / f"checkpoint-{LAST}"
-    weights = load_file(file)
-    other = {name: tensor.clone() for name, tensor in weights.items()}
-    other["model.layers.2.mlp.down_proj.weight"][-1, -1] += 1e-6
+    weights, whole, name = load_file(file), file.read_bytes(), "model.layers.2.mlp.down_proj.weight"
+    corner = torch.zeros_like(weights[name])
+    corner[-1, -1] = 1e-6
     try:
-        save_file(other, file, metadata={"format": "pt"})
+        change_weights(base, lambda weights: weights | {name: weights[name] + corner})
         assert forks.run(out, *arguments, "--max_steps", LAST + 1) == 2
-        with pytest.raises(ConfigError, match=r"checkpoint-10 holds adapters of .* has other weights"):
-            export(last, tmp_path / "merged", merge_adapter=True)
+        merge = partial(export, last, tmp_path / "merged", merge_adapter=True)
+        refuses(r"checkpoint-10 holds adapters of .* has other weights", merge)
         assert not list(tmp_path.glob("merged*"))
         file.write_bytes(file.read_bytes()[:-4])
-        with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read: "):
-            export(last, tmp_path / "merged", merge_adapter=True)
+        refuses(r"model\.safetensors cannot be read: ", merge)
         file.unlink()
         for part in (0, 1):
             names = sorted(weights)[part::2]
             save_file({name: weights[name] for name in names}, base / f"{part}.safetensors", metadata={"format": "pt"})
         index = {"weight_map": {name: f"{i % 2}.safetensors" for i, name in enumerate(sorted(weights))}}
         (base / "model.safetensors.index.json").write_text(json.dumps(index))
-        export(last, tmp_path / "merged", merge_adapter=True)
+        merge()
     finally:
         for path in (*base.glob("[01].safetensors"), *base.glob("*.index.json")):
             path.unlink()
-        save_file(weights, file, metadata={"format": "pt"})
+        file.write_bytes(whole)
     assert re.search(r"error: .*checkpoint-10 holds adapters of .* has other weights", log_of(out)), log_of(out)[-3000:]
 
 
@@ -340,12 +335,9 @@ MERGED = ("fsdp_full", 2, ("--use_peft", "--merge_adapter"))
 def test_an_output_layer_that_the_config_calls_tied(forks, tmp_path, out, head, config, num_processes, flags):
     """The weights in the files decide whether it is the embedding: the run evaluates, and exports, what was read."""
     base = toy.make_base(tmp_path / "base", seed=3)
-    settings = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    change_json(base / "config.json", tie_word_embeddings=True)
     if head == "equal":
-        weights = load_file(base / "model.safetensors")
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-        save_file(weights, base / "model.safetensors", {"format": "pt"})
+        change_weights(base, lambda weights: weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
     short = ("--max_steps", 2, "--lora_dropout", 0) if flags else ("--max_steps", 2)
     given = ("--model_name_or_path", base, *short, *flags)
     forks.succeed(out, *given, config=config, num_processes=num_processes)
@@ -454,8 +446,7 @@ def test_experts(tmp_path, name, in_parts):
     """The merged model has the loss of the model with adapters; so has PEFT with the files that we write."""
     base = make_mixture(tmp_path / "base", name)
     if not in_parts:
-        state = AutoModelForCausalLM.from_pretrained(base).state_dict()
-        save_file(state, base / "model.safetensors", metadata={"format": "pt"})
+        change_weights(base, lambda _: AutoModelForCausalLM.from_pretrained(base).state_dict())
     settings = {"use_peft": True, "lora_dropout": 0.0, "lora_r": 3, "merge_adapter": True, "use_rslora": True}
     args = toy.Args(model_name_or_path=str(base), **settings)
     model = load_model(str(base), "sdpa")
@@ -496,8 +487,7 @@ def test_experts_are_refused_where_they_cannot_be(monkeypatch, tmp_path):
     attention = ["q_proj", "v_proj"]
     for setting, value in (("lora_dropout", 0.05), ("use_dora", True), ("load_in_4bit", True)):
         found = toy.Args(**args | {"lora_dropout": 0.0} | {setting: value})
-        with pytest.raises(ConfigError, match=rf"experts .* --{setting}[^-]*; .*k_proj o_proj q_proj v_proj$"):
-            targets(model, found)
+        refuses(rf"experts .* --{setting}[^-]*; .*k_proj o_proj q_proj v_proj$", targets, model, found)
         assert targets(model, replace(found, lora_target_modules=attention)) == {"target_modules": attention}
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     with pytest.raises(ConfigError, match="not work with dynamo_backend in the accelerate YAML; change"):
@@ -604,18 +594,15 @@ def test_new_rows_and_a_bias(monkeypatch):
     model = tiny_model("phi")
     monkeypatch.setattr("accelerate_recipes.models.adapters.folder_of_base", lambda *base: None)
     monkeypatch.setattr("accelerate_recipes.models.adapters.mapped_weights", lambda folder: {})
-    with pytest.raises(ConfigError, match="PhiForCausalLM has a bias"):
-        add_adapters(model, toy.Args(model_name_or_path="phi", use_peft=True), [3])
+    refuses("PhiForCausalLM has a bias", add_adapters, model, toy.Args(model_name_or_path="phi", use_peft=True), [3])
 
 
 def test_new_rows_and_an_output_layer_that_the_config_calls_tied(tmp_path):
     """Whoever adds rows to such a model before it loads the adapters would tie it: only merged, it is what was trained."""
     toy.make_base(tmp_path, seed=1, tie_word_embeddings=False)
-    settings = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    change_json(tmp_path / "config.json", tie_word_embeddings=True)
     args = toy.Args(model_name_or_path=str(tmp_path), use_peft=True)
-    with pytest.raises(ConfigError, match=r"ties its output layer .* weights do not"):
-        add_adapters(load_model(str(tmp_path), "sdpa"), args, [3])
+    refuses(r"ties its output layer .* weights do not", add_adapters, load_model(str(tmp_path), "sdpa"), args, [3])
     args.merge_adapter = True
     assert add_adapters(load_model(str(tmp_path), "sdpa"), args, [3])
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from accelerate.utils import set_seed
-from helpers import ROOT, refused
+from helpers import ROOT, refused, refuses
 from transformers import TrainingArguments
 from trl import ModelConfig
 
@@ -18,7 +18,6 @@ from accelerate_recipes.arguments import shipped
 from accelerate_recipes.arguments.declaring import Merge, Range
 from accelerate_recipes.arguments.help import recipe_parser
 from accelerate_recipes.data.rows import permutation
-from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.checks import sharing_problems
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
 from recipe_tools.commands import command_parser
@@ -159,8 +158,7 @@ def test_accumulation_follows_from_the_total(total, per_device, world_size, step
     (["--learning", "1"], "unknown argument 'learning'"),
 ])  # fmt: skip
 def test_arguments_that_are_refused(argv, reason):
-    with pytest.raises(ConfigError, match=reason):
-        parse(TrainArgs, argv, world_size=1)
+    refuses(reason, parse, TrainArgs, argv, world_size=1)
 
 
 @pytest.mark.parametrize("argv", [

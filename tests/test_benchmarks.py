@@ -15,7 +15,7 @@ import harness
 import psutil
 import pytest
 import torch
-from helpers import CONFIGS, REPOSITORY, ROOT, environment, hidden
+from helpers import CONFIGS, REPOSITORY, ROOT, environment, hidden, refuses
 
 from accelerate_recipes.args import parse
 from accelerate_recipes.launch.checks import environment_problems, lever_problems
@@ -138,8 +138,7 @@ def test_first_step_parts(tmp_path):
     cpu = {part: used["cpu"] for part, used in found.items()}
     assert cpu["rows"] > 0.65 and 0.5 > cpu["model"] > 0.25 > cpu["first step"], cpu
     assert all(found[part]["wall"] > 0 for part in first_step.PARTS)
-    with pytest.raises(SystemExit, match=r"(?s)ended with 3.*last words"):
-        first_step.start([*command, "fails"], tmp_path)
+    refuses(r"(?s)ended with 3.*last words", first_step.start, [*command, "fails"], tmp_path, error=SystemExit)
 
 
 def test_results_say_when_they_were_measured():

@@ -13,7 +13,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from datasets import Dataset
-from helpers import ROOT, read_metrics
+from helpers import ROOT, read_metrics, refuses
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from tiny import tiny_config, tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -294,8 +294,7 @@ def test_a_leak_inside_a_layer_is_unpacked(monkeypatch):
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, hidden: forward(self, hidden.cumsum(1)))
     monkeypatch.setattr(probes, "_packing", {})
     model = tiny_model()
-    with pytest.raises(ConfigError, match="llama models do not keep attention inside a document"):
-        check_document_mask(model, torch.device("cpu"))
+    refuses("llama models do not keep attention inside a document", check_document_mask, model, torch.device("cpu"))
     assert packing_of(model.config) is Packing.POSITIONS and mixers_in(model) == {"LlamaMLP"}
     unpack_documents(model, mixers_in(model))
     check_document_mask(model, torch.device("cpu"))
@@ -306,8 +305,7 @@ def test_a_model_that_no_tiny_one_stands_for_is_tried_itself(monkeypatch):
     monkeypatch.setattr(probes, "_packing", {})
     model = tiny_model("opt")
     assert packing_of(model.config) is Packing.UNKNOWN
-    with pytest.raises(ConfigError, match=r"opt models .* a mask could not be tried"):
-        check_document_mask(model, torch.device("cpu"))
+    refuses(r"opt models .* a mask could not be tried", check_document_mask, model, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"no tiny opt could be made .* nothing says"):
         check_trl_packing(SimpleNamespace(has_boundaries=True, router_aux_loss_coef=0.0), model)
     assert any(
@@ -378,14 +376,12 @@ def test_a_model_that_is_not_tiny_is_not_built(monkeypatch):
 def test_a_tokenizer_without_an_end_token(tmp_path):
     make, _, _ = SHAPES["qwen"]
     transformers.PreTrainedTokenizerFast(tokenizer_object=make()).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=rf"the tokenizer of {tmp_path} has no end token, .*; set its eos_token"):
-        load_tokenizer(str(tmp_path))
+    refuses(rf"the tokenizer of {tmp_path} has no end token, .*; set its eos_token", load_tokenizer, str(tmp_path))
 
 
 def test_rows_longer_than_the_model_is_made_for(folder, tmp_path):
     check_length(str(folder), 96)
-    with pytest.raises(ConfigError, match=rf"--max_length is 97, but {folder} .* 96 or less"):
-        check_length(str(folder), 97)
+    refuses(rf"--max_length is 97, but {folder} .* 96 or less", check_length, str(folder), 97)
 
 
 def test_a_model_whose_positions_have_no_end(tmp_path):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, change_json, refuses
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model
@@ -35,12 +35,14 @@ def copied(exported, tmp_path) -> Path:
 
 
 @pytest.fixture
-def call(command):
-    """Run a command in this process; returns exit code and stderr."""
+def refusal(command):
+    """Run a command that is refused; return its one message."""
 
-    def run(*argv: object) -> tuple[int, str]:
+    def run(*argv: object, code: int = 1) -> str:
         done = command(*argv)
-        return done.returncode, done.stderr
+        said = done.stderr
+        assert done.returncode == code and said.count("error: ") == 1 and "Traceback" not in said, said
+        return said
 
     return run
 
@@ -69,8 +71,7 @@ def test_without_a_command(program, monkeypatch, capsys):
 )
 def test_usage_names_the_command(command, monkeypatch, at_the_root, capsys):
     monkeypatch.setattr(sys, "argv", ["/somewhere/accelerate_recipes/__main__.py", *command, "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        commands.main()
+    refuses("0", commands.main, error=SystemExit)
     name = "python -m accelerate_recipes " + " ".join(command).removesuffix(" recipes/template.py")
     said = capsys.readouterr().out
     assert said.startswith(f"usage: {'accelerate launch' if command == ['launch'] else name} "), said[:200]
@@ -81,17 +82,13 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def overwrite(file: Path, **changes: object) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 DAMAGES = {
     "weights": (lambda out: cut(out / "model.safetensors"), "cannot be loaded: "),
     "no weights": (lambda out: (out / "model.safetensors").unlink(), "cannot be loaded: "),
-    "another model": (lambda out: overwrite(out / "config.json", num_hidden_layers=3), "lacks the weights model.layers.2."),
-    "other sizes": (lambda out: overwrite(out / "config.json", hidden_size=64), "cannot be loaded: "),
-    "a size of words": (lambda out: overwrite(out / "config.json", hidden_size="wide"), "cannot be loaded: "),
-    "no architecture": (lambda out: overwrite(out / "config.json", architectures=3), "cannot be loaded: "),
+    "another model": (lambda out: change_json(out / "config.json", num_hidden_layers=3), "lacks the weights model.layers.2."),
+    "other sizes": (lambda out: change_json(out / "config.json", hidden_size=64), "cannot be loaded: "),
+    "a size of words": (lambda out: change_json(out / "config.json", hidden_size="wide"), "cannot be loaded: "),
+    "no architecture": (lambda out: change_json(out / "config.json", architectures=3), "cannot be loaded: "),
     "config": (lambda out: cut(out / "config.json"), "cannot be loaded: "),
     "a config of binary": (lambda out: (out / "config.json").write_bytes(bytes(range(256))), "cannot be loaded: "),
     "tokenizer": (lambda out: cut(out / "tokenizer.json"), "cannot be loaded: "),
@@ -107,11 +104,10 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_export(damage, copied, call):
+def test_a_damaged_export(damage, copied, refusal):
     damaged, expected = DAMAGES[damage]
     damaged(copied)
-    code, said = call("check-export", copied, "--prompt", "a")
-    assert code == 1 and said.count("error: ") == 1 and expected in said and "Traceback" not in said, said
+    assert expected in refusal("check-export", copied, "--prompt", "a")
 
 
 @pytest.mark.parametrize("flags, expected", [
@@ -120,12 +116,11 @@ def test_a_damaged_export(damage, copied, call):
     (["--max_new_tokens", "100000"], "give at most 30"),
     (["--prompt", ""], "--prompt has no tokens; give a text"),
 ])  # fmt: skip
-def test_what_an_export_cannot_answer(flags, expected, exported, call):
-    code, said = call("check-export", exported, "--prompt", "a b", *flags)
-    assert code == 1 and expected in said and said.count("error: ") == 1
+def test_what_an_export_cannot_answer(flags, expected, exported, refusal):
+    assert expected in refusal("check-export", exported, "--prompt", "a b", *flags)
 
 
-def test_answers(exported, call):
+def test_answers(exported, refusal):
     """Each prompt has its answer, that of the prompt alone, in the order in which they are given."""
 
     def answers(*words: str) -> list[str]:
@@ -136,34 +131,34 @@ def test_answers(exported, call):
     alone = [answers("--prompt", prompt) for prompt in ("a b", "b", "a a b")]
     assert [len(lines) for lines in alone] == [2, 2, 2] and len({lines[0] for lines in alone}) == 3
     assert answers("--prompt", "a b", "b", "--prompt", "a a b") == [line for lines in alone for line in lines]
-    code, said = call("check-export", exported, "--prompt", "b", "a a b", "--max_new_tokens", "30")
-    assert code == 1 and "behind a prompt of 3 tokens" in said and "give at most 29" in said
+    said = refusal("check-export", exported, "--prompt", "b", "a a b", "--max_new_tokens", "30")
+    assert "behind a prompt of 3 tokens" in said and "give at most 29" in said
 
 
 @pytest.mark.parametrize("size", ["abc", "0", "-1", "1e3", "", "0GB", "-5MB", "nanGB", "infGB", "5 G B"])
-def test_sizes_of_files(size, tmp_path, call):
-    code, said = call("export", tmp_path, tmp_path / "out", f"--max_shard_size={size}")
-    assert code == 1 and f"--max_shard_size {size!r} is not a size" in said
+def test_sizes_of_files(size, tmp_path, refusal):
+    said = refusal("export", tmp_path, tmp_path / "out", f"--max_shard_size={size}")
+    assert f"--max_shard_size {size!r} is not a size" in said
 
 
-def test_an_interrupted_command_leaves_no_stack(monkeypatch, call):
+def test_an_interrupted_command_leaves_no_stack(monkeypatch, command):
     """Ctrl-C comes most often while the libraries are loaded, in the function of the command."""
 
     def interrupt(args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(commands, "show_downloads", interrupt)
-    assert call("list") == (130, "")
+    done = command("list")
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 @pytest.mark.parametrize("typed, meant", [
     (["prefligth"], "preflight"), (["checkpoint", "lisst", "x"], "list"), (["k8s", "pytorchjb"], "pytorchjob"),
     (["check-export", "--promt", "x", "y"], "--prompt"),
 ])  # fmt: skip
-def test_a_misspelt_command(typed, meant, call):
-    code, said = call(*typed)
-    assert code == 2 and said.endswith(f"; did you mean {meant!r}?\n"), said
-    assert "did you mean" not in call("nonsense")[1]
+def test_a_misspelt_command(typed, meant, refusal):
+    assert refusal(*typed, code=2).endswith(f"; did you mean {meant!r}?\n")
+    assert "did you mean" not in refusal("nonsense", code=2)
 
 
 @pytest.fixture
@@ -198,11 +193,10 @@ def mistaken(tmp_path, monkeypatch) -> Path:
     ("check-export", "empty", "it holds no config.json or adapter_config.json"),
     ("push", "run", "whose export is run/export"),
 ])  # fmt: skip
-def test_a_folder_that_is_something_else(words, given, said, mistaken, call):
+def test_a_folder_that_is_something_else(words, given, said, mistaken, refusal):
     """The message says what it is, and which was meant."""
     more = {"push": ["me/tiny"], "export": ["out"]}.get(words, [])
-    code, message = call(*words.split(), given, *more)
-    assert code == 1 and said in message and message.count("error: ") == 1, message
+    assert said in refusal(*words.split(), given, *more)
 
 
 def test_a_run_without_checkpoints_has_a_line(mistaken, command):
@@ -250,15 +244,15 @@ NONSENSE = st.tuples(st.sampled_from(COMMANDS), st.lists(st.sampled_from([*FLAGS
     max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(NONSENSE)
-def test_nonsense_is_one_message(places, tmp_path, monkeypatch, call, drawn):
+def test_nonsense_is_one_message(places, tmp_path, monkeypatch, command, drawn):
     """Every command refuses, or does what it was asked for; it never ends in a traceback."""
-    command, words = drawn
-    if command == ["plan"] and "recipes/chess.py" in words:
+    name, words = drawn
+    if name == ["plan"] and "recipes/chess.py" in words:
         return  # it would simulate
     monkeypatch.chdir(tmp_path)
     for name in ("recipes", "accelerate_configs"):
         Path(name).exists() or Path(name).symlink_to(ROOT / name)
     argv = [word.format(**places) for word in words]
-    code, said = call(*command, *argv)
-    assert "Traceback" not in said and said.count("error: ") <= 1
-    assert code in (0, 1, 2, 75) and (code in (0, 75) or said or command == ["requeue"]), (command, argv, said)
+    done = command(*name, *argv)
+    assert "Traceback" not in done.stderr and done.stderr.count("error: ") <= 1
+    assert done.returncode in (0, 75) or (done.returncode in (1, 2) and (done.stderr or name == ["requeue"])), done

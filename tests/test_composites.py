@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers import CHILDREN, ROOT, killed_in_step, log_of, losses, write_rows
+from helpers import CHILDREN, ROOT, by_time, log_of, losses, refuses, write_rows
 from packaging.version import Version
-from safetensors.torch import load_file, save_file
-from tiny import COMPOSITE, LINEAR, tiny_composite, tiny_model
+from safetensors.torch import load_file
+from tiny import COMPOSITE, LINEAR, change_weights, tiny_composite, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
@@ -22,16 +22,8 @@ from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import check_base, read_marker
 from accelerate_recipes.checkpoint.weight_files import saved_tensors
 from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.models import composites
 from accelerate_recipes.models.base import open_base
-from accelerate_recipes.models.composites import (
-    COMPOSITES,
-    check_tokens,
-    layers_in_whole,
-    name_in_whole,
-    names_of_class,
-    places_of_parts,
-    text_part,
-)
 from accelerate_recipes.models.loading import CAUSAL, load_model
 from accelerate_recipes.models.pretrained import check_model, mapped_weights
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
@@ -69,8 +61,7 @@ def save_base(
             setattr(settings, name, token)
     model.save_pretrained(folder)
     if model_type.startswith("qwen3_5"):
-        file = folder / "model.safetensors"
-        save_file(load_file(file) | MTP, file, metadata={"format": "pt"})
+        change_weights(folder, lambda weights: weights | MTP)
     (folder / "preprocessor_config.json").write_text('{"size": {"height": 8},  "image_mean": [0.5, 0.5, 0.5]}')
     return folder
 
@@ -83,11 +74,11 @@ def logits_of(model: PreTrainedModel, length: int = 12) -> torch.Tensor:
 
 
 def test_types():
-    assert sorted(COMPOSITES) == sorted(COMPOSITE) and IMAGES.keys() < COMPOSITE.keys()
+    assert sorted(composites.COMPOSITES) == sorted(COMPOSITE) and IMAGES.keys() < COMPOSITE.keys()
 
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model_type", COMPOSITES)
+@pytest.mark.parametrize("model_type", composites.COMPOSITES)
 def test_the_text_part_computes_what_the_whole_does(model_type, tied, tmp_path):
     base = save_base(tmp_path, model_type, tie_word_embeddings=tied)
     checked = check_model(str(base), CAUSAL)
@@ -108,22 +99,21 @@ def test_the_text_part_computes_what_the_whole_does(model_type, tied, tmp_path):
 def test_a_whole_llama4_computes_nothing(monkeypatch):
     """Of transformers 5.24 by itself: when it works, `image_outputs` may go from tiny.py, and a sentence from docs/checkpoints.md."""
     monkeypatch.delattr(MoeCausalLMOutputWithPast, "image_outputs")
-    with pytest.raises(AttributeError, match="image_outputs"):
-        logits_of(tiny_composite("llama4"))
+    refuses("image_outputs", logits_of, tiny_composite("llama4"), error=AttributeError)
 
 
-@pytest.mark.parametrize("model_type", COMPOSITES)
+@pytest.mark.parametrize("model_type", composites.COMPOSITES)
 def test_adapters_find_their_layers_in_the_whole(model_type):
     """All of them, also those that lie beside the layers, and none of other parts."""
     with torch.device("meta"):
         whole = tiny_composite(model_type)
-        text = AutoModelForCausalLM.from_config(text_part(whole.config))
-    places = places_of_parts(text, whole.state_dict())
+        text = AutoModelForCausalLM.from_config(composites.text_part(whole.config))
+    places = composites.places_of_parts(text, whole.state_dict())
     names = [*linear_layers_and_experts(text)[0], "lm_head"]
-    pattern = layers_in_whole({name.rpartition(".")[2] for name in names}, places)
+    pattern = composites.layers_in_whole({name.rpartition(".")[2] for name in names}, places)
     linear = {name for name, module in whole.named_modules() if isinstance(module, torch.nn.Linear)}
     found = {name for name in linear if re.fullmatch(pattern, name)}
-    assert found == {name_in_whole(name, places) for name in names}
+    assert found == {composites.name_in_whole(name, places) for name in names}
 
 
 @torch.no_grad()
@@ -159,10 +149,7 @@ def check_whole(export: Path, base: Path, text_dtype: torch.dtype = torch.float3
 RUN = ("--num_train_epochs", 1.2)
 
 
-MARKS = {"qwen3_5": [], "gemma3": pytest.mark.slow}
-
-
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, pytest.mark.long)) for name in IMAGES])
+@pytest.fixture(scope="module", params=by_time(IMAGES, ["qwen3_5"], ["gemma3"]))
 def trained(request, forks, tmp_path_factory) -> tuple[Path, Path, str]:
     """A base, the output directory of a run of two ranks of FSDP2 that began with it, and the log."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -180,14 +167,9 @@ def test_trained_as_by_one_process(trained, forks, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_and_resumed(trained, forks, tmp_path):
+def test_killed_and_resumed(trained, killed_and_resumed):
     base, two, _ = trained
-    args = ("--model_name_or_path", base, *RUN)
-    assert forks.run(tmp_path / "out", *args, **killed_in_step(5)) == -9
-    forks.succeed(tmp_path / "out", *args)
-    assert losses(tmp_path / "out") == losses(two)
-    files, resumed = (mapped_weights(out / "export") for out in (two, tmp_path / "out"))
-    assert all(files[name].equal(resumed[name]) for name in files)
+    killed_and_resumed(SCRIPT, "--model_name_or_path", base, *RUN, whole=two)
 
 
 def test_the_export_is_the_whole(trained, tmp_path):
@@ -208,29 +190,23 @@ def test_another_base_is_refused(trained, forks, tmp_path):
     base, two, _ = trained
     shutil.copytree(two, tmp_path / "out")
     file = base / "model.safetensors"
-    weights = load_file(file)
-    name = next(name for name in weights if "vis" in name)
+    whole, name = file.read_bytes(), next(name for name in load_file(file) if "vis" in name)
     try:
-        save_file(weights | {name: weights[name] + 1}, file, metadata={"format": "pt"})
+        change_weights(base, lambda weights: weights | {name: weights[name] + 1})
         said = "holds the trained part of .* has other weights now"
         assert forks.run(tmp_path / "out", "--model_name_or_path", base, "--num_train_epochs", 1.4) == 2
         assert re.search(said, log_of(tmp_path / "out"))
-        with pytest.raises(ConfigError, match=said):
-            export(two / "checkpoint-6", tmp_path / "export")
+        refuses(said, export, two / "checkpoint-6", tmp_path / "export")
         export(two / "checkpoint-6", tmp_path / "text", text_only=True)
         with pytest.raises(ConfigError, match=said):  # a base that holds the text part alone
             check_base(two / "checkpoint-6", read_marker(two / "checkpoint-6"), None)
         file.unlink()
-        with pytest.raises(ConfigError, match="holds no weights, but the export needs those of"):
-            export(two / "checkpoint-6", tmp_path / "export")
+        refuses("holds no weights, but the export needs those of", export, two / "checkpoint-6", tmp_path / "export")
     finally:
-        save_file(weights, file, metadata={"format": "pt"})
+        file.write_bytes(whole)
 
 
-@pytest.mark.parametrize("model_type", [
-    pytest.param("gemma3", marks=pytest.mark.slow),
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("llama4", "qwen3_5_moe", "qwen3_vl")),
-])  # fmt: skip
+@pytest.mark.parametrize("model_type", by_time(("gemma3", "llama4", "qwen3_5_moe", "qwen3_vl"), (), ["gemma3"]))
 def test_adapters(model_type, forks, tmp_path):
     """Adapters are of the text part alone, though other parts have layers of the same names; merged, the whole is exported."""
     base, out = save_base(tmp_path / "base", model_type), tmp_path / "out"
@@ -313,13 +289,11 @@ def test_a_token_for_an_image(texts, tmp_path):
     flags |= {"output_dir": tmp_path / "out"}
     command = [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
     said = r"row \d+, token \d+, behind '.+ ', is 400, .* \(image_token_index in the config\.json"
-    with pytest.raises(DataError, match=said):
-        recipe.prepare_data([str(ROOT / "recipes/sft.py"), *command])
+    refuses(said, recipe.prepare_data, [str(ROOT / "recipes/sft.py"), *command], error=DataError)
     model = load_model(str(texts / "base"), "sdpa")
     batch = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 400]]), "row": torch.tensor([11, 12])}
-    with pytest.raises(DataError, match="row 13, token 3 is 400, which stands for an image"):
-        check_tokens(batch, model)
-    check_tokens(batch | {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 399]])}, model)
+    refuses("row 13, token 3 is 400, which stands for an image", composites.check_tokens, batch, model, error=DataError)
+    composites.check_tokens(batch | {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 399]])}, model)
 
 
 OTHERS = (
@@ -337,7 +311,7 @@ def test_the_text_part_is_found(inside, head):
     model = tiny_model("qwen3", tie_word_embeddings=False)
     names = {name: name.replace("model.", inside).replace("lm_head.", head) for name in model.state_dict()}
     extra = f"{inside}layers.2.embed_tokens.weight"  # a layer that predicts the token after the next
-    found = names_of_class(model, {*names.values(), *OTHERS, extra})
+    found = composites.names_of_class(model, {*names.values(), *OTHERS, extra})
     assert found == {of_file: name for name, of_file in names.items()} | {extra: "model.layers.2.embed_tokens.weight"}
 
 
@@ -352,7 +326,6 @@ def test_heads_of_other_models_that_are_ignored(model_type, head, tmp_path):
     }
     model = tiny_model(model_type, head_dim=8, moe_intermediate_size=16, **more[model_type])
     model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
     others = {head: torch.ones(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
-    save_file(load_file(file) | others, file, metadata={"format": "pt"})
+    change_weights(tmp_path, lambda weights: weights | others)
     assert open_base(model.to("meta"), str(tmp_path), None).rest.keys() == {head}

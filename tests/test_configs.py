@@ -12,7 +12,7 @@ import pytest
 import xxhash
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
-from helpers import CHILDREN, CONFIGS, ROOT, refused, without_runs
+from helpers import CHILDREN, CONFIGS, ROOT, refused, refuses, without_runs
 from huggingface_hub import constants
 
 from accelerate_recipes import recipe
@@ -154,8 +154,7 @@ def test_what_accelerate_reads_is_read(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("\n".join([*MINIMAL, "dynamo_config:", "main_process_port: 0"]).replace("num_processes: 2\n", ""))
     assert "3 processes" in preflight([str(config), "--num_processes", "3", *LAPTOP, "--total_batch_size", "24"])[0]
-    with pytest.raises(ConfigError, match="num_processes is None; accelerate needs a number"):
-        preflight([str(config), *LAPTOP])
+    refuses("num_processes is None; accelerate needs a number", preflight, [str(config), *LAPTOP])
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -206,8 +205,7 @@ def test_patterns_that_are_none(pattern, tmp_path):
         "recipes/c4.py", "--dataset_name", str(tmp_path), "--dataset_files", pattern, "--max_steps", "3", "--sed",
         "1",
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match=r"argument 'sed'(.|\n)*is no pattern of files inside "):
-        preflight([str(CONFIGS / "fsdp_full.yaml"), *c4])
+    refuses(r"argument 'sed'(.|\n)*is no pattern of files inside ", preflight, [str(CONFIGS / "fsdp_full.yaml"), *c4])
 
 
 @pytest.mark.parametrize(
@@ -277,8 +275,7 @@ def test_wrap_class_and_missing_model(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"LlamaDecodrLayer is not in .*; did you mean 'LlamaDecoderLayer'\?"):
         preflight([str(config), *chess, str(tmp_path / "m")])
     download = r"model 'nobody/nothing' is not in .*\n.* python -m accelerate_recipes download .*chess.py --train_files"
-    with pytest.raises(ConfigError, match=download):
-        preflight([str(CONFIGS / "fsdp_full.yaml"), *chess, "nobody/nothing"])
+    refuses(download, preflight, [str(CONFIGS / "fsdp_full.yaml"), *chess, "nobody/nothing"])
     with pytest.raises(ConfigError, match=f"model '{tmp_path}/n': no such folder$"):
         preflight([str(CONFIGS / "fsdp_full.yaml"), *chess, str(tmp_path / "n")])
 
@@ -357,8 +354,7 @@ def test_output_directory(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(2**60, 0, needs))
     said = preflight([*short, "2"])[0]
     assert f"Parameters: 1,357,952; {tmp_path}/new/out needs 42.052 MiB for 3 checkpoints" in said
-    with pytest.raises(ConfigError, match=r"needs 54.342 MiB for 4 checkpoints of .* 42.052 MiB free"):
-        preflight([*short, "3"])
+    refuses(r"needs 54.342 MiB for 4 checkpoints of .* 42.052 MiB free", preflight, [*short, "3"])
     assert not (tmp_path / "new").exists()
     leftover = tmp_path / "new/out/checkpoint-5.partial/state"
     leftover.mkdir(parents=True)
@@ -381,8 +377,7 @@ def test_the_checkpoint_to_go_on_from(tmp_path):
     assert f"warning: {checkpoint} is damaged" in preflight(argv)[0]
     with pytest.raises(ConfigError, match=r"the checksum of weights is .*; give an older one, or latest"):
         preflight([*argv, "--resume_from_checkpoint", str(checkpoint)])
-    with pytest.raises(ConfigError, match="--seed was 42 and is now 1; set it back"):
-        preflight([*argv, "--seed", "1"])
+    refuses("--seed was 42 and is now 1; set it back", preflight, [*argv, "--seed", "1"])
 
 
 @pytest.fixture
@@ -411,8 +406,7 @@ def test_a_run_that_cannot_write_says_so_at_once(place, tmp_path, monkeypatch, s
     is_link = "{gone}" in place
     toy, place = shipped.load(CHILDREN / "toy.py"), place.format(file=tmp_path / "file", gone=tmp_path / "gone")
     monkeypatch.setattr("sys.argv", ["toy.py", "--output_dir", place])
-    with pytest.raises(SystemExit, match="2"):
-        recipe.run_recipe(lambda args: pytest.fail("it ran"), toy.Args, toy.requirements)
+    refuses("2", recipe.run_recipe, lambda args: pytest.fail("it ran"), toy.Args, toy.requirements, error=SystemExit)
     (said,) = started
     assert f"--output_dir {place} cannot be written to: " in said or (not place and "--output_dir is empty" in said)
     assert is_link == (f"{tmp_path / 'gone'} is a link to nowhere, which is not there" in said)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import ROOT, hidden
+from helpers import ROOT, by_time, hidden
 
 from accelerate_recipes.errors import ConfigError
 from recipe_tools import machine
@@ -252,9 +252,7 @@ def test_the_command_says_what_it_finds(monkeypatch, tmp_path, capsys):
 FEW = {"gradients are an average over the ranks"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in FEW else pytest.mark.long) for n in FAULTS]
-)
+@pytest.mark.parametrize("name", by_time(FAULTS, (), FEW))
 def test_a_planted_fault_fails_its_proof(fork_server, tmp_path, monkeypatch, name):
     fault = FAULTS[name]
     packages = shutil.copytree(ROOT / "src", tmp_path / "src")

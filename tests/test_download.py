@@ -14,25 +14,16 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import CONFIGS, ROOT, log_of, read_metrics
+from helpers import CONFIGS, ROOT, log_of, read_metrics, refuses
 from huggingface_hub import constants
 from loopback_hub import C4, CHESS, Commands, LoopbackHub, model_files
 
 from accelerate_recipes import recipe
 from accelerate_recipes.data.files import read_split
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.hub import cache as hub_cache
 from accelerate_recipes.hub import download
-from accelerate_recipes.hub.cache import (
-    MANIFEST,
-    HubDataset,
-    HubModel,
-    bytes_of,
-    dataset_files,
-    folder,
-    lacking,
-    pinned,
-    repository,
-)
+from accelerate_recipes.hub.cache import MANIFEST, HubDataset, HubModel, bytes_of, dataset_files, folder, lacking
 from accelerate_recipes.launch import requirements
 
 CARD = """---
@@ -364,7 +355,7 @@ def test_what_others_put_into_the_cache(server, tmp_path, monkeypatch):
     assert lacking(HubModel("tiny/llama")) == ["all of it"]
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text("abc")
-    assert lacking(HubModel("tiny/llama")) == [] and pinned("tiny/llama")["revision"] == "abc"
+    assert lacking(HubModel("tiny/llama")) == [] and hub_cache.pinned("tiny/llama")["revision"] == "abc"
     (repository / "snapshots/abc/model-00001-of-00002.safetensors").unlink()
     assert lacking(HubModel("tiny/llama")) == ["model-00001-of-00002.safetensors"]
     (repository / "snapshots/abc/tokenizer.json").unlink()
@@ -401,8 +392,7 @@ def test_an_online_run_downloads_first(monkeypatch, tmp_path):
         lambda: requirements.provide(recipe.TrainArgs(), requirements.Requirements(models=[missing.name]), ["some.py"]),
         lambda: download.download([missing], ["some.py"]),
     ):
-        with pytest.raises(ConfigError, match=f":\n  - model '{missing.name}': no such folder$"):
-            fn()
+        refuses(f":\n  - model '{missing.name}': no such folder$", fn)
 
 
 def test_preflight_says_what_is_not_here(commands, tmp_path):
@@ -443,7 +433,7 @@ DAMAGED = [
 @pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
 def test_a_damaged_record_is_one_message(tmp_path, monkeypatch, command, content):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    file = repository("model", "tiny/llama") / MANIFEST
+    file = hub_cache.repository("model", "tiny/llama") / MANIFEST
     file.parent.mkdir()
     file.write_text(json.dumps(RECORD))
     assert lacking(HubModel("tiny/llama")) == ["config.json"], "this one is whole"

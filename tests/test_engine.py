@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from helpers import refuses
 from tiny import tiny_config
 from transformers import Trainer, TrainingArguments
 
@@ -317,8 +318,7 @@ def test_a_step_that_is_not_finite_leaves_the_weights(poison):
         loss.register_hook(lambda gradient: gradient * float("nan"))
         return loss
 
-    with pytest.raises(NonFiniteError, match=r"inf|nan"):
-        train_step(run, [batch], loss_fn, count_next_tokens)
+    refuses(r"inf|nan", train_step, run, [batch], loss_fn, count_next_tokens, error=NonFiniteError)
     for parameter, old in zip(run.model.parameters(), before, strict=True):
         assert torch.equal(parameter, old)
 
@@ -365,22 +365,15 @@ def test_evaluation_weights_tokens_and_skips_empty_rows():
     rows = make_rows()
     one_by_one = [torch.utils.data.default_collate([rows[i]]) for i in range(20)]
     together = torch.utils.data.default_collate([rows[i] for i in [*range(20), -1, -1]])
-    functions = (next_token_loss, count_next_tokens)
-    together, apart = (evaluate_loss(accelerator, model, b, *functions) for b in ([together], one_by_one))
-    assert together == pytest.approx(apart, rel=1e-6)
-    assert model.training
-
-
-def test_evaluation_keeps_nothing_for_gradients():
-    seen = []
 
     def loss_fn(model, batch):
-        seen.append(torch.is_grad_enabled())
+        assert not torch.is_grad_enabled(), "it keeps nothing for gradients"
         return next_token_loss(model, batch)
 
-    batch = torch.utils.data.default_collate([make_rows()[0]])
-    evaluate_loss(Accelerator(cpu=True), make_model(), [batch], loss_fn, count_next_tokens)
-    assert seen == [False] and torch.is_grad_enabled()
+    functions = (loss_fn, count_next_tokens)
+    together, apart = (evaluate_loss(accelerator, model, b, *functions) for b in ([together], one_by_one))
+    assert together == pytest.approx(apart, rel=1e-6)
+    assert model.training and torch.is_grad_enabled()
 
 
 def test_tensors_of_a_batch_go_to_the_device():

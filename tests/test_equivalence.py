@@ -4,11 +4,10 @@ The runs are forked, with the variables that `accelerate launch` would set. test
 slow tests one of each other kind.
 """
 
-import functools
 import json
 
 import pytest
-from helpers import CHILDREN, launch_ok, near
+from helpers import CHILDREN, by_time, launch_ok, near
 
 # Name: config, processes, sequences per forward pass, launch flags, number of FSDP units, share of the parameters
 # that a rank holds. FSDP2's units are 3 layers, the embedding, and norm with output layer (without wrapping only the root).
@@ -37,27 +36,18 @@ FAST = (
     "one process", "accumulation", "ddp", "fsdp2", "hybrid 2 x 2, accumulation", "activation checkpointing",
     "rows shared by 2", "rows shared by 2, 2 shards", "fsdp1",
 )  # fmt: skip
-NAMES = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in STRATEGIES]
+NAMES = by_time(STRATEGIES, FAST)
 SCRIPT = CHILDREN / "steps.py"
 
 
 @pytest.fixture(scope="module")
-def run_steps(forks, tmp_path_factory):
-    """Run tests/children/steps.py under a strategy, once for all tests that use its result."""
-    done: dict[tuple, dict] = {}
+def run_steps(run_result):
+    """Run tests/children/steps.py under a strategy, perhaps with more flags of the launcher."""
 
-    def result(name: str, *args: object) -> dict:
-        if (name, *args) not in done:
-            config, world_size, size, flags, _, _ = STRATEGIES[name]
-            tmp_path = tmp_path_factory.mktemp("steps")
-            out = tmp_path / "out"
-            args_of_run = ("--per_device_train_batch_size", size, *args)
-            if "inductor" in flags:  # inductor's workers do not survive a fork
-                launch_ok(tmp_path, config, SCRIPT, "--output_dir", out, *args_of_run, flags=flags)
-            else:
-                forks.succeed(out, *args_of_run, config=config, num_processes=world_size, flags=flags)
-            done[name, *args] = json.loads((out / "result.json").read_text())
-        return done[name, *args]
+    def result(name: str, *args: object, more: tuple[str, ...] = ()) -> dict:
+        config, world_size, size, flags, _, _ = STRATEGIES[name]
+        where = {"config": config, "num_processes": world_size, "flags": (*flags, *more)}
+        return run_result("--per_device_train_batch_size", size, *args, **where)
 
     return result
 
@@ -126,11 +116,11 @@ def test_tied_embeddings(run_steps):
     assert found["resumed"] == found["trajectory"][2:]
 
 
-BY_DOCUMENTS = {"fsdp2": ()} | dict.fromkeys(("fsdp1", "activation checkpointing", "ddp"), pytest.mark.slow)
-BY_DOCUMENTS |= {"rows shared by 2": (), "rows shared by 4, with 2 heads for keys": pytest.mark.slow}
+BY_DOCUMENTS = {"fsdp2", "rows shared by 2"}
+SLOW_BY_DOCUMENTS = {"fsdp1", "activation checkpointing", "ddp", "rows shared by 4, with 2 heads for keys"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=BY_DOCUMENTS.get(n, pytest.mark.long)) for n in STRATEGIES])
+@pytest.mark.parametrize("name", by_time(STRATEGIES, BY_DOCUMENTS, SLOW_BY_DOCUMENTS))
 def test_attention_by_documents(run_steps, name):
     """The trajectory is that of sdpa with a mask, also after a resume; generation, which pads, uses sdpa."""
     found, wanted = run_steps(name, "--attn_implementation", "documents"), run_steps("one process")
@@ -146,20 +136,18 @@ SLOW_IN_BF16 = {"ddp", "hybrid 2 x 2, accumulation", "activation checkpointing",
 BF16 = 2**-8
 
 
-@pytest.fixture(scope="module")
-def run_bf16(forks, tmp_path_factory):
-    """Run tests/children/precision.py under a strategy in bf16, once for all tests that use its result."""
+BF16_OF_LAUNCHER = ("--mixed_precision", "bf16")
 
-    @functools.cache
+
+@pytest.fixture(scope="module")
+def run_bf16(run_result):
+    """Run tests/children/precision.py under a strategy in bf16."""
+
     def result(name: str) -> dict:
         config, world_size, _, flags, _, _ = STRATEGIES[name]
-        out = tmp_path_factory.mktemp("bf16") / "out"
         size = 1 if "accumulation" in name else 4 // world_size
-        flags = (*flags, "--mixed_precision", "bf16")
-        args = ("--per_device_train_batch_size", size)
-        script = CHILDREN / "precision.py"
-        forks.succeed(out, *args, script=script, config=config, num_processes=world_size, flags=flags)
-        return json.loads((out / "result.json").read_text())
+        where = {"config": config, "num_processes": world_size, "flags": (*flags, *BF16_OF_LAUNCHER)}
+        return run_result("--per_device_train_batch_size", size, script=CHILDREN / "precision.py", **where)
 
     return result
 
@@ -168,15 +156,7 @@ def run_bf16(forks, tmp_path_factory):
 ONE_HEAD = [name for name in STRATEGIES if not name.startswith("rows shared")]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=[] if name in IN_BF16 else pytest.mark.slow if name in SLOW_IN_BF16 else pytest.mark.long
-        )
-        for name in ONE_HEAD
-    ],
-)
+@pytest.mark.parametrize("name", by_time(ONE_HEAD, IN_BF16, SLOW_IN_BF16))
 def test_bf16(run_bf16, name):
     """Losses agree also on rows of 4,096 tokens, where frequencies in bf16 would be radians off; buffers stay fp32.
 
@@ -193,14 +173,12 @@ def test_bf16(run_bf16, name):
 
 
 @pytest.mark.slow
-def test_shared_rows_in_bf16(run_steps, monkeypatch):
+def test_shared_rows_in_bf16(run_steps):
     """The losses are those of FSDP2 with whole rows, within the rounding of bf16."""
-    found = []
-    for name in ("fsdp2", "rows shared by 2"):
-        config, world_size, size, flags, units, share = STRATEGIES[name]
-        flags = (*flags, "--mixed_precision", "bf16")
-        monkeypatch.setitem(STRATEGIES, f"{name}, bf16", (config, world_size, size, flags, units, share))
-        found.append(run_steps(f"{name}, bf16", "--attn_implementation", "documents")["trajectory"])
+    names = ("fsdp2", "rows shared by 2")
+    found = [
+        run_steps(name, "--attn_implementation", "documents", more=BF16_OF_LAUNCHER)["trajectory"] for name in names
+    ]
     for whole, shared in zip(*found, strict=True):
         assert shared[0] == pytest.approx(whole[0], rel=BF16)
         assert shared[1] == pytest.approx(whole[1], rel=8 * BF16)
@@ -213,13 +191,11 @@ def test_shared_rows_in_bf16(run_steps, monkeypatch):
     pytest.param("rows shared by 2", "eager", marks=pytest.mark.slow),
     pytest.param("rows shared by 2", "inductor", marks=pytest.mark.long),
 ])  # fmt: skip
-def test_compiled(run_steps, name, backend, monkeypatch):
+def test_compiled(run_steps, name, backend):
     """Compiled layers change the kernels, not the losses; generation and resume still work."""
-    config, world_size, size, flags, units, share = STRATEGIES[name]
-    flags = (*flags, "--dynamo_backend", backend, "--dynamo_use_regional_compilation")
-    monkeypatch.setitem(STRATEGIES, f"{name}, compiled", (config, world_size, size, flags, units, share))
+    by_layer = ("--dynamo_backend", backend, "--dynamo_use_regional_compilation")
     kernel = ("--attn_implementation", "documents") if "shared" in name else ()  # shared rows have no other by default
-    found, wanted = run_steps(f"{name}, compiled", *kernel), run_steps("one process")
+    found, wanted = run_steps(name, *kernel, more=by_layer), run_steps("one process")
     assert found["trajectory"] == near(wanted["trajectory"])
     assert found["resumed"] == found["trajectory"][2:]
     assert found["texts"] == wanted["texts"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import CHILDREN, CONFIGS, REPOSITORY, ROOT, environment, launch_command, log_of
+from helpers import CHILDREN, CONFIGS, REPOSITORY, ROOT, environment, launch_command, log_of, refuses
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from accelerate_recipes.arguments import shipped
@@ -55,8 +55,7 @@ def test_mistakes_of_a_new_user(fork_server, tmp_path, monkeypatch, at_the_root,
             said = said.replace(f" --data_cache_dir {tmp_path / 'data'}", "").replace(hub, "~/.cache/huggingface/hub")
         else:
             monkeypatch.setattr(sys, "argv", ["accelerate-recipes", name, *words])
-            with pytest.raises(SystemExit, match="1"):
-                commands.main()
+            refuses("1", commands.main, error=SystemExit)
             said = capfd.readouterr().err
         for word, place in places.items():
             said = said.replace(str(place), word)
@@ -116,8 +115,7 @@ def test_without_torchs_launcher_nothing_is_written(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_files_that_cannot_be_meant(argv, said, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    with pytest.raises(ConfigError, match=said):
-        launch(argv)
+    refuses(said, launch, argv)
 
 
 @pytest.mark.parametrize("flags, said", [
@@ -135,8 +133,7 @@ def test_files_that_cannot_be_meant(argv, said, monkeypatch):
 def test_numbers_at_which_the_launcher_would_end_in_a_stack(flags, said, monkeypatch):
     """They are one message, before it starts anything; without the address of the first machine it would wait forever."""
     monkeypatch.setattr(quiet, "launch_command", lambda args: pytest.fail("launched"))
-    with pytest.raises(ConfigError, match=said):
-        launch(["--config_file", str(CONFIGS / f"{flags[0]}.yaml"), *flags[1:], str(TOY)])
+    refuses(said, launch, ["--config_file", str(CONFIGS / f"{flags[0]}.yaml"), *flags[1:], str(TOY)])
 
 
 def test_a_wrong_file_of_the_launcher_is_told_before_anything_starts(tmp_path, monkeypatch):
@@ -171,11 +168,9 @@ def test_a_package_that_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu", None)  # as if it were not installed
     recipe, said = tmp_path / "mine.py", "sacrebleu is not installed; run: pip install "
     recipe.write_text("import os\nimport of_the_user\nfrom sacrebleu.there import things\nfrom . import others\n")
-    with pytest.raises(ConfigError, match=rf"mine.py cannot start:\n  - {said}"):
-        launch(["--config_file", str(CONFIGS / "single.yaml"), str(recipe)])
+    refuses(rf"mine.py cannot start:\n  - {said}", launch, ["--config_file", str(CONFIGS / "single.yaml"), str(recipe)])
     recipe.write_text("from sacrebleu.there import things\n")
-    with pytest.raises(ConfigError, match=f"mine.py: {said}"):
-        shipped.load(recipe)
+    refuses(f"mine.py: {said}", shipped.load, recipe)
     with pytest.raises(ConfigError, match=f"^{said}"), as_problem_of_the_machine():
         import sacrebleu  # noqa: F401
     with pytest.raises(ModuleNotFoundError), as_problem_of_the_machine():  # a mistake in a recipe keeps its stack

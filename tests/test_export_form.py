@@ -10,9 +10,10 @@ import torch.distributed.checkpoint as dcp
 import toy
 import transformers
 import yaml
+from helpers import by_time
 from models_table import COMPOSITES, ENCODER_DECODERS, ROWS, SIZES
 from safetensors.torch import load_file, save_file
-from tiny import tiny_composite, tiny_model
+from tiny import change_weights, tiny_composite, tiny_model
 
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint import files, weight_files
@@ -151,7 +152,7 @@ SAMPLE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.slow) for n in ROWS])
+@pytest.mark.parametrize("name", by_time(ROWS, SAMPLE))
 def test_models_of_the_table_have_the_form_of_their_files(name, tmp_path):
     kinds = {"": (transformers.AutoModelForCausalLM, CAUSAL)} | dict.fromkeys(
         COMPOSITES, (transformers.AutoModelForImageTextToText, CAUSAL)
@@ -170,12 +171,6 @@ def as_bin(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     torch.save(weights, folder / "pytorch_model.bin")
 
 
-def rewrite(folder: Path, change) -> None:
-    weights = load_file(folder / "model.safetensors")
-    changed = {n: t.contiguous().clone() for n, t in change(weights).items()}
-    save_file(changed, folder / "model.safetensors", {"format": "pt"})
-
-
 def with_old_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rename weights as in BERTs from before 2019."""
     older = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
@@ -184,8 +179,7 @@ def with_old_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def joined_experts(folder: Path) -> None:
     """Write the experts of a layer as one tensor, as the class has them."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    save_file({n: t.clone() for n, t in model.state_dict().items()}, folder / "model.safetensors", {"format": "pt"})
+    change_weights(folder, lambda _: transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict())
 
 
 def as_first_published(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -199,20 +193,20 @@ DECODERS = {
     "torch's file": ({}, lambda folder: as_bin(folder, load_file(folder / "model.safetensors"))),
     "tied": (TIED, lambda folder: None),
     "tied, in the files twice": (
-        TIED, lambda folder: rewrite(folder, lambda w: w | {"lm_head.weight": w["model.embed_tokens.weight"]}),
+        TIED, lambda folder: change_weights(folder, lambda w: w | {"lm_head.weight": w["model.embed_tokens.weight"]}),
     ),
     "tied in config.json alone": (
-        TIED, lambda folder: rewrite(folder, lambda w: w | {"lm_head.weight": 2 * w["model.embed_tokens.weight"]}),
+        TIED, lambda folder: change_weights(folder, lambda w: w | {"lm_head.weight": 2 * w["model.embed_tokens.weight"]}),
     ),
-    "computed": ({}, lambda folder: rewrite(folder, lambda w: w | {"model.rotary_emb.inv_freq": torch.ones(4)})),
+    "computed": ({}, lambda folder: change_weights(folder, lambda w: w | {"model.rotary_emb.inv_freq": torch.ones(4)})),
     "without the prefix": (
-        TIED, lambda folder: rewrite(folder, lambda w: {name.removeprefix("model."): t for name, t in w.items()}),
+        TIED, lambda folder: change_weights(folder, lambda w: {name.removeprefix("model."): t for name, t in w.items()}),
     ),
-    "GPT-2 of the Hub": ({"model_type": "gpt2"}, lambda folder: rewrite(folder, as_first_published)),
+    "GPT-2 of the Hub": ({"model_type": "gpt2"}, lambda folder: change_weights(folder, as_first_published)),
     "experts": ({"model_type": "mixtral"}, lambda folder: None),
     "joined experts": ({"model_type": "mixtral"}, joined_experts),
     "heads that the class ignores": (
-        {"model_type": "qwen3_5_moe_text"}, lambda folder: rewrite(folder, lambda w: w | {"mtp.fc.weight": torch.ones(3)})
+        {"model_type": "qwen3_5_moe_text"}, lambda folder: change_weights(folder, lambda w: w | {"mtp.fc.weight": torch.ones(3)})
     ),
 }  # fmt: skip
 
@@ -239,7 +233,7 @@ def test_what_is_meant_is_no_difference(name, rows, tmp_path, compared):
 def test_more_rows_of_an_encoder_decoder(tmp_path, compared):
     """BART has a bias of its vocabulary, (1, V), and embeddings under several names."""
     start = save_base(transformers.AutoModelForSeq2SeqLM.from_config(ROWS["BART"]), tmp_path / "base")
-    rewrite(
+    change_weights(
         start,
         lambda w: (
             w | {f"model.{part}.embed_tokens.weight": w["model.shared.weight"] for part in ("encoder", "decoder")}
@@ -280,7 +274,7 @@ def test_a_classifier_with_a_new_head(name, tmp_path, compared):
     began, ends, change = CLASSIFIERS[name]
     kind, sizes = name.partition(",")[0], {"image_size": 8, "patch_size": 4} if name == "vit" else {}
     start = save_base(tiny_model(kind, began, num_labels=2, **sizes), tmp_path / "base")
-    rewrite(start, change)
+    change_weights(start, change)
     names = [f"class {i}" for i in range(5)]
     model = load_image_classifier(str(start), names) if name == "vit" else ends.from_pretrained(start, num_labels=5)
     export(saved_by(model, tmp_path / "run", start, mixed_precision="no"), tmp_path / "export")
@@ -290,7 +284,7 @@ def test_a_classifier_with_a_new_head(name, tmp_path, compared):
 
 def in_bf16(folder: Path, kept: str | tuple[str, ...]) -> None:
     """Round the weights in a file to bf16, except those whose names end with `kept`."""
-    rewrite(folder, lambda w: {name: t if name.endswith(kept) else t.bfloat16() for name, t in w.items()})
+    change_weights(folder, lambda w: {name: t if name.endswith(kept) else t.bfloat16() for name, t in w.items()})
 
 
 @pytest.mark.parametrize("name, kept", [

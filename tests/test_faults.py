@@ -9,8 +9,9 @@ import re
 import subprocess
 from pathlib import Path
 
+import helpers
 import pytest
-from helpers import CHILDREN, ROOT, SIGTERM_TO_ALL, environment, killed_in_step, launch_command, log_of, losses
+from helpers import CHILDREN, ROOT, SIGTERM_TO_ALL, by_time, environment, killed_in_step, launch_command, log_of, losses
 
 from accelerate_recipes.checkpoint.files import MARKER, candidates, damage, defect, step_of
 
@@ -145,15 +146,10 @@ def test_killed(forks, undisturbed, tmp_path, points, everyone):
     assert_resumed(out, newest, log.read_text(), undisturbed)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("everyone", [True, False], ids=["all", "one"])
-@pytest.mark.parametrize("point", [
-    "before the marker",
-    *(
-        pytest.param(point, marks=pytest.mark.long)
-        for point in ("in a step between two saves", "between renaming and retention")
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize("point", by_time(
+    ("before the marker", "in a step between two saves", "between renaming and retention"), (), ["before the marker"]
+))  # fmt: skip
 def test_killed_under_the_launcher(forks, undisturbed, tmp_path, out, point, everyone):
     """The same holds under `accelerate launch`, which ends the surviving rank."""
     command = launch_command("fsdp_full", CHILDREN / "toy.py", "--output_dir", out, *DROPOUT)
@@ -180,37 +176,27 @@ def without_dropout(forks, tmp_path_factory) -> dict[int, float]:
     return losses(out)
 
 
-SLOW_CHAINS = {"FSDP2 -> DDP -> FSDP2", "single -> hybrid -> DDP -> single"}
-
-
-@pytest.mark.parametrize(
-    "chain",
-    [pytest.param(CHAINS[name], id=name, marks=pytest.mark.slow if name in SLOW_CHAINS else ()) for name in CHAINS],
-)
-def test_chain_of_resumes(forks, without_dropout, out, chain):
+@pytest.mark.parametrize("name", by_time(CHAINS, ["2 -> 1 -> 4 -> 2 ranks"]))
+def test_chain_of_resumes(forks, without_dropout, out, name):
     """Each link but the last is killed after its first save; together they train on every row of the epoch once."""
-    log = out.with_suffix(".log")
+    chain = CHAINS[name]
     args = ("--num_rows", 96, "--num_train_epochs", 1, "--save_steps", 3, "--per_device_train_batch_size", 2)
     for i, (config, num_processes) in enumerate(chain):
         last = i == len(chain) - 1
         env = {} if last else killed_in_step(3 * i + 5)
         code = forks.run(out, *args, "--async_save", "false", config=config, num_processes=num_processes, **env)
-        assert code == (0 if last else -9), log.read_text()[-3000:]
-    assert re.findall(r"\(step (\d+), saved by (\d) x", log.read_text()) == [
+        assert code == (0 if last else -9), log_of(out)[-3000:]
+    assert re.findall(r"\(step (\d+), saved by (\d) x", log_of(out)) == [
         (str(3 * i + 3), str(num_processes)) for i, (_, num_processes) in enumerate(chain[:-1])
     ]
     assert losses(out) == pytest.approx(without_dropout, rel=1e-5)
-    entries = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
-    last_run_of = {entry["step"]: entry["from"] for entry in sorted(entries, key=lambda entry: entry["from"])}
-    rows = [row for entry in entries if entry["from"] == last_run_of[entry["step"]] for row in entry["rows"]]
-    assert sorted(rows) == list(range(96))
+    assert helpers.rows_trained_on(out) == list(range(96))
 
 
 def test_a_save_that_fails_in_the_background_stops_the_run(forks, out):
     """Files may not grow beyond 40 kB: the first save fails, the run ends with its reason, and nothing is left of it."""
-    log = out.with_suffix(".log")
     assert forks.run(out, "--max_steps", 200, TOY_FSIZE="40000") == 2
-    (said,) = re.findall(r"^error: .*", log.read_text(), re.MULTILINE)
+    (said,) = re.findall(r"^error: .*", log_of(out), re.MULTILINE)
     assert re.search(r"checkpoint-3 could not be written: rank 0: .*File too large", said)
     assert json.loads((out / "status.json").read_text())["state"] == "failed"
     assert 3 < max(losses(out)) < 200, "training went on meanwhile, and then stopped"
@@ -219,21 +205,17 @@ def test_a_save_that_fails_in_the_background_stops_the_run(forks, out):
 
 def test_a_rank_that_hangs_is_named(forks, out):
     """Rank 1 sleeps in step 5: the others do not wait for --ddp_timeout, and say where each is."""
-    log = out.with_suffix(".log")
     assert forks.run(out, "--step_timeout", 3, TOY_HANG="5") == 1
-    found = re.findall(
-        r"error: step 5 has not ended within \d+ s .*rank 1 at step 5, in faulty_loss \(toy.py", log.read_text()
-    )
-    assert found, log.read_text()[-3000:]
+    said = r"error: step 5 has not ended within \d+ s .*rank 1 at step 5, in faulty_loss \(toy.py"
+    assert re.search(said, log_of(out)), log_of(out)[-3000:]
     status = json.loads((out / "status.json").read_text())
     assert status["state"] == "crashed" and "rank 1" in status["reason"], status
 
 
 def test_a_single_process_that_hangs_ends(forks, out):
-    log = out.with_suffix(".log")
     assert forks.run(out, "--step_timeout", 3, TOY_HANG="5", config="single", num_processes=1, **IMPATIENT) == 1
     said = "step 5 has not ended within [0-9]+ s .*; the process is in faulty_loss [(]toy.py"
-    assert re.search(f"^error: {said}", log.read_text(), re.MULTILINE), log.read_text()[-3000:]
+    assert re.search(f"^error: {said}", log_of(out), re.MULTILINE), log_of(out)[-3000:]
     status = json.loads((out / "status.json").read_text())
     assert status["state"] == "crashed" and re.match(said, status["reason"]), status
 
@@ -257,39 +239,35 @@ def test_letters_that_the_locale_lacks(forks, tmp_path):
 @pytest.mark.parametrize("step", [0, 5])
 def test_bad_data_of_one_rank_fail_the_run(forks, out, step):
     """Only rank 1 finds bad data, before training or in step 5; this is no crash, which would be tried again."""
-    log = out.with_suffix(".log")
     assert forks.run(out, TOY_BAD_DATA=step, **IMPATIENT) == 2
     status = json.loads((out / "status.json").read_text())
     assert (status["state"], status["reason"]) == ("failed", "bad.jsonl, row 17: no text")
-    assert log.read_text().count("error: bad.jsonl, row 17: no text") == 1
+    assert log_of(out).count("error: bad.jsonl, row 17: no text") == 1
     assert not (out / "lock.json").exists()
 
 
 def test_sigterm_to_all_processes_saves(forks, undisturbed, out):
     """After SIGTERM by scancel, a preemption or the end of a pod, the workers continue until the ranks have saved."""
-    log = out.with_suffix(".log")
     args = (*DROPOUT, "--dataloader_num_workers", 2, "--full_determinism")
     forks.succeed(out, *args, TOY_FAULT=json.dumps(SIGTERM_TO_ALL))
     status = json.loads((out / "status.json").read_text())
-    assert "| deterministic algorithms |" in log.read_text()
+    assert "| deterministic algorithms |" in log_of(out)
     assert (status["state"], status["reason"]) == ("stopped", "SIGTERM") and status["step"] in (5, 6)
     forks.succeed(out, *args)
     assert losses(out) == undisturbed
 
 
 def test_a_metric_that_the_evaluation_does_not_give(forks, out):
-    log = out.with_suffix(".log")
     assert forks.run(out, "--metric_for_best_model", "accuracy", "--eval_steps", 3) == 2
-    assert "error: --metric_for_best_model accuracy: the evaluation gives loss" in log.read_text()
+    assert "error: --metric_for_best_model accuracy: the evaluation gives loss" in log_of(out)
     assert not losses(out), "before the first step"
 
 
 def test_a_loss_that_is_not_finite_names_its_rows(forks, out):
     """With poisoned row 17 the run ends before the weights change, and says where to look."""
-    log = out.with_suffix(".log")
     assert forks.run(out, "--per_device_train_batch_size", 2, TOY_POISON="17") == 2
     found = json.loads((out / "non_finite.json").read_text())
-    assert f"step {found['step']}: loss nan" in log.read_text() and found["last_good_step"] == found["step"] - 1
+    assert f"step {found['step']}: loss nan" in log_of(out) and found["last_good_step"] == found["step"] - 1
     micro_batches = [entry for rank in found["micro_batches_of_ranks"] for entry in rank]
     assert len(found["micro_batches_of_ranks"]) == 2 and len(micro_batches) == 4
     assert sum(len(entry["rows"]) for entry in micro_batches) == 8

@@ -1,28 +1,18 @@
 """Tests that the loss without logits equals the loss: on one process, sharded, in bf16, compiled; also with prefetching."""
 
 import copy
-import json
 
 import pytest
 import torch
-from arithmetic import compare_in_bf16, rounding
-from helpers import CHILDREN, launch_ok
+from arithmetic import Watch, compare_in_bf16, rounding
+from helpers import CHILDREN, refuses
 from tiny import tiny_config
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DoryConfig, Gemma2Config, GraniteConfig, InklingTextConfig, ModernBertDecoderConfig
 
 from accelerate_recipes import losses
-from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.losses import (
-    count_next_tokens,
-    dtype_of_sum,
-    linear_cross_entropy,
-    next_token_loss,
-    next_token_loss_without_logits,
-    summed_cross_entropy,
-)
+from accelerate_recipes.losses import linear_cross_entropy, next_token_loss, next_token_loss_without_logits
 from accelerate_recipes.models import IGNORE_INDEX
 from accelerate_recipes.models.head_probe import check_head
 from accelerate_recipes.models.loading import new_model
@@ -87,6 +77,7 @@ def test_in_bf16(autocast):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
+    dtype_of_sum = losses.dtype_of_sum
     monkeypatch.setattr(losses, "dtype_of_sum", lambda dtype, _: dtype_of_sum(dtype, torch.device("cuda")))
 
 
@@ -111,7 +102,7 @@ def test_sums_of_any_size_in_bf16(different, as_on_a_gpu):
     linear_cross_entropy(head, targets, hidden).backward()
     wanted = copy.deepcopy(head).float()
     wanted.zero_grad()
-    summed_cross_entropy(wanted(hidden.float())[0], targets).backward()
+    losses.summed_cross_entropy(wanted(hidden.float())[0], targets).backward()
     right, error = wanted.weight.grad / sizes, (head.weight.grad - wanted.weight.grad) / sizes
     assert (error.norm(dim=0) <= 2**-8 * right.norm(dim=0)).all() and not head.weight.grad[:, 3].any()
     assert 0 < error[0].norm() < 0.05 * right[0].norm()
@@ -136,20 +127,13 @@ def test_memory_beside_the_gradients(words, width, rows, precision):
 def test_no_logits_are_made(monkeypatch):
     """Logits of all tokens never exist at once; afterwards the model gives logits again, even after an error."""
     model, batch = make_model(), make_batch()
-    largest = 0
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal largest
-            result = function(*args, **kwargs or {})
-            for tensor in result if isinstance(result, tuple | list) else [result]:
-                if isinstance(tensor, torch.Tensor) and tensor.ndim > 1 and tensor.shape[-1] == VOCABULARY:
-                    largest = max(largest, tensor.numel() // VOCABULARY)
-            return result
+    def tokens(tensor: torch.Tensor) -> int:
+        return tensor.numel() // VOCABULARY if tensor.ndim > 1 and tensor.shape[-1] == VOCABULARY else 0
 
-    with Watch():
+    with Watch(tokens) as watch:
         next_token_loss_without_logits(model, batch).backward()
-    assert largest <= 384, "tokens whose logits were there at once"
+    assert 0 < watch.largest <= 384, "tokens whose logits were there at once"
     with pytest.raises(IndexError):
         next_token_loss_without_logits(model, batch | {"input_ids": batch["input_ids"] + VOCABULARY})
     assert model(input_ids=batch["input_ids"]).logits.shape == (BATCH_SIZE, LENGTH, VOCABULARY)
@@ -206,32 +190,24 @@ def test_a_result_that_is_written_in_place_moves_once():
 
 def test_no_gradient_that_nobody_wants():
     """None of a frozen output layer, and none at all without a backward pass; a second backward pass is an error."""
-    made = set()
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            made.add(function._schema.name)
-            return function(*args, **kwargs or {})
-
     model = make_model()
-    with Watch(), torch.no_grad():
+    with Watch() as evaluation, torch.no_grad():
         wanted = next_token_loss_without_logits(model, make_batch())
-    assert not made & {"aten::exp", "aten::addmm_"}
+    assert not evaluation.names & {"aten::exp", "aten::addmm_"}
     loss_and_gradients(next_token_loss_without_logits, model)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     model.lm_head.requires_grad_(False)
-    with Watch():
+    with Watch() as frozen:
         loss = next_token_loss_without_logits(model, make_batch())
         (loss / 123).backward(retain_graph=True)
-    assert loss == wanted and "aten::exp" in made and "aten::addmm_" not in made
+    assert loss == wanted and "aten::exp" in frozen.names and "aten::addmm_" not in frozen.names
     for name, parameter in model.named_parameters():
         if name == "lm_head.weight":
             assert parameter.grad is None
         else:
             assert torch.equal(parameter.grad, gradients[name])
-    with pytest.raises(RuntimeError, match="kept for one backward pass, and this is the second"):
-        (loss / 123).backward()
+    refuses("kept for one backward pass, and this is the second", (loss / 123).backward, error=RuntimeError)
 
 
 @pytest.mark.parametrize("loss_fn", [next_token_loss, next_token_loss_without_logits])
@@ -240,7 +216,7 @@ def test_experts_are_balanced_as_transformers_does_it(loss_fn):
     balance = {"router_aux_loss_coef": 0.5, "initializer_range": 0.2}
     config = tiny_config("mixtral", vocab_size=VOCABULARY, intermediate_size=16, **balance)
     model, batch = initialize(new_model(config, "sdpa"), 0, "cpu"), make_batch()
-    num_targets = count_next_tokens(batch)
+    num_targets = losses.count_next_tokens(batch)
     for is_training in (True, False):
         model.train(is_training)
         wanted = model(**batch, output_router_logits=is_training).loss
@@ -259,8 +235,7 @@ def test_experts_are_balanced_as_transformers_does_it(loss_fn):
 )
 def test_a_model_that_changes_its_logits_is_refused(changed, alone, said):
     """What a class computes before its output layer is in the loss; of what it computes behind it, only a trial tells."""
-    with pytest.raises(ConfigError, match=rf"{said}.*give --whole_logits"):
-        next_token_loss_without_logits(new_model(changed, "auto"), make_batch())
+    refuses(rf"{said}.*give --whole_logits", next_token_loss_without_logits, new_model(changed, "auto"), make_batch())
     check_head(alone)
 
 
@@ -268,22 +243,11 @@ SCRIPT = CHILDREN / "losses.py"
 
 
 @pytest.fixture(scope="module")
-def run_child(forks, tmp_path_factory):
-    """Run tests/children/losses.py once for all tests that use its result."""
-    done: dict[tuple, dict] = {}
+def run_child(run_result):
+    """Run tests/children/losses.py."""
 
     def result(config: str, *flags: str) -> dict:
-        if (config, *flags) not in done:
-            tmp_path = tmp_path_factory.mktemp("losses")
-            out = tmp_path / "out"
-            sequences = ("--per_device_train_batch_size", 4 if config == "single" else 2)
-            if "inductor" in flags:  # inductor's workers do not survive a fork
-                launch_ok(tmp_path, config, SCRIPT, "--output_dir", out, *sequences, flags=flags)
-            else:
-                code = forks.run(out, *sequences, config=config, flags=flags)
-                assert code == 0, out.with_suffix(".log").read_text()[-3000:]
-            done[config, *flags] = json.loads((out / "result.json").read_text())
-        return done[config, *flags]
+        return run_result("--per_device_train_batch_size", 4 if config == "single" else 2, config=config, flags=flags)
 
     return result
 

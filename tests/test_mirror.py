@@ -1,6 +1,7 @@
 """Tests of copies elsewhere: each is complete or absent, whatever the store does and wherever the run is killed."""
 
 import contextlib
+import itertools
 import json
 import queue
 import random
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -21,7 +23,7 @@ from faults import kill_run
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
-from helpers import CHILDREN, ROOT, environment, launch_command, launch_ok, losses
+from helpers import CHILDREN, ROOT, environment, launch_command, launch_ok, losses, refuses
 from huggingface_hub import constants, hf_file_system
 from huggingface_hub.hf_file_system import BucketFile, BucketFolder
 from store_with_faults import Faulty
@@ -32,9 +34,7 @@ from accelerate_recipes.checkpoint.files import name_of_copy, step_of_copy
 from accelerate_recipes.checkpoint.resume import check_kind
 from accelerate_recipes.checkpoint.store import Gone, Pace, Store, StoreError
 from accelerate_recipes.checkpoint.uploader import Uploader
-from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.status import this_owner
-from recipe_tools import commands
 
 SCRIPT = CHILDREN / "toy.py"
 ARGUMENTS = {"seed": 1, "learning_rate": 1e-5, "output_dir": "out", "resume_from_checkpoint": "latest"}
@@ -65,6 +65,7 @@ def owner(number: int = 0, process: int = 2**30) -> dict:
     return this_owner() | {"process": process, "run": str(number), "job": "", "restarts": 0}
 
 
+fails_with = partial(refuses, error=StoreError)
 MADE: list[Uploader] = []  # in a test
 
 
@@ -104,10 +105,8 @@ def quick(monkeypatch):
     monkeypatch.setattr(store, "WAITS", (0.001,) * 12)
     monkeypatch.setattr(uploader, "LOOK", 0.001)
     store_with_faults.register()
-    monkeypatch.setattr(Faulty, "rate", 0.0)
-    monkeypatch.setattr(Faulty, "counts", {})
-    monkeypatch.setattr(Faulty, "listings", {})
-    monkeypatch.setattr(Faulty, "killed_after", None)
+    for name, value in {"rate": 0.0, "counts": {}, "listings": {}, "killed_after": None}.items():
+        monkeypatch.setattr(Faulty, name, value)
     yield
     for made in MADE:
         made.is_lost = True  # its thread ends
@@ -210,103 +209,82 @@ def copied(place: Path, out: Path, *steps: int, is_faulty: bool = False) -> Uplo
 
 def test_who_takes_the_place_of_an_earlier_run(tmp_path):
     """With an empty directory: the same run, on another disk or at another speed, and who asks for it. Nobody else."""
-    place, seen = tmp_path / "place", []
+    place, numbers = tmp_path / "place", itertools.count(1)
     copied(place, tmp_path / "out", 3)
     with pytest.raises(StoreError, match="another run than"):
         make_checkpoint(tmp_path / "other", 1)
         begun(str(place), tmp_path / "other")
     before = all_files(place)
 
-    def begin(number: int, **changes) -> Uploader:
-        settings = {"arguments": ARGUMENTS | changes.pop("arguments", {})} | changes
-        made = make_uploader(str(place), tmp_path / f"empty{number}", number, **settings)
-        try:
-            made.begin()
-        finally:
-            seen.append((made.output_dir / "mirror.json").exists())
+    def begin(said: str = "", may_adopt: bool = False, **changed: object) -> Uploader:
+        """Begin with an empty directory, and with other arguments; `said` is why this is refused."""
+        number, given = next(numbers), {"arguments": ARGUMENTS | changed, "may_adopt": may_adopt}
+        made = make_uploader(str(place), tmp_path / f"empty{number}", number, **given)
+        fails_with(said, made.begin) if said else made.begin()
+        assert (made.output_dir / "mirror.json").exists() == (not said)
         return made
 
-    with pytest.raises(StoreError, match=r"was 1e-05 and is now 0\.0001; .* --resume_from_checkpoint mirror"):
-        begin(1, arguments={"learning_rate": 1e-4})
-    with pytest.raises(StoreError, match="--resume_from_checkpoint was 'latest' and is now 'out/checkpoint-3'"):
-        begin(2, arguments={"resume_from_checkpoint": "out/checkpoint-3"})
-    assert all_files(place) == before and seen == [False, False], "who is refused changes nothing"
-    assert begin(3, arguments={"output_dir": "elsewhere"}).fetch_newest().startswith("checkpoint-3-")
-    with pytest.raises(StoreError, match="whose --seed was 1 and is now 2; set it back"):
-        begin(4, arguments={"seed": 2}, may_adopt=True)
-    other = begin(5, arguments={"learning_rate": 1e-4}, may_adopt=True)
+    begin(r"was 1e-05 and is now 0\.0001; .* --resume_from_checkpoint mirror", learning_rate=1e-4)
+    said = "--resume_from_checkpoint was 'latest' and is now 'out/checkpoint-3'"
+    begin(said, resume_from_checkpoint="out/checkpoint-3")
+    assert all_files(place) == before, "who is refused changes nothing"
+    assert begin(output_dir="elsewhere").fetch_newest().startswith("checkpoint-3-")
+    begin("whose --seed was 1 and is now 2; set it back", may_adopt=True, seed=2)
+    other = begin(may_adopt=True, learning_rate=1e-4)
     assert other.fetch_newest().startswith("checkpoint-3-")
     other.turn_of_first()
-    # It has begun with another one
-    with pytest.raises(StoreError, match=r"--learning_rate was 0\.0001 and is now 1e-05"):
-        begin(6)
+    begin(r"--learning_rate was 0\.0001 and is now 1e-05")  # it has begun with another one
     run = json.loads((place / "run.json").read_text())
     (place / "run.json").write_text(json.dumps({"id": run["id"], "fixed": {"seed": 1}}))  # as earlier versions wrote it
-    with pytest.raises(StoreError, match=r"--learning_rate was 1e-05 and is now 0\.0001"):
-        begin(7, arguments={"learning_rate": 1e-4})
-    begin(8)
+    begin(r"--learning_rate was 1e-05 and is now 0\.0001", learning_rate=1e-4)
+    begin()
 
 
 def test_only_the_store_condemns_a_copy(place, out, monkeypatch):
     """A disk that cannot read, or reads other bytes, is no proof; nor is a store that returns each time something else."""
     copied(place, out, 3, 6, is_faulty=True)
     shutil.rmtree(out)
-    again, before = make_uploader(f"faulty://{place}", out, 1), all_files(place)
+    again, answers = make_uploader(f"faulty://{place}", out, 1), itertools.count()
+    (newest,), (older,) = (place.glob(f"checkpoint-{step}-*") for step in (6, 3))
 
-    def fails(reason: str) -> None:
-        with pytest.raises(StoreError, match=rf"(?s)checkpoint-6-.*{reason}"):
-            again.fetch_newest()
+    def fails(reason: str, **ill) -> None:
+        """The newest copy is not fetched, no older one is taken silently, and all stays; functions of the store may be ill."""
+        before = all_files(place)
+        with monkeypatch.context() as patched:
+            for name, function in ill.items():
+                patched.setattr(files if name == "checksum" else Faulty, name, function)
+            fails_with(rf"(?s){reason}", again.fetch_newest)
         assert all_files(place) == before and files.complete_checkpoints(out) == []
 
-    for ill in (lambda file: "0" * 32, lambda file: file.open("x")):  # an OSError
-        with monkeypatch.context() as patched:
-            patched.setattr(files, "checksum", ill)
-            fails("cannot be fetched to .*out")
-    with (
-        monkeypatch.context() as patched,
-        pytest.raises(StoreError, match="HTTP 503"),
-    ):  # no older copy is taken silently
-        patched.setattr(Faulty, "get_file", mock.Mock(side_effect=OSError("HTTP 503")))
-        again.fetch_newest()
-    assert all_files(place) == before and files.complete_checkpoints(out) == []
-    (newest,) = place.glob("checkpoint-6-*")
-    unharmed = (newest / "rng-1.pt").read_bytes()
+    def changing(fs, path, **options) -> bytes:
+        return fs.inner.cat_file(path) if path.endswith("json") else next(answers).to_bytes(40)
+
+    fails("checkpoint-6-.*cannot be fetched to .*out", checksum=lambda file: "0" * 32)
+    fails("checkpoint-6-.*cannot be fetched to .*out", checksum=lambda file: file.open("x"))  # an OSError
+    fails("HTTP 503", get_file=mock.Mock(side_effect=OSError("HTTP 503")))
     (newest / "rng-1.pt").write_bytes(b"x" * 40)
-    before, answers = all_files(place), iter(range(10**6))
-    with monkeypatch.context() as patched:
-        changing = lambda fs, path, **options: next(answers).to_bytes(40)  # noqa: E731
-        whole = lambda fs, path, **options: fs.inner.cat_file(path, **options)  # noqa: E731
-        patched.setattr(
-            Faulty, "cat_file", lambda fs, path, **o: (whole if path.endswith("json") else changing)(fs, path, **o)
-        )
-        fails("otherwise")
-    (older,) = place.glob("checkpoint-3-*")
+    fails("checkpoint-6-.*otherwise", cat_file=changing)
     (older / "rng-0.pt").unlink()
-    before = all_files(place)
-    fails(r"is damaged .*checksum of rng-1\.pt.* it stays")
+    fails(r"checkpoint-6-.*is damaged .*checksum of rng-1\.pt.* it stays")
     (newest / "complete.json").write_text("{}")  # of a marker alone, too
-    before = all_files(place)
-    fails(r"is damaged .*complete\.json.* it stays")
-    assert len(unharmed) == 40
+    fails(r"checkpoint-6-.*is damaged .*complete\.json.* it stays")
 
 
 @pytest.mark.parametrize(
     "name", ["args.yaml", "checkpoint-3", "notes/x.txt", "run.json.bak", "checkpoint-3-0a1b2c3d/rng-0.pt"]
 )
-def test_a_place_must_be_empty(tmp_path, name):
+def test_a_place_must_be_empty(place, out, name):
     """But for hidden files, lost+found, and what a first start has left that was killed."""
-    place = tmp_path / "place"
     (place / "lost+found").mkdir(parents=True)
     (place / ".hidden").write_text("x")
     (place / "lease.json").write_text(json.dumps({"owner": owner(7), "beat": [7, 1], "copies": []}))
-    first = make_uploader(str(place), tmp_path / "out")
+    first = make_uploader(str(place), out)
     foreign = place / name
     foreign.parent.mkdir(exist_ok=True)
     foreign.write_text("of another")
     before = all_files(place)
-    with pytest.raises(StoreError, match=f"holds {name.split('/')[0]}, but no run.json"):
-        first.begin()
-    assert all_files(place) == before and not (tmp_path / "out/mirror.json").exists()
+    fails_with(f"holds {name.split('/')[0]}, but no run.json", first.begin)
+    assert all_files(place) == before and not (out / "mirror.json").exists()
     shutil.rmtree(place / name.split("/")[0]) if "/" in name else foreign.unlink()
     first.begin()
 
@@ -326,8 +304,7 @@ def test_damaged_files_of_a_place(place, out, monkeypatch, text):
     again.is_lost = True
     (place / "run.json").write_text(text)
     before = all_files(place)
-    with pytest.raises(StoreError, match=r"/run\.json does not say whose place this is"):
-        begun(str(place), out, 2)
+    fails_with(r"/run\.json does not say whose place this is", begun, str(place), out, 2)
     assert all_files(place) == before
 
 
@@ -342,8 +319,7 @@ def test_a_disk_that_is_gone(tmp_path):
         place.rename(away)
         place.mkdir() if is_folder else None
         for turn in (first.turn_of_first, first.share, make_uploader(str(place), out, 1).begin):
-            with pytest.raises(StoreError, match="is its disk mounted"):
-                turn()
+            fails_with("is its disk mounted", turn)
         assert not place.exists() or list(place.iterdir()) == []
         place.rmdir() if is_folder else None
         away.rename(place)
@@ -364,8 +340,7 @@ def test_a_disk_that_was_full_once(place, out, monkeypatch):
     before = size_of(place)
     monkeypatch.setattr(Faulty, "place", place)
     monkeypatch.setattr(Faulty, "capacity", before + size_of(make_checkpoint(out, 6)) - 20)
-    with pytest.raises(StoreError, match="No space left"):
-        first.turn_of_first()
+    fails_with("No space left", first.turn_of_first)
     assert size_of(place) == Faulty.capacity > before + 3000 and complete_there(place) == [3]
     monkeypatch.setattr(Faulty, "capacity", before + size_of(make_checkpoint(out, 9)) + 1000)  # part-marker and lease
     first.turn_of_first()
@@ -397,14 +372,12 @@ def test_one_answer_of_an_ill_store_removes_nothing(place, out, monkeypatch):
     first.settings["rules"] = dict(zip(files.RULES, (2, 0, "loss", None), strict=True))
     make_checkpoint(out, 18)
     absent = {named(15, "metrics.jsonl"): 10**6}
-    with pytest.raises(StoreError, match=r"checkpoint-15-\w+/metrics\.jsonl is not what was sent"):
-        first.turn_of_first()
+    fails_with(r"checkpoint-15-\w+/metrics\.jsonl is not what was sent", first.turn_of_first)
     assert complete_there(place) == [9, 12, 15, 18]
     shutil.rmtree(out)
     absent = {named(18, "complete.json"): 10**6}
     again = begun(f"faulty://{place}", out, 1)
-    with pytest.raises(StoreError, match=r"lists checkpoint-18-\w+/complete\.json, and does not return it"):
-        again.fetch_newest()
+    fails_with(r"lists checkpoint-18-\w+/complete\.json, and does not return it", again.fetch_newest)
     assert complete_there(place) == [9, 12, 15, 18]
 
 
@@ -420,9 +393,8 @@ def test_a_disk_that_returns_other_bytes_sends_none(place, out, monkeypatch):
     assert complete_there(place) == [3, 9]
 
 
-def test_what_is_said_of_a_store_that_does_not_answer(tmp_path, monkeypatch):
-    place = tmp_path / "place"
-    silent = make_uploader(f"faulty://{place}", tmp_path / "out")
+def test_what_is_said_of_a_store_that_does_not_answer(place, out, monkeypatch):
+    silent = make_uploader(f"faulty://{place}", out)
     for name, value in (("NOTE_EVERY", 0.05), ("PATIENCE", 0.2), ("WAITS", (0.01,) * 2)):
         monkeypatch.setattr(store, name, value)
     with monkeypatch.context() as patched, pytest.raises(StoreError, match="no answer within 0 s"):
@@ -434,8 +406,7 @@ def test_what_is_said_of_a_store_that_does_not_answer(tmp_path, monkeypatch):
     for error in (PermissionError("Forbidden"), without_keys("no keys")):
         refuse = mock.Mock(side_effect=error)
         monkeypatch.setattr(Faulty, "cat_file", refuse)
-        with pytest.raises(StoreError, match=f"{place} refuses access .*{error}.*list, read, write and remove"):
-            silent.begin()
+        fails_with(f"{place} refuses access .*{error}.*list, read, write and remove", silent.begin)
         refuse.assert_called_once()
 
 
@@ -452,15 +423,13 @@ def test_a_refused_run_says_nothing_of_copies(tmp_path, monkeypatch, capsys, has
     assert ("NOT complete" in capsys.readouterr().out) == has_begun
 
 
-def test_one_writer_has_the_lease(tmp_path, monkeypatch):
+def test_one_writer_has_the_lease(place, tmp_path, monkeypatch):
     """A start waits for a foreign lease that does not change, and refuses one that does; a writer that lost it stops."""
-    place = tmp_path / "place"
     monkeypatch.setattr(uploader, "LEASE", 0.6)
     alive = {"host": "elsewhere", "process": 1, "run": "a", "job": "", "restarts": 0}
     first = make_uploader(str(place), tmp_path / "first", owner=alive)
     first.begin()  # renews each 0.2 s
-    with pytest.raises(StoreError, match="process 1 on elsewhere, which is alive"):
-        begun(str(place), tmp_path / "second", 1)
+    fails_with("process 1 on elsewhere, which is alive", begun, str(place), tmp_path / "second", 1)
     first.renew_lease = lambda: None
     time.sleep(0.3)
     before = time.monotonic()
@@ -468,8 +437,7 @@ def test_one_writer_has_the_lease(tmp_path, monkeypatch):
     assert 0.5 < time.monotonic() - before < 5 and "waiting" in second.heard[0]["say"]
     del first.renew_lease
     make_checkpoint(tmp_path / "first", 3)
-    with pytest.raises(StoreError, match="another run has taken over"):
-        first.turn_of_first()
+    fails_with("another run has taken over", first.turn_of_first)
     assert complete_there(place) == []
 
 
@@ -618,21 +586,8 @@ def test_the_uploader_is_light():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def command(monkeypatch, capsys, *words: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["accelerate_recipes", *words])
-    commands.main()
-    return capsys.readouterr().out
-
-
-@pytest.fixture(scope="module")
-def undisturbed(forks, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("undisturbed") / "out"
-    forks.succeed(out, "--dropout", 0.1)
-    return out
-
-
 @pytest.mark.slow
-def test_a_run_that_loses_its_disk(undisturbed, forks, tmp_path, place, out, monkeypatch, capsys):
+def test_a_run_that_loses_its_disk(run, forks, tmp_path, place, out, command):
     """Killed, its folder deleted: the next start goes on from the newest complete copy, as if undisturbed."""
     args = ("--dropout", 0.1, "--mirror", place)
     dies = {"event": "toy.loss", "path": "step 8.", "count": 1, "rank": 1, "everyone": True}
@@ -642,7 +597,7 @@ def test_a_run_that_loses_its_disk(undisturbed, forks, tmp_path, place, out, mon
     log = forks.succeed(out, *args)
     assert newest and f"Resumed {out}/checkpoint-{newest} " in log
     assert "Mirror: the copy is complete: checkpoint-10-" in log
-    assert losses(out) == losses(undisturbed)
+    assert losses(out) == losses(run("--dropout", 0.1))
     status = json.loads((out / "status.json").read_text())
     assert status["mirror"]["copy"].startswith("checkpoint-10-") and not status["mirror"]["problem"]
     assert complete_there(place)[-1] == 10
@@ -651,10 +606,10 @@ def test_a_run_that_loses_its_disk(undisturbed, forks, tmp_path, place, out, mon
     assert json.loads((place / "lease.json").read_text())["owner"] is None
     copies = sorted(Store(str(place)).complete(), key=lambda copy: copy[1]["step"])
     older, newest = (f"file://{place}/{name}" for name, _ in copies[-2:])
-    listed = command(monkeypatch, capsys, "checkpoint", "list", f"file://{place}")
+    listed = command("checkpoint", "list", f"file://{place}").stdout
     assert [line.split()[-1] for line in listed.splitlines()][-2:] == ["complete", "complete"]
-    assert "complete and unchanged" in command(monkeypatch, capsys, "checkpoint", "verify", newest)
-    command(monkeypatch, capsys, "export", newest, str(tmp_path / "exported"))
+    assert "complete and unchanged" in command("checkpoint", "verify", newest).stdout
+    assert command("export", newest, tmp_path / "exported").returncode == 0
     exported = [folder / "model.safetensors" for folder in (tmp_path / "exported", out / "export")]
     assert exported[0].read_bytes() == exported[1].read_bytes()
     # Another run begins with a copy of this one.
@@ -703,8 +658,7 @@ def test_a_part_that_never_comes(tmp_path):
     """An export does not wait for ever for the part of a machine that is gone."""
     first, _ = two_disks(tmp_path, 3)
     first.wanted = "checkpoint-3"
-    with pytest.raises(StoreError, match=r"another machine has not sent rng-1\.pt of checkpoint-3-"):
-        first.turn_of_first()
+    fails_with(r"another machine has not sent rng-1\.pt of checkpoint-3-", first.turn_of_first)
 
 
 def test_a_store_that_is_down_at_the_end(tmp_path, monkeypatch):
@@ -758,15 +712,13 @@ def test_what_lies_on_the_disks(tmp_path, monkeypatch):
     """Which machines share the directory is seen from rank 0's lock; some of them alone is an error."""
     monkeypatch.setattr(mirror, "_has_own_disks", False)
     monkeypatch.setattr(mirror, "on_all_ranks", lambda own: [own, None, False, True])
-    with pytest.raises(ConfigError, match=r"machines \[1\] do not see what the first one writes"):
-        mirror.look_for_disks(tmp_path)
+    refuses(r"machines \[1\] do not see what the first one writes", mirror.look_for_disks, tmp_path)
     full = SimpleNamespace(fsdp_plugin=SimpleNamespace(state_dict_type=SimpleNamespace(name="FULL_STATE_DICT")))
     check_kind(SimpleNamespace(state=full))
     monkeypatch.setattr(mirror, "on_all_ranks", lambda own: [own, None, False, False])
     mirror.look_for_disks(tmp_path)
     assert mirror.has_own_disks()
-    with pytest.raises(ConfigError, match="FULL_STATE_DICT writes one file from the parts of all machines"):
-        check_kind(SimpleNamespace(state=full))
+    refuses("FULL_STATE_DICT writes one file from the parts of all machines", check_kind, SimpleNamespace(state=full))
 
 
 @pytest.fixture(scope="module")
@@ -844,11 +796,9 @@ def test_s3(bucket, tmp_path, monkeypatch):
     assert bracketed.copies() == []
     monkeypatch.delenv("AWS_CA_BUNDLE")
     monkeypatch.setattr(store, "WAITS", ())
-    with pytest.raises(StoreError, match=r"(?i)certificate"):
-        Store("s3://bucket/run").read("run.json")
+    fails_with(r"(?i)certificate", Store("s3://bucket/run").read, "run.json")
     monkeypatch.setenv("AWS_CA_BUNDLE", variables["AWS_CA_BUNDLE"])
-    with pytest.raises(StoreError, match="bucket does not exist"):
-        begun("s3://another/run", out)
+    fails_with("bucket does not exist", begun, "s3://another/run", out)
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, refuses
 from tiny import tiny_config
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, LlamaConfig
 
@@ -106,8 +106,7 @@ def test_any_architecture(model_type, overrides, expected, tmp_path):
     """Sizes are the user's, also under other names; lists that follow are the class's, and so is the rest."""
     argv = (*SMALL, *overrides, "--model_type", model_type, "--max_length", "128", "--max_steps", "1")
     if isinstance(expected, str):
-        with pytest.raises(ConfigError, match=expected):
-            parsed(*argv)
+        refuses(expected, parsed, *argv)
         return
     args = parsed(*argv)
     model = shipped.load(ROOT / "recipes/c4.py").make_model(args)
@@ -165,8 +164,7 @@ def test_values_are_yaml(tmp_path):
     (["vocab_size=32000", "--from_scratch", "--model_name_or_path", "m"], "--from_scratch .* or --model_name_or_path"),
 ])  # fmt: skip
 def test_mistakes(flags, reason):
-    with pytest.raises(ConfigError, match=reason):
-        parsed(*PRESET, "--config_overrides", *flags)
+    refuses(reason, parsed, *PRESET, "--config_overrides", *flags)
 
 
 @pytest.mark.parametrize("model_type, overrides, reason", [
@@ -238,10 +236,8 @@ def test_a_vocabulary_that_does_not_fit():
     check_belong_together(config(vocab_size=128), tokenizer)
     ids = new_config(Architecture(), new_bpe_tokenizer(["a"], 300))
     assert (ids.bos_token_id, ids.eos_token_id, ids.pad_token_id) == (0, 1, None)
-    with pytest.raises(ConfigError, match=r"100 tokens, .* vocab_size is 99"):
-        check_belong_together(config(vocab_size=99), tokenizer)
-    with pytest.raises(ConfigError, match=r"eos_token_id is 2, .* 3"):
-        check_belong_together(config(eos_token_id=3), tokenizer)
+    refuses(r"100 tokens, .* vocab_size is 99", check_belong_together, config(vocab_size=99), tokenizer)
+    refuses(r"eos_token_id is 2, .* 3", check_belong_together, config(eos_token_id=3), tokenizer)
 
 
 def test_a_new_encoder_decoder_depends_on_the_seed_alone():

@@ -14,8 +14,8 @@ import torch
 import toy
 import transformers
 from combinations import LEVERS, MACHINES, RECIPES, STRATEGIES, arguments, generic, strategy_problems
-from helpers import ROOT
-from models_table import CELLS, COMPOSITES, ENCODER_DECODERS, IN_PROCESS, REFUSED, ROWS, SIZES, WORKS, Model, cell, page
+from helpers import ROOT, by_time, refuses
+from models_table import CELLS, ENCODER_DECODERS, IN_PROCESS, REFUSED, ROWS, SIZES, WORKS, Model, cell, page
 from tiny import tiny_config
 from trl.trainer.utils import add_fused_lm_head
 
@@ -60,15 +60,7 @@ SAMPLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        if name in SAMPLE
-        else pytest.param(name, marks=pytest.mark.long if name in COMPOSITES else pytest.mark.slow)
-        for name in ROWS
-    ],
-)
+@pytest.mark.parametrize("name", by_time(ROWS, SAMPLE, models_table.ARCHITECTURES))
 def test_packing_and_losses(models, name):
     """Packing is proved for each class, by us and by trl, and the loss without logits; or the refusal is the page's."""
     for title in IN_PROCESS:
@@ -127,9 +119,7 @@ TRIED = {
 
 
 @pytest.mark.parametrize("kind", TRIED)
-@pytest.mark.parametrize(
-    "name", [*FURTHER, *(pytest.param(n, marks=() if n in SAMPLE else pytest.mark.slow) for n in DECODERS)]
-)
+@pytest.mark.parametrize("name", by_time([*FURTHER, *DECODERS], [*FURTHER, *SAMPLE]))
 def test_a_class_is_trained_by_trl_with_its_own_defaults(tmp_path, name, kind):
     """The loss has a gradient, and experts are balanced by the loss of their class, with its weight."""
     config = with_defaults(name)
@@ -161,9 +151,7 @@ def test_a_class_is_trained_by_trl_with_its_own_defaults(tmp_path, name, kind):
         assert parts[place].item() == pytest.approx(weight * own.item(), rel=1e-5) and counts[place] == 1
 
 
-@pytest.mark.parametrize(
-    "name", [*FURTHER, *(pytest.param(n, marks=() if n in SAMPLE else pytest.mark.slow) for n in DECODERS)]
-)
+@pytest.mark.parametrize("name", by_time([*FURTHER, *DECODERS], [*FURTHER, *SAMPLE]))
 def test_answers_to_padded_prompts_are_as_probable_as_alone(tmp_path, name):
     """Log-probabilities in GRPO's loss do not depend on the padding of a shorter prompt: not on the number of ranks."""
     config = with_defaults(name)
@@ -233,7 +221,7 @@ def test_the_head_that_trains_is_that_of_the_class(name, capsys, monkeypatch):
         "entropy": -(log_probs.exp() * log_probs).sum(-1), "mean_logits": logits.mean(-1),
         "log_sum_sq_probs": (2 * log_probs).logsumexp(-1),
     }  # fmt: skip
-    own = gradients_by_name(model, (wanted["log_probs"] * mask).sum() + (output.aux_loss if router else 0))
+    _, own = models_table.gradients(model, [(wanted["log_probs"] * mask).sum() + (output.aux_loss if router else 0)])
     say_once.cache_clear()
     add_head(model, outputs, temperature)
     assert ("whole logits" in capsys.readouterr().out) == (name in UNKNOWN_TO_TRL)
@@ -242,7 +230,7 @@ def test_the_head_that_trains_is_that_of_the_class(name, capsys, monkeypatch):
         assert torch.allclose(found[key].double(), (wanted[key] * mask).double(), rtol=1e-4, atol=1e-4), key
     assert not router or found.aux_loss.item() == pytest.approx(output.aux_loss.item(), rel=1e-5)
     log_probs = -found.loss if is_sum else found.log_probs.sum()
-    trained = gradients_by_name(model, log_probs + (found.aux_loss if router else 0))
+    _, trained = models_table.gradients(model, [log_probs + (found.aux_loss if router else 0)])
     assert trained.keys() == own.keys()
     # Of some parameters, such as biases of keys, the gradient is nothing but rounding.
     one, other = (torch.cat([gradients[key].flatten() for key in sorted(own)]) for gradients in (own, trained))
@@ -254,18 +242,13 @@ def test_the_sum_in_the_head_without_a_target_and_with_shifted_labels():
     model, tokens = tiny_and_tokens(transformers.LlamaConfig())
     add_head(model, ("loss", "log_probs", "entropy", "is_top1"))
     none = model(input_ids=tokens, labels=torch.full_like(tokens, -100), fused_lm_head=True)
-    assert none.loss.item() == 0 and not any(value.any() for value in gradients_by_name(model, none.loss).values())
+    loss, of_none = models_table.gradients(model, [none.loss])
+    assert loss == 0 and not any(value.any() for value in of_none.values())
     labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
     shifted = model(input_ids=tokens, shift_labels=labels, fused_lm_head=True)
     found = model(input_ids=tokens, labels=tokens, fused_lm_head=True)
     assert shifted.loss == found.loss and torch.equal(shifted.log_probs[:, :-1], found.log_probs)
     assert shifted.log_probs.shape == tokens.shape and model(input_ids=tokens).logits.ndim == 3
-
-
-def gradients_by_name(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.parametrize("given", [None, 0.0, 0.01])
@@ -279,8 +262,7 @@ def test_experts_of_any_class_are_balanced_with_a_weight_or_refused(config, own,
     """By the loss of the class, with its weight or the given one; a class without such a loss refuses one that is not 0."""
     args = SimpleNamespace(loss_type="nll", router_aux_loss_coef=given)
     if own is None and given:
-        with pytest.raises(ConfigError, match=f"--router_aux_loss_coef 0.01: .* {config.model_type} "):
-            SupervisedLoss(args, config)
+        refuses(f"--router_aux_loss_coef 0.01: .* {config.model_type} ", SupervisedLoss, args, config)
         return
     loss = SupervisedLoss(args, config)
     model, tokens = tiny_and_tokens(config)
@@ -353,8 +335,7 @@ def test_refusals(models, name, title):
 def test_encoder_decoders_that_are_refused(tmp_path, config, said):
     """Other models, and one that does not say how a text begins, are refused before their weights are read."""
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=said):
-        load_encoder_decoder(str(tmp_path), "sdpa", dropout_rate=0.0)
+    refuses(said, load_encoder_decoder, str(tmp_path), "sdpa", dropout_rate=0.0)
 
 
 def test_texts_longer_than_the_positions_of_a_model(models):
@@ -363,8 +344,7 @@ def test_texts_longer_than_the_positions_of_a_model(models):
     check_length(str(models("T5").base), 10**6, "max_source_length", 8)
     with pytest.raises(ConfigError, match=r"--max_target_length is 17, but .* 16 or less"):
         check_length(str(models("BART").base), 17, "max_target_length", 8)
-    with pytest.raises(ConfigError, match="set it to 10 or less"):
-        check_length(str(models("BART").base), 12, "max_source_length", 10)
+    refuses("set it to 10 or less", check_length, str(models("BART").base), 12, "max_source_length", 10)
 
 
 def test_dropout_of_an_encoder_decoder(models):

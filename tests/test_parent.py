@@ -15,11 +15,10 @@ from multiprocessing import forkserver
 import psutil
 import pytest
 import torch
-from helpers import CHILDREN
+from helpers import CHILDREN, refuses
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.rows import StepOrder, make_train_loader
-from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import parent, workers
 
 # Starts the command in its arguments, as a launcher does, in a new session or not.
@@ -263,8 +262,7 @@ def test_a_socket_has_no_room_for_its_name(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setitem(multiprocessing.process.current_process()._config, "tempdir", None)
-    with pytest.raises(ConfigError, match="is longer than 75 bytes; set TMPDIR to a shorter one"):
-        workers.start_fork_server()
+    refuses("is longer than 75 bytes; set TMPDIR to a shorter one", workers.start_fork_server)
     assert not list(folder.iterdir())
 
 

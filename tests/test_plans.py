@@ -14,7 +14,7 @@ import memory_limits
 import plans
 import pytest
 import yaml
-from helpers import ROOT, environment
+from helpers import ROOT, by_time, environment
 
 from accelerate_recipes.arguments.gpus import GIB
 from recipe_tools.plan.layers import predict_outcomes
@@ -64,9 +64,7 @@ COMMANDS = {name: plans.of_preset(name) for name in plans.presets()}
 COMMANDS |= {f"{run.source}: {run.what}": run.command for run in plans.RUNS}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == CHEAP else pytest.mark.long) for name in COMMANDS]
-)
+@pytest.mark.parametrize("name", by_time(COMMANDS, (), [CHEAP]))
 def test_plan_says_the_same(name, tmp_path):
     """The figures of a preset are those that `plan` finds for the command in its first line; so are those of others' runs."""
     job = plans.job_for(COMMANDS[name], tmp_path)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import torch
-from helpers import CONFIGS, ROOT, log_of
+from helpers import CONFIGS, ROOT, change_json, log_of
 from safetensors.torch import load_file, save_file
-from tiny import tiny_model
+from tiny import change_weights, tiny_model
 from transformers import AutoModel, AutoModelForMaskedLM, LlamaConfig, LlamaForCausalLM, MT5Config
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
@@ -89,16 +89,8 @@ def copy(models, tmp_path):
     return lambda name: Path(shutil.copytree(models / name, tmp_path / "model"))
 
 
-def rewrite(folder: Path, change) -> None:
-    """Change the weights of a model in one file."""
-    weights = load_file(folder / "model.safetensors")
-    weights = change(weights) or weights
-    save_file({name: weight.contiguous().clone() for name, weight in weights.items()}, folder / "model.safetensors")
-
-
 def set_config(folder: Path, **changes) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    change_json(folder / "config.json", **changes)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +163,7 @@ def wrapped(part: str):
 def test_weights_of_another_model(said, copy, name, by, change, reasons):
     """A weight that is missing, left over or of another shape is an error that names it, and what has changed the names."""
     folder = copy(name)
-    rewrite(folder, change)
+    change_weights(folder, change)
     message = said(folder, by)
     assert all(reason in message for reason in reasons), message
 
@@ -179,7 +171,7 @@ def test_weights_of_another_model(said, copy, name, by, change, reasons):
 def test_where_only_one_process_reads_the_weights(models, forks, tmp_path):
     """Two ranks under FSDP2, of which one would read the weights, end with the same message, once, and no traceback."""
     folder, out = shutil.copytree(models / "tied", tmp_path / "model"), tmp_path / "out"
-    rewrite(folder, without("0.mlp.up_proj.weight"))
+    change_weights(folder, without("0.mlp.up_proj.weight"))
     args = ["--train_files", models / "texts.jsonl", "--validation_files", models / "others.jsonl", "--max_length", 16]
     args += ["--model_name_or_path", folder, "--max_steps", 1, "--total_batch_size", 2]
     assert forks.run(out, *args, script=ROOT / "recipes/c4.py") == 2
@@ -191,12 +183,12 @@ def test_what_a_class_ignores_does_not_count(said, copy):
     """Old files hold buffers that are no weights, and tied weights twice."""
     folder = copy("gptj")
     computed = {"transformer.h.0.attn.bias": torch.ones(4, 4), "transformer.h.0.attn.masked_bias": torch.tensor(-1e9)}
-    rewrite(folder, lambda weights: weights | computed)
+    change_weights(folder, lambda weights: weights | computed)
     assert said(folder) == ""
     shutil.rmtree(folder)
     folder = copy("tied")
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "model.rotary_emb.inv_freq": torch.ones(4)}
-    rewrite(folder, lambda weights: weights | buffer | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+    change_weights(folder, lambda weights: weights | buffer | {"lm_head.weight": weights["model.embed_tokens.weight"]})
     assert said(folder) == ""
 
 
@@ -291,7 +283,7 @@ def test_files_of_torch_are_read_too(said, copy, models):
     (lambda folder: (as_bin(folder, 2), cut(folder, "pytorch_model-1.bin", 100)), "pytorch_model-1.bin cannot be read"),
     (lambda folder: (as_bin(folder, 2), (folder / "pytorch_model-1.bin").unlink()), "lacks pytorch_model-1.bin"),
     (lambda folder: (as_bin(folder), (folder / "pytorch_model.bin").write_text(POINTER)), "it is a git-LFS pointer"),
-    (lambda folder: (rewrite(folder, without("q_proj.weight")), as_bin(folder, 2)), "random values: model.layers.0"),
+    (lambda folder: (change_weights(folder, without("q_proj.weight")), as_bin(folder, 2)), "random values: model.layers.0"),
     (lambda folder: (as_bin(folder), torch.save([1], folder / "pytorch_model.bin")), "cannot be read"),
     (lambda folder: (as_bin(folder), torch.save({"state_dict": {}}, folder / "pytorch_model.bin")), "pytorch_model.bin holds state_dict, which is no weight"),
     (lambda folder: (as_bin(folder), torch.save(Path(), folder / "pytorch_model.bin")), "cannot be read"),
@@ -328,9 +320,8 @@ def test_code_beside_a_model_never_runs(said, copy, monkeypatch, changes, of_tok
     (folder / "strange.py").write_text(CODE.format(ran=str(ran)))
     auto = {"AutoConfig": "strange.Config", "AutoModelForCausalLM": "strange.Model"}
     set_config(folder, auto_map=auto, **changes)
-    file = folder / "tokenizer_config.json"
     settings = {"auto_map": {"AutoTokenizer": [None, "strange.Tokenizer"]}} if of_tokenizer else {}
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings | of_tokenizer))
+    change_json(folder / "tokenizer_config.json", **settings, **of_tokenizer)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     message = said(folder)
     assert re.search(reason, message, re.DOTALL), message

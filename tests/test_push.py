@@ -38,13 +38,13 @@ def shared_commands(tmp_path_factory):
 
 @pytest.fixture
 def push(server, shared_commands, tmp_path):
-    """Run `push`; returns exit code and output, in which the token never stands."""
+    """Run `push`, which ends with a code; returns what it prints, in which the token never stands."""
 
-    def run(*argv: object, **env: str) -> tuple[int, str]:
-        ready = {"TESTED_ENDPOINT": server.url, "HF_TOKEN": server.token} | env
-        code, output = shared_commands.run(tmp_path / "cache", "push", *argv, **ready)
-        assert server.token not in output and "Traceback" not in output, output
-        return code, output
+    def run(*argv: object, code: int = 0) -> str:
+        ready = {"TESTED_ENDPOINT": server.url, "HF_TOKEN": server.token}
+        found, output = shared_commands.run(tmp_path / "cache", "push", *argv, **ready)
+        assert found == code and server.token not in output and "Traceback" not in output, output
+        return output
 
     return run
 
@@ -81,8 +81,7 @@ def contents(export: Path) -> dict[str, bytes]:
 
 def test_a_new_repository_is_private_and_gets_the_export_in_one_commit(server, push, export, tmp_path):
     (export / "notes.txt").write_text("No export wrote this.")
-    code, output = push(export, "me/tiny")
-    assert code == 0, output
+    output = push(export, "me/tiny")
     assert server.created == [{"name": "tiny", "organization": "me", "visibility": "private", "type": "model"}]
     assert holds(server, "me/tiny") == contents(export) and "notes.txt" not in holds(server, "me/tiny")
     assert "additional_chat_templates/short.jinja" in holds(server, "me/tiny")
@@ -92,36 +91,32 @@ def test_a_new_repository_is_private_and_gets_the_export_in_one_commit(server, p
     assert not any(server.token.encode() in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
 
     server.received.clear()
-    code, output = push(export, "me/tiny")
-    assert code == 0 and "holds this export already" in output and not server.received, output
+    assert "holds this export already" in push(export, "me/tiny") and not server.received
     assert len(server.repositories["models/me/tiny"].commits) == 2 and len(server.created) == 1
 
 
 def test_public_is_asked_for(server, push, export):
-    code, output = push(export, "me/open", "--public")
-    assert code == 0 and "everybody can read it" in output
+    assert "everybody can read it" in push(export, "me/open", "--public")
     assert [one["visibility"] for one in server.created] == ["public"]
     before = server.repositories["models/me/open"].main
     (export / "README.md").write_text("Another card.")
-    code, output = push(export, "me/open")
-    assert code == 1 and "everybody can read me/open; add --public" in output
+    assert "everybody can read me/open; add --public" in push(export, "me/open", code=1)
     assert server.repositories["models/me/open"].main == before
-    assert push(export, "me/open", "--public")[0] == 0
+    push(export, "me/open", "--public")
     assert holds(server, "me/open")["README.md"] == b"Another card."
 
 
 def test_an_earlier_push_is_replaced_and_files_of_others_stay(server, push, export, tmp_path):
     """The next model has its weights in one file; then come adapters, which are no part of a whole model."""
-    assert push(export, "me/tiny")[0] == 0
+    push(export, "me/tiny")
     repository = server.repositories["models/me/tiny"]
     others = {"LICENSE": b"Mine.", "pictures/a.png": b"A picture.", ".gitattributes": b"*.bin filter=lfs"}
     repository.push(repository.commits[repository.main] | others)
     whole = write(tmp_path / "whole", {"README.md": b"New.", "config.json": b"{}", "model.safetensors": b"One file."})
-    code, output = push(whole, "me/tiny")
-    assert code == 0 and "of the earlier one" in output, output
+    assert "of the earlier one" in push(whole, "me/tiny")
     assert holds(server, "me/tiny") == contents(whole) | {name: others[name] for name in ("LICENSE", "pictures/a.png")}
     adapter = {"README.md": b"LoRA.", "adapter_config.json": b"{}", "adapter_model.safetensors": b"Adapters."}
-    assert push(write(tmp_path / "adapter", adapter), "me/tiny")[0] == 0
+    push(write(tmp_path / "adapter", adapter), "me/tiny")
     assert holds(server, "me/tiny").keys() == adapter.keys() | {"accelerate_recipes.json", "LICENSE", "pictures/a.png"}
     assert repository.commits[repository.main][".gitattributes"] == others[".gitattributes"]
 
@@ -136,23 +131,22 @@ def test_nothing_is_overwritten_or_mixed_that_no_push_wrote(server, push, tmp_pa
     server.push("models/me/theirs", {name: b"Somebody wrote this.", "notes.txt": b"Mine.", "results.json": b"{}"})
     server.repositories["models/me/theirs"].private = True
     before = server.repositories["models/me/theirs"].main
-    code, output = push(export, "me/theirs")
-    assert code == 1 and f"me/theirs holds {name}, which no push of an export wrote" in output, output
+    assert f"me/theirs holds {name}, which no push of an export wrote" in push(export, "me/theirs", code=1)
     assert server.repositories["models/me/theirs"].main == before and not server.received
     server.push("models/me/theirs", {"notes.txt": b"Mine.", "results.json": b"{}"})
-    assert push(export, "me/theirs")[0] == 0
+    push(export, "me/theirs")
 
 
 def test_shards_of_an_earlier_push_without_its_list(server, push, export, tmp_path):
     """If somebody deletes the list, what that push wrote is nobody's, and in the way of a model in other files."""
-    assert push(export, "me/tiny")[0] == 0
+    push(export, "me/tiny")
     repository = server.repositories["models/me/tiny"]
     kept = dict(repository.commits[repository.main])
     del kept["accelerate_recipes.json"]
     repository.push(kept)
     whole = write(tmp_path / "whole", {"README.md": b"New.", "config.json": b"{}", "model.safetensors": b"One file."})
-    code, output = push(whole, "me/tiny")
-    assert code == 1 and "which no push of an export wrote" in output, output
+    output = push(whole, "me/tiny", code=1)
+    assert "which no push of an export wrote" in output
     assert all(name in output for name in kept if name.endswith(".safetensors")), output
 
 
@@ -161,7 +155,7 @@ def test_the_same_files_from_elsewhere_are_not_in_the_way(server, push, export):
     large = next(name for name in contents(export) if name.endswith(".safetensors"))
     server.push("models/me/tiny", {"README.md": card, large: (export / large).read_bytes()})
     server.repositories["models/me/tiny"].private = True
-    assert push(export, "me/tiny")[0] == 0
+    push(export, "me/tiny")
     assert holds(server, "me/tiny") == contents(export)
 
 
@@ -180,29 +174,25 @@ def test_a_killed_push_goes_on(server, shared_commands, push, export, tmp_path):
     assert shared_commands.end()[0] == -signal.SIGKILL
     assert holds(server, "me/tiny") == {} and len(server.received) == 1
     server.held.clear()
-    code, output = push(export, "me/tiny")
-    assert code == 0, output
+    push(export, "me/tiny")
     assert len(server.received) == len(set(server.received)) == 2 and len(server.created) == 1
     assert holds(server, "me/tiny") == contents(export)
 
 
 def test_what_the_hub_refuses(server, push, export):
-    code, output = push(export, "others/tiny")
-    again = f"python -m accelerate_recipes push {export} others/tiny"
-    assert code == 1 and "403" in output and output.endswith(f"{again}\n"), output
+    output = push(export, "others/tiny", code=1)
+    assert "403" in output and output.endswith(f"python -m accelerate_recipes push {export} others/tiny\n"), output
     server.push("models/me/tiny", {".gitattributes": b"", ".gitignore": b"config.json\n"})
     repository = server.repositories["models/me/tiny"]
     repository.private = True
-    code, output = push(export, "me/tiny")
-    assert code == 1 and "config.json did not arrive" in output, output
+    assert "config.json did not arrive" in push(export, "me/tiny", code=1)
     server.before_commit = lambda: repository.push({"by": b"somebody else"})
     (export / "README.md").write_text("New.")
-    code, output = push(export, "me/tiny")
-    assert code == 1 and "A commit has happened since" in output, output
+    assert "A commit has happened since" in push(export, "me/tiny", code=1)
     assert holds(server, "me/tiny") == {"by": b"somebody else"}
     server.before_commit = lambda: 1 / 0
-    code, output = push(export, "me/tiny")
-    assert code == 1 and "was not pushed: Server disconnected" in output and "to push it, run: " in output, output
+    output = push(export, "me/tiny", code=1)
+    assert "was not pushed: Server disconnected" in output and "to push it, run: " in output, output
 
 
 def test_what_is_no_export(server, push, export, tmp_path):
@@ -214,20 +204,18 @@ def test_what_is_no_export(server, push, export, tmp_path):
         tmp_path / "loaded": "it holds no accelerate_recipes.json",
         export.parent: f"it is the output directory of a run, whose export is {export}",
     }.items():
-        code, output = push(folder, "me/tiny")
-        assert code == 1 and f"{folder} is no export: {what}" in output, output
+        assert f"{folder} is no export: {what}" in push(folder, "me/tiny", code=1)
     outside = tmp_path / "secret"
     outside.write_text("not to be pushed")
     shutil.copytree(export, tmp_path / "evil")
     listed = (export / "accelerate_recipes.json").read_text()
     (tmp_path / "evil/accelerate_recipes.json").write_text(listed.replace('"README.md"', '"README.md", "../secret"'))
-    assert "it lacks ../secret" in push(tmp_path / "evil", "me/tiny")[1]
+    assert "it lacks ../secret" in push(tmp_path / "evil", "me/tiny", code=1)
     (export / "config.json").unlink()
-    code, output = push(export, "me/tiny")
-    assert code == 1 and f"{export} is not whole: it lacks config.json" in output
+    assert f"{export} is not whole: it lacks config.json" in push(export, "me/tiny", code=1)
     (tmp_path / "begun").mkdir()
     list_files(tmp_path / "begun")
-    assert "begun is an export that was not finished" in push(tmp_path / "begun", "me/tiny")[1]
+    assert "begun is an export that was not finished" in push(tmp_path / "begun", "me/tiny", code=1)
     assert not server.requests
 
 
@@ -277,8 +265,7 @@ def test_a_run_pushes_and_a_failed_push_loses_nothing(server, forks, template_ar
     assert f"to push it, run: python -m accelerate_recipes push {export} me/run\n" in log
     assert exported_files(export) and not (tmp_path / "run/export.partial").exists()
     server.owner = "me"
-    code, output = push(export, "me/run")
-    assert code == 0, output
+    push(export, "me/run")
     assert holds(server, "me/run") == contents(export)
 
     before = server.repositories["models/me/run"].main

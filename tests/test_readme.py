@@ -24,7 +24,7 @@ from trl import DPOTrainer, GRPOTrainer
 from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse, resolve
 from accelerate_recipes.arguments.shipped import load
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer
-from recipe_tools import commands as command_line
+from recipe_tools.commands import command_parser
 from recipe_tools.kubernetes import JobArgs, flag, render_manifest
 from recipe_tools.request import launch_environment, launch_flags
 
@@ -57,8 +57,8 @@ def test_there_are_commands():
 
 
 OTHER_PROGRAMS = (
-    ".", "apptainer", "cp", "docker", "enroot", "hf", "kubectl", "llama-server", "lm_eval", "pip", "sed", "squeue", "transformers",
-    "vllm",
+    ".", "apptainer", "docker", "enroot", "export", "hf", "kubectl", "llama-server", "lm_eval", "pip", "sed", "sglang.launch_server",
+    "squeue", "tar", "transformers", "vllm",
 )  # fmt: skip
 CHATML = (ROOT / "recipes/chat_templates/chatml.jinja").read_text().replace("<|im_end|>", "</s>")
 HERE = commands(elsewhere=False)
@@ -143,58 +143,51 @@ def run(words: list[str], folder: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[:4000]
 
 
-@pytest.mark.parametrize("command", commands(elsewhere=True))
-def test_command_elsewhere_is_valid(command, monkeypatch, at_the_root, capsys):
+@pytest.mark.parametrize("shown", commands(elsewhere=True))
+def test_command_elsewhere_is_valid(shown, command, monkeypatch, at_the_root):
     # Math-verify is optional
     monkeypatch.setattr("accelerate_recipes.conversations.rewards.find_spec", lambda name: True)
-    words = shlex.split(command)
-    if words[:4] == ["python", "-m", "accelerate_recipes", "k8s"]:
-        assert words[-5:] == ["|", "kubectl", "apply", "-f", "-"]
-        # Takes minutes
-        monkeypatch.setattr("recipe_tools.preflight.memory_problems", lambda *args, **settings: ("", [], []))
-        assert problems(list(yaml.safe_load_all(render_manifest(words[4], words[5:-5])[0]))) == []
-        return
     touch_rows_of_demos()
+    words = shlex.split(shown)
     for word in words:
         if word.startswith("my_"):  # a file of the reader; a function in it is the one that the page shows
             name, _, function = word.partition(":")
             (ROOT / name).write_text(blocks(PAGES["grpo"])[0] if function else "")
-    if words[3:4] in (["push"], ["check-export"]):  # tests/test_push.py
-        monkeypatch.setattr(sys, "argv", words[2:])
-        with pytest.raises(SystemExit):
-            command_line.main()
-        assert "is no export" in capsys.readouterr().err
-        return
-    if words[3:4] in (["plan"], ["prepare"]):
-        parse_command(words[4:], 1)
-        return
-    if words[3:4] in (["checkpoint"], ["export"]):  # tests/test_checkpoint.py
-        command_line.command_parser().parse_args(words[3:])
-        return
-    if words[0] == "make":
-        assert is_target(words[1])
-        return
-    if words[1] == "data/chess/moves.py":  # tests/test_demo.py
-        return
-    if words[0] in OTHER_PROGRAMS or words[1].startswith("convert_") or "sglang.launch_server" in words:
-        assert words[0] != "cp" or (ROOT / words[1]).is_file()
-        return  # tests/test_create_env.py, tests/test_image.py, tests/test_evaluate.py
-    if words[0] in ("slurm/submit.sh", "sbatch"):
-        end = words.index("--" if words[0] == "slurm/submit.sh" else "slurm/submit.sh")
-        asked = dict(flag.lstrip("-").split("=") for flag in words[1:end] if "=" in flag)
-        config, *run = words[end + 1 :] or ["accelerate_configs/fsdp_full.yaml", "recipes/chess.py"]
-        flags = launch_flags(Path(config), int(asked.get("nodes", 1)), int(asked.get("gpus-per-node", 1)))
-        words = ["accelerate", "launch", "--config_file", config, "--main_process_ip", "head", *flags, *run]
-    if words[:3] == ["python", "-m", "accelerate_recipes"] or words[0] in ("export", "tar"):
-        assert words[0] != "python" or words[3] in ("download", "preflight")
-        return  # tests/test_download.py
-    if words[0] == "python":  # tests/test_ablation.py
-        assert words[1] == "benchmarks/ablation.py"
-        world_size, words = 1, words[2:]
-    else:
-        assert words[:2] == ["accelerate", "launch"]
-        world_size = int(launch_environment(words[2:])["WORLD_SIZE"])
-    parse_command(words, world_size)
+    match words:
+        case ["python", "-m", "accelerate_recipes", "k8s", kind, *job, "|", "kubectl", "apply", "-f", "-"]:
+            monkeypatch.setattr(
+                "recipe_tools.preflight.memory_problems", lambda *args, **settings: ("", [], [])
+            )  # minutes
+            assert problems(list(yaml.safe_load_all(render_manifest(kind, job)[0]))) == []
+        case ["python", "-m", "accelerate_recipes", "push" | "check-export", *_]:  # tests/test_push.py
+            assert "is no export" in command(*words[3:]).stderr
+        case ["python", "-m", "accelerate_recipes", "plan" | "prepare", *run]:
+            parse_command(run, 1)
+        case ["python", "-m", "accelerate_recipes", "checkpoint" | "export", *_]:  # tests/test_checkpoint.py
+            command_parser().parse_args(words[3:])
+        case ["make", target, *_]:
+            assert is_target(target)
+        case ["cp", file, *_]:
+            assert (ROOT / file).is_file()
+        case ["slurm/submit.sh" | "sbatch" as program, *_]:
+            end = words.index("--" if program == "slurm/submit.sh" else "slurm/submit.sh")
+            asked = dict(flag.lstrip("-").split("=") for flag in words[1:end] if "=" in flag)
+            config, *run = words[end + 1 :] or ["accelerate_configs/fsdp_full.yaml", "recipes/chess.py"]
+            flags = launch_flags(Path(config), int(asked.get("nodes", 1)), int(asked.get("gpus-per-node", 1)))
+            check_launch(["--config_file", config, "--main_process_ip", "head", *flags, *run])
+        case ["accelerate", "launch", *run]:
+            check_launch(run)
+        case ["python", "benchmarks/ablation.py", *run]:  # tests/test_ablation.py
+            parse_command(run, 1)
+        case _:  # tests/test_demo.py, test_download.py, test_create_env.py, test_image.py, test_evaluate.py
+            ours = ["python", "-m", "accelerate_recipes"]
+            is_ours = words[1] == "data/chess/moves.py" or (words[:3] == ours and words[3] in ("download", "preflight"))
+            assert is_ours or {*words[:3]} & {*OTHER_PROGRAMS} or words[1].startswith("convert_")
+
+
+def check_launch(words: list[str]) -> None:
+    """Parse the arguments of a recipe that the launcher would start."""
+    parse_command(words, int(launch_environment(words)["WORLD_SIZE"]))
 
 
 def parse_command(words: list[str], world_size: int) -> None:
@@ -218,7 +211,7 @@ def test_recipes_of_the_table(at_the_root):
         assert [said for said in problems if "math-verify" not in said] == []
 
 
-def test_your_model_on_your_file(fork_server, tmp_path, monkeypatch, capsys):
+def test_your_model_on_your_file(fork_server, tmp_path, monkeypatch, command):
     """The first screen's commands for a laptop run, with its rows and a small model; the model is asked afterwards."""
     monkeypatch.chdir(tmp_path)
     section = README.partition("## Fine-tune your model on your file")[2].partition("\n## ")[0]
@@ -249,9 +242,8 @@ def test_your_model_on_your_file(fork_server, tmp_path, monkeypatch, capsys):
     assert "messages (messages), read as conversations" in log
     values = {name for record in read_metrics(out) for name in record} - {"step", "time"}
     assert [name for name in values if f"`{name}`" not in PAGES["health"]] == []
-    monkeypatch.setattr(sys, "argv", [*shlex.split(asked)[2:], "--max_new_tokens", "2"])
-    command_line.main()
-    assert "Where is my parcel?" in (said := capsys.readouterr().out) and "2 tokens, ended by" in said
+    said = command(*shlex.split(asked)[3:], "--max_new_tokens", "2").stdout
+    assert "Where is my parcel?" in said and "2 tokens, ended by" in said
 
 
 def test_needs_of_the_first_presets():

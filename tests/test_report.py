@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import write_rows
+from helpers import refuses, write_rows
 
 from accelerate_recipes import agenda
 from accelerate_recipes.agenda import Observer
@@ -26,7 +26,6 @@ from accelerate_recipes.life.picture import Bars
 from accelerate_recipes.life.status import begin_attempt, of_this_run, read_attempts, update_status
 from accelerate_recipes.report import report
 from accelerate_recipes.report.report import StepProfiler
-from recipe_tools.commands import main
 from recipe_tools.requeue import after_attempt
 
 NASTY = "</td></table><script>alert(1)</script><img src=https://example.com/x.png onerror=alert(2)>\x1b[31m\ud800"
@@ -145,16 +144,13 @@ def test_a_first_attempt_that_failed_is_no_restart(write_run):
     ('{"loss": 1.0, "time": 2}', r"line 2 \({\"loss\": 1.0, \"time\": 2}\) has no step,"),
     ('{"step": "four", "time": 2}', "has no step,"),
 ])  # fmt: skip
-def test_a_damaged_line_is_named(write_run, line, said, monkeypatch, capsys):
+def test_a_damaged_line_is_named(write_run, line, said, command):
     folder = write_run("run", [record(4, 1010), record(8, 1018)])
     first, second, _ = (folder / "metrics.jsonl").read_bytes().split(b"\n")
     (folder / "metrics.jsonl").write_bytes(b"\n".join([first, line.encode("latin-1"), second, b""]))
-    with pytest.raises(ConfigError, match=rf"metrics.jsonl, {said}|metrics.jsonl, line 2 .*{said}"):
-        report.compare([folder], folder / "page.html")
-    monkeypatch.setattr("sys.argv", ["accelerate_recipes", "report", str(folder)])
-    with pytest.raises(SystemExit, match="1"):
-        main()
-    assert capsys.readouterr().err.count("error: ") == 1
+    refuses(rf"metrics.jsonl, {said}|metrics.jsonl, line 2 .*{said}", report.compare, [folder], folder / "page.html")
+    done = command("report", folder)
+    assert done.returncode == 1 and done.stderr.count("error: ") == 1
 
 
 @pytest.mark.parametrize(
@@ -313,12 +309,10 @@ def test_a_report_never_ends_a_run(write_run, capsys, monkeypatch):
     (folder / "metrics.jsonl").unlink()
     report.write_report(folder)
     assert capsys.readouterr().err == ""
-    with pytest.raises(ConfigError, match=r"run is not the output directory of .*metrics\.jsonl"):
-        report.compare([folder], Path())
+    refuses(r"run is not the output directory of .*metrics\.jsonl", report.compare, [folder], Path())
     (folder / "metrics.jsonl").touch()
     (folder / "args.yaml").write_text("")
-    with pytest.raises(ConfigError, match="is not the output directory of a run"):
-        report.compare([folder], Path())
+    refuses("is not the output directory of a run", report.compare, [folder], Path())
 
 
 def test_long_curves_keep_peaks(write_run):
@@ -363,14 +357,12 @@ def test_the_page_of_a_run(write_run):
     assert "<h1>sft: run</h1>" in text and "prefers-color-scheme: dark" in text
 
 
-def test_several_runs_on_one_page(write_run, monkeypatch, capsys):
+def test_several_runs_on_one_page(write_run, command):
     records = [record(2, 10), record(4, 18), {"step": 4, "time": 19, "eval_loss": 0.5}]
     rates = {"a": 0.1, "b": 0.2, "c": 0.1}
     runs = [str(write_run(n, records, {"changed": {}}, learning_rate=rate, seed=1)) for n, rate in rates.items()]
     out = Path(runs[0]).parent / "all.html"
-    monkeypatch.setattr("sys.argv", ["accelerate-recipes", "report", *runs, "--out", str(out)])
-    main()
-    assert capsys.readouterr().out == f"{out}\n"
+    assert command("report", *runs, "--out", out).stdout == f"{out}\n"
     text = out.read_text()
     assert "<td>learning_rate</td><td>0.1</td><td>0.2</td><td>0.1</td>" in text
     assert not {"<td>seed</td>", "<td>output_dir</td>"} & set(re.findall("<td>[^<]*</td>", text))

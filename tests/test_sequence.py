@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.big_modeling import _attach_context_parallel_hooks
-from helpers import CHILDREN, CONFIGS, ROOT, log_of, losses
+from arithmetic import Watch
+from helpers import CHILDREN, CONFIGS, ROOT, log_of, losses, refuses, rows_trained_on
 from tiny import tiny_config, tiny_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GraniteMoeHybridConfig, Mamba2Config, MiniMaxConfig, T5Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -57,8 +57,7 @@ def test_parts_are_the_whole():
         for part in parts:
             assert torch.equal(part["cu_seqlens"], batch["cu_seqlens"])
             assert torch.equal(part["row_position_ids"], positions)
-    with pytest.raises(ConfigError, match=r"cp_size 5 .* 12 tokens"):
-        part_of_rows(batch, rank_of(0, 5))
+    refuses(r"cp_size 5 .* 12 tokens", part_of_rows, batch, rank_of(0, 5))
     assert part_of_rows(batch, None) is batch
 
 
@@ -162,8 +161,7 @@ def test_the_kernel_is_documents_unless_the_model_needs_another():
             choose(name, llama, torch.float32, True, is_shared=True)
     check_shared_masks(llama, "sdpa", 8192)
     check_shared_masks(llama, DOCUMENTS, 2**20)
-    with pytest.raises(ConfigError, match=r"--max_length 8200: with sdpa, .* at most 8192 tokens"):
-        check_shared_masks(llama, "sdpa", 8200)
+    refuses(r"--max_length 8200: with sdpa, .* at most 8192 tokens", check_shared_masks, llama, "sdpa", 8200)
     mixtral = tiny_config("mixtral")
     check_shared_masks(mixtral, DOCUMENTS, 8)
     with pytest.raises(ConfigError, match=r"mixtral cannot balance its experts; give --attn_implementation doc"):
@@ -203,21 +201,18 @@ def test_what_a_launch_says(monkeypatch, at_the_root):
     assert "25 is not a multiple of 2 groups of 2 processes that share rows; numbers that work: 1, 5, 25" in text
     for name in ("sft", "dpo"):
         trl = [str(ROOT / f"recipes/{name}.py"), "--model_name_or_path", "m", "--dataset_name", "d"]
-        with pytest.raises(ConfigError, match=r"a row is whole on each process; .*sft\.py with --packing"):
-            preflight([LONG, *trl])
+        refuses(r"a row is whole on each process; .*sft\.py with --packing", preflight, [LONG, *trl])
 
 
 def test_sizes_and_kernels_that_cannot_be(tmp_path):
     """They are refused in words, and the remedy is none that the launch would refuse next."""
     config = tmp_path / "halves.yaml"
     config.write_text((CONFIGS / "fsdp_long.yaml").read_text().replace("cp_size: 2", "cp_size: 2.0"))
-    with pytest.raises(ConfigError, match=r"parallelism_config_cp_size is 2\.0; it must be a whole number"):
-        preflight([str(config), *CHESS])
+    refuses(r"parallelism_config_cp_size is 2\.0; it must be a whole number", preflight, [str(config), *CHESS])
     with pytest.raises(ConfigError, match=r"flash_attention_2: rows that ranks share .* need documents"):
         preflight([LONG, *CHESS, "--attn_implementation", "flash_attention_2"])
     alone = ["--num_processes", "1", "--parallelism_config_cp_size", "1"]
-    with pytest.raises(ConfigError, match=r"take accelerate_configs/fsdp_full\.yaml"):
-        preflight([LONG, *alone, *CHESS])
+    refuses(r"take accelerate_configs/fsdp_full\.yaml", preflight, [LONG, *alone, *CHESS])
     replicas = ["--nodes", "2", "--gpus-per-node", "4", "--parallelism_config_dp_replicate_size", "2"]
     said, assignments = preflight([LONG, *replicas, *CHESS, "--per_device_train_batch_size", "1"])
     assert "with 8 processes" in said and "4 groups of 2 processes that share rows" in said
@@ -234,17 +229,9 @@ def test_a_job_has_as_many_shards_as_are_left(nodes, gpus, size, replicas, flags
     assert launch_flags(CONFIGS / "fsdp_long.yaml", nodes, gpus, size, replicas)[4:] == wanted
 
 
-class Sizes(TorchDispatchMode):
-    """Notes the most elements that an operation gives."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return out
+def elements(tensor: torch.Tensor) -> int:
+    """Count the elements for which a tensor's memory has room."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
 @pytest.fixture
@@ -277,13 +264,13 @@ def bytes_kept(size: int, length: int) -> tuple[int, int]:
 
     try:
         batch = part_of_rows(batch, dist.group.WORLD if size > 1 else None)
-        with whole_rows(), Sizes() as sizes:
+        with whole_rows(), Watch(elements) as watch:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 loss = next_token_loss(model, batch)
             loss.backward()
     finally:
         dist.destroy_process_group()
-    return sum(kept.values()), sizes.largest
+    return sum(kept.values()), watch.largest
 
 
 def test_memory_of_a_row_is_divided(shared_attention, monkeypatch):
@@ -330,7 +317,4 @@ def test_resumed_on_other_meshes(forks, tmp_path):
         code = forks.run(out, *args, *attention, config=config, num_processes=num_processes, **env)
         assert code == (0 if last else -9), log_of(out)[-3000:]
     assert losses(out) == pytest.approx(losses(alone), rel=1e-5)
-    entries = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
-    last_run_of = {entry["step"]: entry["from"] for entry in sorted(entries, key=lambda entry: entry["from"])}
-    rows = [row for entry in entries if entry["from"] == last_run_of[entry["step"]] for row in entry["rows"]]
-    assert sorted(rows) == list(range(96))
+    assert rows_trained_on(out) == list(range(96))

@@ -13,14 +13,13 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from helpers import CHILDREN, REPOSITORY, environment
+from helpers import CHILDREN, REPOSITORY, environment, refuses
 from safetensors.torch import load_file
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint.base_form import BaseForm, whole_content, with_older_fields
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.disk import read_json
-from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.images.classifiers import with_classes
 from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.encoder_decoders import load_encoder_decoder
@@ -278,8 +277,7 @@ def test_a_configuration_that_cannot_be_written(tmp_path):
     """A class that sets a field by itself when it is read."""
     config = transformers.CONFIG_MAPPING["moshi"]()
     assert config.audio_vocab_size is None
-    with pytest.raises(ConfigError, match="audio_vocab_size as 2048, not None"):
-        BaseForm(config, new_bpe_tokenizer(["e2e4"], 300))
+    refuses("audio_vocab_size as 2048, not None", BaseForm, config, new_bpe_tokenizer(["e2e4"], 300))
 
 
 @pytest.mark.parametrize("written", [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}])
@@ -323,5 +321,4 @@ def test_transformers_serves_a_whole_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, tokenizer = manager(device="cpu", force_model="out/export").load_model_and_processor("out/export@main")
     assert type(model).__name__ == "LlamaForCausalLM" and len(tokenizer) > 256
-    with pytest.raises(ValueError, match="Unrecognized model in adapter"):
-        manager(device="cpu", force_model="adapter")
+    refuses("Unrecognized model in adapter", manager, device="cpu", force_model="adapter", error=ValueError)

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 
 import pytest
-from helpers import CHILDREN, launch_ok
+from helpers import CHILDREN, by_mark, launch_ok
 from simulations import (
     BF16,
     C4,
@@ -44,60 +44,41 @@ NEW_T5 = [
     *T5[:-1], "--train_files", TEXTS, "--from_scratch", "--config_overrides", "vocab_size=203", "d_model=48",
     "d_kv=48", "d_ff=100", "num_layers=2", "num_heads=4", "feed_forward_proj=gated-gelu",
 ]  # fmt: skip
-CASES = [
-    ("fsdp_full", FP32, 2, [[]]),
-    pytest.param("fsdp_full", FP32, 2, [LORA, [*PACKED, "OPT"]], marks=pytest.mark.slow),
-    pytest.param("fsdp_full", BF16, 2, [[*PACKED, "OPT"], [*PACKED, "GEMMA2"], NEW_T5], marks=pytest.mark.slow),
-    pytest.param("fsdp_full", [*FP32, *RECOMPUTE], 2, [[*PACKED, "OPT"], [*PACKED, "GEMMA2"]], marks=pytest.mark.slow),
-    pytest.param("fsdp_full", FP32, 2, [[*T5, "FLAN"], [*TEMPLATE, "BERT"], [*SFT, "LLAMA"], [*SFT, "TIED", "--packing"]], marks=pytest.mark.slow),
-    pytest.param(
-        "fsdp_full",
-        FP32,
-        2,
-        [
-            DEEPVIT,
-            [*DEEPVIT, "--model_type", "vit", "--mixup_alpha", "0.2", "--label_smoothing", "0.1"],
-            [*VIT, "--model_name_or_path", "SWIN"],
-            [*VIT, "--model_name_or_path", "CONVNEXT"],
-        ],
-        marks=pytest.mark.slow,
-    ),
-    pytest.param("fsdp_full", FP32, 2, [[*DPO, "LLAMA"], [*DPO[:-1], *LORA]], marks=pytest.mark.slow),
-    pytest.param("fsdp_full", BF16, 2, [[*DPO, "TIED"], [*DPO[:-1], *LORA, "--lora_dropout", "0.1"]], marks=pytest.mark.long),
-    pytest.param(
-        "fsdp_full",
-        FP32,
-        2,
-        [[*GRPO, "LLAMA"], [*GRPO[:-1], *LORA, "--beta", "0.1", "--num_iterations", "2", "--loss_type", "grpo"]],
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        "fsdp_grad_op",
-        [*BF16, *RECOMPUTE],
-        2,
-        [[*GRPO, "TIED", "--top_p", "0.9"], [*GRPO, "LLAMA", "--max_completion_length", "1", "--entropy_coef", "0.1"]],
-        marks=pytest.mark.long,
-    ),
-    pytest.param("fsdp_full", BF16, 2, [[*DISTILL, "LLAMA"], [*DISTILL[:-1], *LORA, "--lmbda", "0"]], marks=pytest.mark.slow),
-    pytest.param("fsdp_full", [*BF16, *RECOMPUTE], 2, [DEEPVIT], marks=pytest.mark.long),
-    pytest.param("fsdp_long", FP32, 2, [[], ["--attn_implementation", "auto"]], marks=pytest.mark.slow),
-    pytest.param("fsdp_long", [*FP32, "--parallelism_config_dp_shard_size", "2"], 4, [[]], marks=pytest.mark.long),
-    pytest.param("fsdp_full", FP32, 2, [KAHAN, MUON], marks=pytest.mark.slow),
-    pytest.param("fsdp_grad_op", [*BF16, *RECOMPUTE], 2, [[]], marks=pytest.mark.long),
-    pytest.param("fsdp_full", BF16, 2, [[], ["--whole_logits", "true"]], marks=pytest.mark.slow),
-    pytest.param("fsdp_full", BF16, 2, [MIXTRAL, [*SFT, "MIXTRAL"], [*DPO, "MIXTRAL"]], marks=pytest.mark.slow),
-    pytest.param("fsdp_full", [*BF16, *RECOMPUTE], 2, [[*T5, "T5"]], marks=pytest.mark.long),
-    pytest.param("fsdp_full", [*FP32, *RECOMPUTE], 2, [ADAFACTOR, ["--no_document_mask"]], marks=pytest.mark.long),
-    pytest.param("fsdp_hybrid", [*FP32, *HYBRID], 4, [[], MUON], marks=pytest.mark.slow),
-    pytest.param("single", FP32, 1, [[], KAHAN, MUON, LORA], marks=pytest.mark.slow),
-    pytest.param("single", BF16, 1, [[], LORA], marks=pytest.mark.long),
-]  # fmt: skip
+SMOOTHED_VIT = [*DEEPVIT, "--model_type", "vit", "--mixup_alpha", "0.2", "--label_smoothing", "0.1"]
+ONE_TOKEN = [*GRPO, "LLAMA", "--max_completion_length", "1", "--entropy_coef", "0.1"]
+TO_THE_BYTE = {
+    "": [("fsdp_full", FP32, 2, [[]])],
+    "slow": [
+        ("fsdp_full", FP32, 2, [LORA, [*PACKED, "OPT"]]),
+        ("fsdp_full", BF16, 2, [[*PACKED, "OPT"], [*PACKED, "GEMMA2"], NEW_T5]),
+        ("fsdp_full", [*FP32, *RECOMPUTE], 2, [[*PACKED, "OPT"], [*PACKED, "GEMMA2"]]),
+        ("fsdp_full", FP32, 2, [[*T5, "FLAN"], [*TEMPLATE, "BERT"], [*SFT, "LLAMA"], [*SFT, "TIED", "--packing"]]),
+        ("fsdp_full", FP32, 2, [DEEPVIT, SMOOTHED_VIT, [*VIT, "--model_name_or_path", "SWIN"], [*VIT, "--model_name_or_path", "CONVNEXT"]]),
+        ("fsdp_full", FP32, 2, [[*DPO, "LLAMA"], [*DPO[:-1], *LORA]]),
+        ("fsdp_full", FP32, 2, [[*GRPO, "LLAMA"], [*GRPO[:-1], *LORA, "--beta", "0.1", "--num_iterations", "2", "--loss_type", "grpo"]]),
+        ("fsdp_full", BF16, 2, [[*DISTILL, "LLAMA"], [*DISTILL[:-1], *LORA, "--lmbda", "0"]]),
+        ("fsdp_long", FP32, 2, [[], ["--attn_implementation", "auto"]]),
+        ("fsdp_full", FP32, 2, [KAHAN, MUON]),
+        ("fsdp_full", BF16, 2, [[], ["--whole_logits", "true"]]),
+        ("fsdp_full", BF16, 2, [MIXTRAL, [*SFT, "MIXTRAL"], [*DPO, "MIXTRAL"]]),
+        ("fsdp_hybrid", [*FP32, *HYBRID], 4, [[], MUON]),
+        ("single", FP32, 1, [[], KAHAN, MUON, LORA]),
+    ],
+    "long": [
+        ("fsdp_full", BF16, 2, [[*DPO, "TIED"], [*DPO[:-1], *LORA, "--lora_dropout", "0.1"]]),
+        ("fsdp_grad_op", [*BF16, *RECOMPUTE], 2, [[*GRPO, "TIED", "--top_p", "0.9"], ONE_TOKEN]),
+        ("fsdp_full", [*BF16, *RECOMPUTE], 2, [DEEPVIT]),
+        ("fsdp_long", [*FP32, "--parallelism_config_dp_shard_size", "2"], 4, [[]]),
+        ("fsdp_grad_op", [*BF16, *RECOMPUTE], 2, [[]]),
+        ("fsdp_full", [*BF16, *RECOMPUTE], 2, [[*T5, "T5"]]),
+        ("fsdp_full", [*FP32, *RECOMPUTE], 2, [ADAFACTOR, ["--no_document_mask"]]),
+        ("single", BF16, 1, [[], LORA]),
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "config, more",
-    [pytest.param(name, more, marks=pytest.mark.slow) for name, more in (("fsdp_full", LORA), ("fsdp_grad_op", []), ("fsdp_offload", []))],
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("config, more", [("fsdp_full", LORA), ("fsdp_grad_op", []), ("fsdp_offload", [])])
 def test_micro_batches_follow_from_two(simulator, bases, config, more):
     """What a step of five micro-batches computes and sends follows from two."""
     command = [*command_of(bases, more), "--total_batch_size", "20", "--per_device_train_batch_size", "2"]
@@ -112,7 +93,7 @@ def test_micro_batches_follow_from_two(simulator, bases, config, more):
     assert found.seconds == pytest.approx(whole.seconds, rel=2e-3)
 
 
-@pytest.mark.parametrize("config, flags, num_processes, variants", CASES)
+@pytest.mark.parametrize("config, flags, num_processes, variants", by_mark(TO_THE_BYTE))
 def test_simulated_equals_real(forks, simulator, bases, tmp_path, config, flags, num_processes, variants):
     """Peak with its kinds, FLOPs, collectives, shapes and calls are those that the same ledger sees in a real run."""
     out, commands = tmp_path / "out", [command_of(bases, variant) for variant in variants]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from loaded import CPU, compare, loaded, on_ranks, sharded, values_of
 from safetensors.torch import load_file
-from tiny import SIZES, tiny_composite, tiny_model
+from tiny import SIZES, change_weights, tiny_composite, tiny_model
 from transformers import AutoModelForCausalLM, DeepseekV3Config, KimiLinearConfig, PreTrainedModel
 
 from accelerate_recipes.errors import ConfigError
@@ -95,16 +95,11 @@ def twice(folder: str) -> list[bool]:
 
 def test_files_that_hold_a_tied_weight_twice(tmp_path):
     """The values decide whether it is tied, as in transformers."""
-    from safetensors.torch import load_file, save_file
-
     cases = []
-    for is_same in (True, False):
-        folder = tmp_path / str(is_same)
-        saved(tiny_model(tie_word_embeddings=True), folder)
-        weights = load_file(folder / "model.safetensors")
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] * (1 if is_same else 2)
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        cases.append((str(folder),))
+    for factor in (1, 2):
+        folder = tmp_path / str(factor)
+        cases.append((saved(tiny_model(tie_word_embeddings=True), folder),))
+        change_weights(folder, lambda w, n=factor: w | {"lm_head.weight": n * w["model.embed_tokens.weight"]})
     assert on_ranks(2, twice, cases) == [[True, True, True], [False, False, True]]
 
 

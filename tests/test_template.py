@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import ROOT, blocks, log_of, losses, read_metrics, write_rows
+from helpers import ROOT, blocks, change_json, log_of, losses, read_metrics, refuses, write_rows
 from tiny import tiny_model
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -20,7 +20,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.files import candidates, step_of
 from accelerate_recipes.checkpoint.resume import settle_resume
-from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.status import read_attempts
 from accelerate_recipes.models.classifiers import classifier_tokenizer, load_classifier
 from accelerate_recipes.models.tokenizers import new_word_tokenizer
@@ -61,8 +60,7 @@ def test_it_trains_goes_on_after_a_kill_and_exports(forks, copied, template_argu
     args = shipped.load(ROOT / "recipes/template.py").Args(
         output_dir=str(whole), model_name_or_path=str(moved), resume_from_checkpoint="latest"
     )
-    with pytest.raises(ConfigError, match=f"--model_name_or_path was '{model}' and is now '{moved}'; set it back"):
-        settle_resume(args)
+    refuses(f"--model_name_or_path was '{model}' and is now '{moved}'; set it back", settle_resume, args)
     assert "Strategy: FSDP2 full shard | 2 x cpu" in log_of(killed) and "(step 6, saved by 2 x" in log_of(killed)
     assert losses(killed) == losses(whole)
     evaluations = [record for record in read_metrics(whole) if "eval_accuracy" in record]
@@ -103,9 +101,8 @@ def test_it_trains_goes_on_after_a_kill_and_exports(forks, copied, template_argu
 def save_with_types(tokenizer: Any, folder: Path) -> Any:
     """Save a tokenizer that tells the texts of a pair apart, as a BERT's does; return it as it is read."""
     tokenizer.save_pretrained(folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings |= {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    change_json(folder / "tokenizer_config.json", model_input_names=names)
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -175,17 +172,14 @@ def test_bases_that_cannot_label_texts(tmp_path):
         ("bert", {"length": 21}, r"--max_length is 21, .* made for 20"),
         ("roberta", {"length": 19, "pad_token_id": 1}, r"--max_length is 19, .* made for 18"),
     ):
-        with pytest.raises(ConfigError, match=said):
-            read(kind, **given)
+        refuses(said, read, kind, **given)
     tiny_model().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    change_json(tmp_path / "config.json", pad_token_id=None)
     tokenizer.save_pretrained(tmp_path)
     assert classifier_tokenizer(auto, str(tmp_path), 8).pad_token_id == 0
     assert load_classifier(auto, str(tmp_path), ["x", "y"]).config.pad_token_id == 0, "that of the tokenizer"
     tokenizer.pad_token = None
-    with pytest.raises(ConfigError, match=r"no padding token, .* 16 tokens; .* '</s>'"):
-        read("bert")
+    refuses(r"no padding token, .* 16 tokens; .* '</s>'", read, "bert")
 
 
 @pytest.mark.slow
@@ -223,8 +217,7 @@ def test_rows_of_a_base_go_by_the_names_of_its_classes(of_base, labels, rows, tm
     kind = {"num_labels": 3, "problem_type": "multi_label_classification"}
     base = tiny_model("bert", AutoModelForSequenceClassification, **kind)
     base.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"id2label": dict(enumerate(of_base))}))
+    change_json(tmp_path / "config.json", id2label=dict(enumerate(of_base)))
     module = shipped.load(ROOT / "recipes/template.py")
     model = module.make_model(module.Args(model_name_or_path=str(tmp_path), train_files=["texts.jsonl"]), labels)
     assert torch.equal(model.classifier.weight, base.classifier.weight[rows])

@@ -1,9 +1,11 @@
 """Tiny models for tests: sizes in Llama's words, which the configuration of each architecture gets in its own."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 # A whole Llama 4 of transformers 5.24 reads this from the output of its text part, which does not have it.
@@ -119,6 +121,13 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return kind.from_config(config, attn_implementation=attention)
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Give a saved model, which has its weights in one file, others."""
+    file = folder / "model.safetensors"
+    weights = {name: weight.contiguous().clone() for name, weight in change(load_file(file)).items()}
+    save_file(weights, file, {"format": "pt"})
 
 
 def save_base(folder: Path, tokenizer, **config) -> Path:
