@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from arithmetic import CONFIGS, POSITIONS, loss_and_gradients, make, packed, positions, rounding
-from helpers import CHILDREN, ROOT
+from arithmetic import CONFIGS, POSITIONS, Watch, loss_and_gradients, make, packed, positions, rounding
+from helpers import CHILDREN, ROOT, refuses
 from tiny import tiny_config, tiny_model
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import activate_flash_attention_impl
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerate_recipes.args import resolve
 from accelerate_recipes.arguments import shipped
@@ -90,20 +89,11 @@ def test_documents_are_attended_to_as_with_a_mask(name):
         assert (found[key] - gradient).norm() <= rounding(200) * max(gradient.norm(), 0.1 * largest), key
 
 
-def test_a_row_without_documents_is_one():
-    """A row made with --no_document_mask counts as one document."""
-    batch = packed(torch.arange(200).repeat(3, 1))
-    (masked, _), (loss, _) = (
-        loss_and_gradients(make(CONFIGS["window 5"], attention), batch) for attention in ("sdpa", "documents")
-    )
-    assert loss == pytest.approx(masked, rel=rounding(200))
-
-
 def test_boundaries():
     found = boundaries(POSITIONS)
     assert found["cu_seqlens"].dtype == torch.int32
     assert found["cu_seqlens"].tolist() == [0, 5, 6, 7, 200, 400, 530, 600] and found["max_seqlen"] == 200
-    one = boundaries(torch.arange(100)[None])
+    one = boundaries(torch.arange(100)[None])  # with --no_document_mask
     assert one["cu_seqlens"].tolist() == [0, 100] and one["max_seqlen"] == 100
     assert boundaries(torch.zeros(2, 50, dtype=torch.int64))["cu_seqlens"].tolist() == [*range(101)]
 
@@ -126,19 +116,6 @@ def test_precision_of_autocast(monkeypatch):
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
-class Largest(TorchDispatchMode):
-    """Recorder of the largest number of elements of a tensor."""
-
-    most = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **kwargs or {})
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.most = max(self.most, tensor.numel())
-        return result
-
-
 @pytest.mark.parametrize("name, has_mask", [("sdpa", True), ("documents", False)])
 def test_memory_of_the_mask(name, has_mask):
     """Outside of the kernel no tensor has T x T elements, forward or backward, for any documents."""
@@ -147,9 +124,9 @@ def test_memory_of_the_mask(name, has_mask):
     model = make(CONFIGS["heads in groups"], name)
     given = [[1024] * 2] if has_mask else [[500] * 4 + [48], [length]]
     for position_ids in map(positions, given):
-        with Largest() as found:
+        with Watch() as found:
             loss_and_gradients(model, packed(position_ids, tokens))
-        assert (found.most >= length**2) == has_mask
+        assert (found.largest >= length**2) == has_mask
 
 
 @pytest.mark.slow
@@ -205,8 +182,7 @@ def test_generation_goes_back_to_sdpa():
     with with_padding(model):
         assert torch.equal(model.generate(**prompt, **settings), wanted)
     assert model.config._attn_implementation == "documents"
-    with pytest.raises(ValueError, match="does not say where its documents begin; give sdpa"):
-        model(**prompt)
+    refuses("does not say where its documents begin; give sdpa", model, **prompt, error=ValueError)
 
 
 @pytest.mark.parametrize("config, asks", [
@@ -261,8 +237,7 @@ def test_choices_that_cannot_be_are_errors(monkeypatch):
         ("flash_attention_2", transformers.BloomConfig(), "eager"),
     ):  # fmt: skip
         said = f"{name}: transformers' {config.model_type} does not support it; give {other}, or auto"
-        with pytest.raises(ConfigError, match=said):
-            choose(name, config, torch.bfloat16, True)
+        refuses(said, choose, name, config, torch.bfloat16, True)
     for version, said in ((2, "pip install flash-attn"), (3, "not installed; build it in the folder")):
         with pytest.raises(ConfigError, match=rf"flash_attention_{version}: its package .*{said}"):
             choose(f"flash_attention_{version}", transformers.LlamaConfig(), torch.bfloat16, True)
@@ -283,8 +258,7 @@ def test_flash_attention_3_where_it_can_be(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda major=major: (major, 0))
         assert attention.use_flash_3() == bool(expected) and activated == expected
     monkeypatch.setattr(attention, "activate_flash_attention_impl", activate_flash_attention_impl)  # torch's
-    with pytest.raises(ConfigError, match=r"flash_attn_interface .* does not work with torch .*No module named"):
-        attention.use_flash_3()
+    refuses(r"flash_attn_interface .* does not work with torch .*No module named", attention.use_flash_3)
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
     assert not attention.use_flash_3()
 

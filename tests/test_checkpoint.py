@@ -11,8 +11,7 @@ import re
 import resource
 import shutil
 import warnings
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +19,7 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from helpers import refuses
 from safetensors.torch import load_file
 from tiny import tiny_config
 from tokenizers import Tokenizer
@@ -92,8 +92,7 @@ def save(run: Checkpointer, step: int) -> Path:
 def test_what_could_not_be_saved_is_refused_before_training(run):
     """`save_pretrained` would raise for a temperature without sampling, which some published models have."""
     settings = GenerationConfig(do_sample=False, temperature=0.5)
-    with pytest.raises(ConfigError, match=r"(?s)correct its generation_config\.json: .*temperature"):
-        dataclasses.replace(run, artifacts=[settings])
+    refuses(r"(?s)correct its generation_config\.json: .*temperature", dataclasses.replace, run, artifacts=[settings])
 
 
 def test_a_checkpoint_is_complete_and_the_oldest_goes(run):
@@ -104,24 +103,6 @@ def test_a_checkpoint_is_complete_and_the_oldest_goes(run):
     marker = json.loads((saved[2] / "complete.json").read_text())
     assert marker["step"] == 100 and marker["world_size"] == 1 and marker["strategy"] == "single process"
     assert {"state/.metadata", "rng-0.pt", "args.yaml", "metrics.jsonl", "config.json"} <= set(marker["files"])
-
-
-def test_what_is_written_in_the_background_is_what_was_there(run, tmp_path):
-    """The files equal those of a synchronous save, although the weights change as soon as `save` returns."""
-    run.args.async_save = False
-    wanted = (run.save(10, {}) / "state/__0_0.distcp").read_bytes()
-    run.args.async_save = True
-    for step in (20, 30):  # the second time into memory that exists already
-        found = run.save(step, {})
-        with torch.no_grad():
-            originals = [p.clone() for p in run.model.parameters()]
-            for p in run.model.parameters():
-                p.fill_(float("nan"))
-        run.wait()
-        assert (found / "state/__0_0.distcp").read_bytes() == wanted
-        with torch.no_grad():
-            for p, original in zip(run.model.parameters(), originals, strict=True):
-                p.copy_(original)
 
 
 class Copies(TorchDispatchMode):
@@ -268,8 +249,7 @@ def test_a_flipped_byte_is_found_and_the_next_older_taken(run):
     assert agree_on_resume(run.accelerator, run.args) == newer
     flip_a_byte(newer / "rng-0.pt")
     run.args.resume_from_checkpoint = str(newer)
-    with pytest.raises(ConfigError, match=r"the checksum of rng-0\.pt is"):
-        agree_on_resume(run.accelerator, run.args)
+    refuses(r"the checksum of rng-0\.pt is", agree_on_resume, run.accelerator, run.args)
 
 
 def test_commands(run, command, tmp_path):
@@ -335,27 +315,22 @@ def large_tokenizer() -> PreTrainedTokenizerFast:
 def test_a_full_disk_is_known_by_whatever_a_library_raises(make_run, monkeypatch, where):
     run = make_run(async_save=False)
     good = save(run, 10)
-    limit = files_limited_to(400_000)
-    if where == "tokenizer":  # the tokenizer is larger than what is written before
-        run.artifacts = [large_tokenizer()]
+    if where == "tokenizer":
+        run.artifacts = [SimpleNamespace(save_pretrained=limited(large_tokenizer().save_pretrained))]
     elif where == "whole weights":
         plugin = SimpleNamespace(state_dict_type=SimpleNamespace(name="FULL_STATE_DICT"))
         monkeypatch.setattr(run.accelerator.state, "fsdp_plugin", plugin, raising=False)
-        whole = checkpointer.write_safetensors
-        limit = contextlib.nullcontext()
-        monkeypatch.setattr(checkpointer, "write_safetensors", lambda *a, **b: limited(whole, 1000, *a, **b))
+        monkeypatch.setattr(checkpointer, "write_safetensors", limited(checkpointer.write_safetensors))
     else:
-        limit = contextlib.nullcontext()
-        monkeypatch.setattr(torch, "save", partial(limited, torch.save, 1000))
+        monkeypatch.setattr(torch, "save", limited(torch.save))
     said = r"could not be written: rank 0: .*[Ff]ile too large.* good checkpoint: .*-10"
-    with limit, pytest.raises(SaveError, match=said):
-        save(run, 20)
+    refuses(said, save, run, 20, error=SaveError)
     assert contents(good.parent) == {"checkpoint-10"}
 
 
-def limited(call, num_bytes: int, *args, **kwargs):
-    with files_limited_to(num_bytes):
-        return call(*args, **kwargs)
+def limited(write: Callable) -> Callable:
+    """Let a function of a library write into files of 1000 bytes."""
+    return files_limited_to(1000)(write)
 
 
 def test_a_full_disk_is_one_message_from_beginning_to_end(run, output_dir, capsys):
@@ -401,8 +376,7 @@ def test_weights_that_are_not_finite_are_never_the_last_good_checkpoint(make_run
     broken = save(run, 20)
     monkeypatch.undo()
     monkeypatch.setattr(stop, "_asked_by", None)
-    with pytest.raises(ConfigError, match=r"-20 is of no use: model\.norm\.weight holds NaN"):
-        make_run(resumed_from=broken).resume()
+    refuses(r"-20 is of no use: model\.norm\.weight holds NaN", make_run(resumed_from=broken).resume)
 
 
 def test_a_checkpoint_whose_weights_give_no_finite_loss_is_not_good(run):
@@ -424,8 +398,7 @@ def test_a_checkpoint_whose_weights_give_no_finite_loss_is_not_good(run):
 def test_too_little_room_is_known_before(run, output_dir, monkeypatch):
     save(run, 10)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 10, 10))
-    with pytest.raises(SaveError, match=r"0\.000 MiB are free, the last checkpoint has .*; make room"):
-        save(run, 20)
+    refuses(r"0\.000 MiB are free, the last checkpoint has .*; make room", save, run, 20, error=SaveError)
     assert contents(output_dir) == {"checkpoint-10"}
 
 
@@ -437,8 +410,7 @@ def test_a_run_that_was_taken_over_touches_nothing(run, output_dir):
         json.dumps({"host": "elsewhere", "process": 1, "job": "17", "restarts": 0, "run": "other"})
     )
     (output_dir / "checkpoint-20.partial").mkdir()
-    with pytest.raises(SaveError, match="another run has taken over"):
-        save(run, 20)
+    refuses("another run has taken over", save, run, 20, error=SaveError)
     recipe.end_with(run.args, state="failed")
     assert contents(output_dir) == {"checkpoint-10", "checkpoint-20.partial"}
     assert "state" not in read_status(output_dir)
@@ -455,33 +427,6 @@ def test_arguments_that_are_gone(run):
         file.write_text(yaml.safe_dump(saved | {flag: value}))
         with pytest.raises(ConfigError, match=rf"--{flag} was {value!r}, .* export of this checkpoint"):
             resume.settle_arguments(file.parent, run.args)
-
-
-def test_an_interrupted_removal_is_finished_by_the_next_save(run, output_dir):
-    """After a kill between renaming and removal, an old checkpoint is whole, but no longer a checkpoint."""
-    save(run, 10).rename(output_dir / "checkpoint-10.partial")
-    assert settle_resume(run.args) is None
-    newer = save(run, 20)
-    assert contents(newer.parent) == {"checkpoint-20"}
-
-
-def test_resume_restores_model_optimizer_and_schedule_but_not_hyperparameters(make_run):
-    torch.manual_seed(1)
-    first = make_run(learning_rate=1e-3)
-    torch.manual_seed(2)
-    second = make_run(resumed_from=save(first, 10), learning_rate=5e-4)
-    assert not all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
-    assert second.resume() == 10
-    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
-    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
-        mine, theirs = first.optimizer.state[a], second.optimizer.state[b]
-        assert all(torch.equal(mine[key], theirs[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
-    for _ in range(10):
-        first.scheduler.step()
-    assert second.scheduler.get_last_lr() == [lr / 2 for lr in first.scheduler.get_last_lr()]
-    first.scheduler.step()
-    second.scheduler.step()
-    assert second.scheduler.get_last_lr() == [lr / 2 for lr in first.scheduler.get_last_lr()]
 
 
 def test_resume_takes_what_the_optimizer_is_told_from_the_command_line(make_run):
@@ -584,8 +529,7 @@ def test_pinned_memory_is_not_rounded_up(monkeypatch):
 def test_a_checkpoint_of_another_model_is_refused(make_run):
     checkpoint = save(make_run(), 10)
     other = make_run(resumed_from=checkpoint, hidden_size=32)
-    with pytest.raises(ConfigError, match=r"another model: lm_head\.weight .*\(50, 16\) there and \(50, 32\) here"):
-        other.resume()
+    refuses(r"another model: lm_head\.weight .*\(50, 16\) there and \(50, 32\) here", other.resume)
 
 
 def test_a_checkpoint_of_other_classes_is_refused(make_run, run):
@@ -595,8 +539,7 @@ def test_a_checkpoint_of_other_classes_is_refused(make_run, run):
     for names, number, before, now in ((["0", "1", "2", "10"], 2, "10", "2"), (["0", "1", "10"], 3, "2", "none")):
         other = make_run(resumed_from=saved)
         with_classes(other.artifacts[0], names)
-        with pytest.raises(ConfigError, match=rf"4 classes, .* {len(names)}: number {number} is '{before}' .* '{now}'"):
-            other.resume()
+        refuses(rf"4 classes, .* {len(names)}: number {number} is '{before}' .* '{now}'", other.resume)
     same = make_run(resumed_from=saved)
     with_classes(same.artifacts[0], ["0", "1", "10", "2"])
     assert same.resume() == 10
@@ -651,32 +594,25 @@ def test_what_a_run_may_continue(run, tmp_path, capsys):
     old, new = save(run, 10), save(run, 20)
     assert settle_resume(args) == new
     args.resume_from_checkpoint = "none"
-    with pytest.raises(ConfigError, match=r"would overwrite .*checkpoint-20"):
-        settle_resume(args)
+    refuses(r"would overwrite .*checkpoint-20", settle_resume, args)
     args.resume_from_checkpoint = str(old)
-    with pytest.raises(ConfigError, match=r"would overwrite .*checkpoint-20"):
-        settle_resume(args)
+    refuses(r"would overwrite .*checkpoint-20", settle_resume, args)
     args.output_dir = str(tmp_path / "other")
     assert settle_resume(args) == old
     args.max_steps = 9
-    with pytest.raises(ConfigError, match="checkpoint-10 is further on than the 9 steps"):
-        settle_resume(args)
+    refuses("checkpoint-10 is further on than the 9 steps", settle_resume, args)
     args.max_steps = 10
     args.learning_rate = 0.5
     assert agree_on_resume(run.accelerator, args) == old
     assert "--learning_rate is now 0.5; until step 10 it was 1e-05" in capsys.readouterr().out
     args.total_batch_size = 99
-    with pytest.raises(ConfigError, match="--total_batch_size was 16 and is now 99"):
-        settle_resume(args)
+    refuses("--total_batch_size was 16 and is now 99", settle_resume, args)
     args.resume_from_checkpoint = str(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match="nothing: there is no such folder; give latest, none, or"):
-        settle_resume(args)
+    refuses("nothing: there is no such folder; give latest, none, or", settle_resume, args)
     args.resume_from_checkpoint = str(old.parent)
-    with pytest.raises(ConfigError, match=f"a run, whose newest checkpoint is {new}; give latest, none, or"):
-        settle_resume(args)
+    refuses(f"a run, whose newest checkpoint is {new}; give latest, none, or", settle_resume, args)
     args.resume_from_checkpoint = str(shutil.copytree(old, tmp_path / "best"))
-    with pytest.raises(ConfigError, match="best: its name must be checkpoint-STEP"):
-        settle_resume(args)
+    refuses("best: its name must be checkpoint-STEP", settle_resume, args)
 
 
 @pytest.mark.parametrize("begins_with", ["a path elsewhere", "a path here", "none"])
@@ -697,8 +633,7 @@ def test_the_same_command_goes_on(run, tmp_path, begins_with):
     with pytest.warns(UserWarning, match="the file is damaged"):
         assert agree_on_resume(run.accelerator, args) == newer
     args.learning_rate = 0.5  # another command
-    with pytest.raises(ConfigError, match=r"would overwrite .*checkpoint-20|no such folder"):
-        settle_resume(args)
+    refuses(r"would overwrite .*checkpoint-20|no such folder", settle_resume, args)
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -734,8 +669,7 @@ def test_an_export_takes_no_place_but_an_exports(run, tmp_path, monkeypatch):
         tmp_path / "beside": r"beside\.partial, .* holds something else",
         tmp_path / "not-ours": r"not-ours holds accelerate_recipes\.json",
     }.items():
-        with pytest.raises(ConfigError, match=message):
-            export(Path("."), Path(out))
+        refuses(message, export, Path("."), Path(out))
         assert tree(tmp_path) == before
     export(saved, tmp_path / "forged")
     assert (mine / "notes.txt").read_text() == "mine"
@@ -754,8 +688,7 @@ def test_an_export_takes_no_place_but_an_exports(run, tmp_path, monkeypatch):
     assert {path.name for path in first.parent.iterdir()} == {"first"}
     (first / "notes.txt").write_text("mine")
     before = tree(first)
-    with pytest.raises(ConfigError, match=r"first holds notes\.txt, which no export wrote"):
-        export(saved, first)
+    refuses(r"first holds notes\.txt, which no export wrote", export, saved, first)
     assert tree(first) == before
 
 
@@ -763,8 +696,7 @@ def test_an_export_that_could_not_be_written_is_known_before_training(run, outpu
     folder = output_dir / "export"
     folder.mkdir()
     (folder / "notes.txt").touch()
-    with pytest.raises(ConfigError, match=r"export holds notes\.txt, which no export wrote"):
-        agree_on_resume(run.accelerator, run.args)
+    refuses(r"export holds notes\.txt, which no export wrote", agree_on_resume, run.accelerator, run.args)
 
 
 def test_a_refused_run_leaves_the_directory_as_it_was(run, output_dir, monkeypatch):
@@ -774,38 +706,38 @@ def test_a_refused_run_leaves_the_directory_as_it_was(run, output_dir, monkeypat
     looked = []
     monkeypatch.setattr(resume, "settle_resume", lambda args: looked.append(lock.is_taken()) or settle_resume(args))
     (output_dir / "checkpoint-20.partial").mkdir()
-    with pytest.raises(ConfigError, match="--seed was 42 and is now 43"):
-        agree_on_resume(run.accelerator, dataclasses.replace(run.args, seed=43))
+    refuses("--seed was 42 and is now 43", agree_on_resume, run.accelerator, dataclasses.replace(run.args, seed=43))
     assert not lock.is_taken() and contents(output_dir) == {"checkpoint-10", "checkpoint-20.partial"}
     assert agree_on_resume(run.accelerator, run.args) == saved
     assert lock.is_taken() and contents(output_dir) == {"checkpoint-10"}
     assert looked == [True, True]
 
 
+def begin_with(base: Path, monkeypatch) -> None:
+    """Let runs begin with an earlier export."""
+    monkeypatch.setattr(TrainArgs, "base_model", property(lambda args: getattr(args, "model_name_or_path", "")))
+    monkeypatch.setattr(TrainArgs, "model_name_or_path", os.path.relpath(base), raising=False)
+
+
 def test_the_model_that_a_run_began_with_stays(run, output_dir, tmp_path, monkeypatch):
     """The model that a run began with stays, even if it is an earlier export: adapters need it, and so do its owners."""
-    monkeypatch.setattr(TrainArgs, "base_model", property(lambda args: getattr(args, "model_name_or_path", "")))
     export(save(run, 10), output_dir / "export")
-    monkeypatch.setattr(TrainArgs, "model_name_or_path", os.path.relpath(output_dir / "export"), raising=False)
-    with pytest.raises(ConfigError, match="export is the model that the run begins with"):
-        settle_resume(run.args)
+    begin_with(output_dir / "export", monkeypatch)
+    refuses("export is the model that the run begins with", settle_resume, run.args)
     saved = save(run, 20)
     arguments = yaml.safe_load((saved / "args.yaml").read_text()) | {"model_name_or_path": str(tmp_path / "run/export")}
     (saved / "args.yaml").write_text(yaml.safe_dump(arguments))
-    with pytest.raises(ConfigError, match="export is the model that the run begins with"):
-        export(saved, tmp_path / "run/export")
+    refuses("export is the model that the run begins with", export, saved, tmp_path / "run/export")
     assert (tmp_path / "run/export/config.json").is_file()
 
 
 def test_the_model_that_a_run_began_with_stays_wherever_it_lies(make_run, run, tmp_path, monkeypatch):
     """It is known by its content: its path may be relative to another folder, and it may have been moved."""
-    monkeypatch.setattr(TrainArgs, "base_model", property(lambda args: getattr(args, "model_name_or_path", "")))
     export(save(run, 10), tmp_path / "base")
-    monkeypatch.setattr(TrainArgs, "model_name_or_path", os.path.relpath(tmp_path / "base"), raising=False)
+    begin_with(tmp_path / "base", monkeypatch)
     saved = save(make_run(), 20)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="base is the model that the run begins with"):
-        export(saved, tmp_path / "base")
+    refuses("base is the model that the run begins with", export, saved, tmp_path / "base")
     weights = tmp_path / "base/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
     export(saved, tmp_path / "base")
@@ -834,4 +766,3 @@ def test_export(run, tmp_path, max_shard_size):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     for name, weight in run.model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight)
-    shutil.rmtree(tmp_path / "export")
