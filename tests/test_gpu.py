@@ -153,7 +153,7 @@ def test_waits_in_a_step(tmp_path, out, config, attention, waits):
     """The CPU waits for the GPU once a step, before the weights change; for a mask transformers waits in each micro-batch."""
     flags = ("--num_processes", "1", *BF16)
     args = ("--output_dir", out, "--attn_implementation", attention)
-    launch_ok(tmp_path, config, CHILDREN / "copies.py", *args, flags=flags, gpu=True)
+    launch_ok(tmp_path, config, CHILDREN / "waits.py", *args, flags=flags, gpu=True)
     assert json.loads((out / "result.json").read_text())["waits"] == waits
 
 

@@ -2,15 +2,14 @@
 
 import json
 import shutil
-from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
-import toy
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
-from helpers import CHILDREN, launch_ok, log_of, losses, read_metrics
+from helpers import CHILDREN, log_of, losses, read_metrics
 from tiny import tiny_config
 from transformers import AutoModelForCausalLM, get_scheduler
 
@@ -27,17 +26,12 @@ SCRIPT = CHILDREN / "toy.py"
 
 
 @pytest.fixture(scope="module")
-def levers(forks, tmp_path_factory):
-    """Results and logs of tests/children/levers.py; each command runs once."""
-    done = {}
+def levers(run):
+    """Results and logs of tests/children/levers.py."""
 
-    def result(*args: object, config: str = "fsdp_full", **env: str) -> tuple[dict, str]:
-        key = (*args, config, *sorted(env.items()))
-        if key not in done:
-            out = tmp_path_factory.mktemp("levers") / "out"
-            log = forks.succeed(out, *args, script=CHILDREN / "levers.py", config=config, **env)
-            done[key] = json.loads((out / "result.json").read_text()), log
-        return done[key]
+    def result(*args: object, **options: str) -> tuple[dict, str]:
+        out = run(*args, script=CHILDREN / "levers.py", **options)
+        return json.loads((out / "result.json").read_text()), log_of(out)
 
     return result
 
@@ -110,29 +104,23 @@ def test_gradients_are_summed_over_the_ranks_in_the_precision_asked_for(levers, 
 
 
 @pytest.fixture(scope="module")
-def whole_runs(forks, tmp_path_factory):
+def whole_runs(run):
     """Output directories of whole runs of the toy recipe with each optimizer: 10 steps, with all checkpoints."""
-    done = {}
 
-    def result(optim: str, config: str = "fsdp_full", num_processes: int = 2):
-        key = (optim, config, num_processes)
-        if key not in done:
-            out = tmp_path_factory.mktemp("whole") / "out"
-            run_toy(forks, out, optim, config, num_processes)
-            done[key] = out
-        return done[key]
+    def result(optim: str, config: str = "fsdp_full", num_processes: int = 2) -> Path:
+        return run(*flags_of(optim, config), config=config, num_processes=num_processes)
 
     return result
 
 
-def run_toy(forks, out, optim: str, config: str, num_processes: int) -> None:
+def flags_of(optim: str, config: str) -> list[object]:
     flags = ["--optim", optim, "--save_total_limit", 0]
     if optim == "adamw_8bit":
         pytest.importorskip("bitsandbytes", reason="not among the requirements")
         flags += ["--hidden_size", 64]  # it leaves smaller parameters in 32 bits
     if config == "ddp" and optim == "adamw_bf16_kahan":
         flags += ["--reduce_dtype", "bf16"]
-    forks.succeed(out, *flags, config=config, num_processes=num_processes)
+    return flags
 
 
 def tolerance(optim: str) -> float:
@@ -193,7 +181,7 @@ def test_an_optimizer_is_resumed(forks, whole_runs, tmp_path, optim, before, aft
     whole, out = whole_runs(optim, config[before], before), tmp_path / "out"
     out.mkdir()
     shutil.copytree(whole / "checkpoint-3", out / "checkpoint-3")
-    run_toy(forks, out, optim, config[after], after)
+    forks.succeed(out, *flags_of(optim, config[after]), config=config[after], num_processes=after)
     assert f"checkpoint-3 (step 3, saved by {before} x" in log_of(out)
     if before == after:
         assert losses(out) == losses(whole)
@@ -213,30 +201,3 @@ def test_a_branch_decays_from_any_checkpoint(forks, tmp_path):
     found = {record["step"]: record["learning_rate"] for record in read_metrics(branch) if "learning_rate" in record}
     assert [found[step] for step in range(4, 9)] == [1e-2 * share(step - 1) for step in range(4, 9)]
     assert found[4] == 1e-2 and found[8] < found[7] < found[6] < 1e-2
-
-
-@pytest.mark.long
-def test_one_device_in_pure_bf16_copies_no_weights(tmp_path):
-    """Bytes a parameter in one step of one row. FSDP2 casts and copies each weight for both passes also at one rank, and
-    sums gradients in fp32; autocast casts weights; clipping multiplies gradients."""
-
-    def written(config: str, *args: object, precision: str = "no") -> dict[str, float]:
-        out = tmp_path / f"{config}-{precision}-{len(args)}"
-        flags = ("--num_processes", "1", "--mixed_precision", precision)
-        launch_ok(tmp_path, config, CHILDREN / "copies.py", "--output_dir", out, *args, flags=flags)
-        return defaultdict(float, json.loads((out / "result.json").read_text()))
-
-    def copied(found: dict[str, float]) -> float:
-        return sum(size for name, size in found.items() if name in ("copy_", "_to_copy", "cat", "_foreach_copy_"))
-
-    best = written("single", *KAHAN)
-    assert copied(best) < 0.5
-    name = "accelerate_recipes::add_compensated_"
-    assert best[name] == pytest.approx(4, rel=0.01), "the weights, and what rounding has lost"
-    assert best["_foreach_mul_"] == pytest.approx(2, rel=0.01) and best["zeros_like"] == 0
-    assert written("single", *KAHAN, "--max_grad_norm", 0)["_foreach_mul_"] == 0
-    assert copied(written("single", precision="bf16")) > 5
-    assert copied(written("fsdp_full", precision="bf16")) > 10
-    base = toy.make_base(tmp_path / "base", seed=1, hidden_size=256, intermediate_size=768)
-    lora = ("--model_name_or_path", base, "--use_peft", "--lora_r", 3)
-    assert copied(written("single", *lora, precision="bf16")) < 0.6, "what is frozen is in bf16, and not cast"

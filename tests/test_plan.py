@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CONFIGS, ROOT
+from helpers import CONFIGS, ROOT, refuses
 from simulations import BF16, C4, DEEPVIT, DPO, FP32, GRPO, RECOMPUTE, SFT, STEP, T5, TEMPLATE, command_of, job
+from tiny import tiny_config
 from torch.nn.attention.varlen import varlen_attn
 from torch.optim.adamw import adamw
 from transformers import LlamaConfig
@@ -26,22 +27,13 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.trial import NotSimulatedError, config_of
 from recipe_tools import planning
 from recipe_tools import preflight as preflight_module
-from recipe_tools.commands import main
+from recipe_tools.plan import simulate
 from recipe_tools.plan.allocator import reserved
 from recipe_tools.plan.layers import predict_outcomes, sizes_of
 from recipe_tools.plan.ledger import ACTIVATIONS, HOST, Clock, Event, Ledger, attended_share
 from recipe_tools.plan.predict import Prediction
 from recipe_tools.plan.search import Change, Search, in_words, prediction_of, reason_of, savings, speedups
-from recipe_tools.plan.simulate import (
-    MICRO_BATCHES,
-    Job,
-    Outcome,
-    SimulationError,
-    Simulator,
-    add_ddp,
-    load_trial,
-    simulations_take,
-)
+from recipe_tools.plan.simulate import MICRO_BATCHES, Job, Outcome, SimulationError, Simulator, add_ddp, load_trial
 from recipe_tools.planning import job_of, plan
 from recipe_tools.preflight import preflight
 from recipe_tools.request import launch_environment, read_request
@@ -98,6 +90,38 @@ def test_the_path_of_gpus_without_a_gpu(simulator):
     assert found.calls["_varlen_attn"] == found.num_layers * found.micro_batches
     # transformers looks in each micro-batch whether a row has several documents.
     assert masked.value_reads == found.value_reads + min(masked.micro_batches, MICRO_BATCHES)
+
+
+@pytest.mark.slow
+def test_one_gpu_in_pure_bf16_copies_no_weights(simulator, tmp_path):
+    """Bytes of a parameter that a step of one short row reads and writes. FSDP2 casts and copies each weight for both passes on
+    one GPU too, autocast casts weights, clipping multiplies gradients; what is frozen is in bf16, and not cast."""
+    tiny_config(hidden_size=512, intermediate_size=1536, num_hidden_layers=3).save_pretrained(tmp_path)
+    short = [
+        C4[0],
+        "--model_name_or_path",
+        str(tmp_path),
+        "--max_length",
+        "8",
+        "--max_steps",
+        "1",
+        "--total_batch_size",
+        "1",
+    ]
+    kahan = ["--optim", "adamw_bf16_kahan"]
+    cases = {
+        "pure bf16": ("single", kahan, FP32), "not clipped": ("single", [*kahan, "--max_grad_norm", "0"], FP32),
+        "adapters": ("single", ["--use_peft", "--lora_r", "3"], BF16), "autocast": ("single", [], BF16), "FSDP2": ("fsdp_full", [], BF16),
+    }  # fmt: skip
+    jobs = [job(config, [*short, *more], *flags, num_processes=1) for config, more, flags in cases.values()]
+    found = dict(zip(cases, simulator(jobs), strict=True))
+    moved = {name: {kind: size / one.parameters for kind, size in one.moved.items()} for name, one in found.items()}
+    copied = {name: sum(sizes.get(kind, 0) for kind in (*COPIES, "_foreach_copy_")) for name, sizes in moved.items()}
+    assert copied.pop("FSDP2") > 20 > copied.pop("autocast") > 10 > 1.2 > max(copied.values())
+    best = moved["pure bf16"]
+    assert best["add_compensated_"] == pytest.approx(8, rel=0.01), "the weights, and what rounding has lost"
+    assert best["mul_"] == pytest.approx(4, rel=0.01) and best["zeros_like"] < 0.1
+    assert "mul_" not in moved["not clipped"]
 
 
 @pytest.mark.slow
@@ -492,8 +516,7 @@ def test_the_first_answer_comes_at_once(monkeypatch):
 def test_a_config_alone_is_enough_of_a_model(tmp_path):
     """The message that a model is missing says so."""
     args = load_recipe(ROOT / "recipes/sft.py").Args(model_name_or_path=str(tmp_path))
-    with pytest.raises(NotSimulatedError, match=r"config\.json alone is enough"):
-        config_of(args)
+    refuses(r"config\.json alone is enough", config_of, args, error=NotSimulatedError)
     LlamaConfig(hidden_size=64).save_pretrained(tmp_path)
     assert config_of(args).hidden_size == 64
     (tmp_path / "config.json").write_text("{")
@@ -584,36 +607,29 @@ def test_memory_of_a_node(bases):
 
 @pytest.mark.parametrize("name", ["A100 40 GB", "a100-40", "nvidia_a100-sxm4-40gb"])
 def test_the_size_of_a_gpu_decides_which_is_meant(name):
-    with pytest.raises(ConfigError, match=r"did you mean 'a100_40'\?"):
-        check_gpu(name)
+    refuses(r"did you mean 'a100_40'\?", check_gpu, name)
     assert known_as(name.replace("40", "80")) == "a100" and {known_as(known) for known in GPUS} == {*GPUS}
 
 
 @pytest.mark.parametrize("flags", [["--gpu", "tpu", "--no_search"], ["--no_search", "--gpu", "tpu"]])
-def test_flags_may_stand_before_the_config(monkeypatch, capsys, flags):
-    monkeypatch.setattr("sys.argv", ["accelerate_recipes", "plan", *flags, str(CONFIGS / "fsdp_full.yaml"), *C4])
-    with pytest.raises(SystemExit):
-        main()
-    assert "--gpu tpu: not known; known are a10g" in "".join(capsys.readouterr())
+def test_flags_may_stand_before_the_config(command, flags):
+    assert "--gpu tpu: not known; known are a10g" in command("plan", *flags, CONFIGS / "fsdp_full.yaml", *C4).stderr
 
 
 @pytest.mark.parametrize(
     "words",
     [["--nodes", "2", "--shell", "a.yaml", "b.py"], ["--shell", "--nodes=2", "a.yaml", "b.py"], ["a.yaml", "--shell", "b.py"]],
 )  # fmt: skip
-def test_shell_may_stand_anywhere(monkeypatch, capsys, words):
-    monkeypatch.setattr("sys.argv", ["accelerate_recipes", "preflight", *words])
+def test_shell_may_stand_anywhere(monkeypatch, command, words):
     monkeypatch.setattr(preflight_module, "preflight", lambda argv: ("said", " ".join(argv)))
-    main()
-    assert capsys.readouterr() == (" ".join(word for word in words if word != "--shell") + "\n", "said\n")
+    done = command("preflight", *words)
+    assert done.stdout == " ".join(word for word in words if word != "--shell") + "\n" and done.stderr == "said\n"
 
 
 def test_the_usage_names_the_command():
     for argv in ([], ["a.yaml"], ["--no_search"]):
-        with pytest.raises(ConfigError, match=r"usage: python -m accelerate_recipes plan CONFIG"):
-            plan(argv, print)
-    with pytest.raises(ConfigError, match=r"usage: python -m accelerate_recipes preflight CONFIG"):
-        read_request([])
+        refuses(r"usage: python -m accelerate_recipes plan CONFIG", plan, argv, print)
+    refuses(r"usage: python -m accelerate_recipes preflight CONFIG", read_request, [])
 
 
 @pytest.mark.parametrize("flags, said", [
@@ -669,10 +685,8 @@ def test_the_command(at_the_root, capsys, tmp_path):
     assert memory["of_gpu"] == GPUS["a100"].memory
     assert sum(memory["by_kind"].values()) == memory["in_use"]
     assert facts["gpus"] == 16 and facts["step"]["collectives"]["allgather_base 16"]["inside_node"] is False
-    with pytest.raises(ConfigError, match="--gpu tpu: not known; known are a10g"):
-        plan(["--gpu", "tpu", *laptop], print)
-    with pytest.raises(ConfigError, match=r"config.json of no/model cannot be read: "):
-        plan([*laptop, "--model_name_or_path", "no/model"], print)
+    refuses("--gpu tpu: not known; known are a10g", plan, ["--gpu", "tpu", *laptop], print)
+    refuses(r"config.json of no/model cannot be read: ", plan, [*laptop, "--model_name_or_path", "no/model"], print)
 
 
 @pytest.mark.long
@@ -701,8 +715,7 @@ def test_preflight_refuses_what_does_not_fit(simulator, monkeypatch, tmp_path):
     assert "Memory of a GPU: " in said and ": fits" in said
     monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=OUTSIDE))
     nothing = "none of the single changes"
-    with pytest.raises(ConfigError, match=rf"Memory of a GPU: .* does not fit; {nothing}"):
-        preflight(["--gpu", "l4", *argv])
+    refuses(rf"Memory of a GPU: .* does not fit; {nothing}", preflight, ["--gpu", "l4", *argv])
     monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=int((OUTSIDE + 9 * 2**20) / 0.95)))
     said, _ = preflight(["--gpu", "l4", *argv])
     assert "fits, but only just" in said.splitlines()[-1]
@@ -712,8 +725,7 @@ def test_preflight_refuses_what_does_not_fit(simulator, monkeypatch, tmp_path):
     ]  # fmt: skip
     needed = planning.simulated(simulator, job_of(read_request(large), "h100")).needed
     monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=needed - 1))
-    with pytest.raises(ConfigError, match="does not fit; it fits with --fsdp_activation_checkpointing true: "):
-        preflight(["--gpu", "l4", *large])
+    refuses("does not fit; it fits with --fsdp_activation_checkpointing true: ", preflight, ["--gpu", "l4", *large])
     # On a machine with a GPU, that is the one.
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA L4")
@@ -721,15 +733,12 @@ def test_preflight_refuses_what_does_not_fit(simulator, monkeypatch, tmp_path):
     elsewhere = [argv[0], "--nodes", "2", *argv[5:]]  # that of the job may be another
     assert read_request(elsewhere).gpu == read_request(argv).gpu == ""
     assert read_request([argv[0], "--cpu", *argv[5:]]).gpu == ""
-    with pytest.raises(ConfigError, match="the accelerate YAML comes first, not sft"):
-        read_request(["sft", "--model_name_or_path", "x"])
-    with pytest.raises(ConfigError, match="the accelerate YAML comes first, not --config_file"):
-        read_request(["--config_file", *argv])
+    refuses("the accelerate YAML comes first, not sft", read_request, ["sft", "--model_name_or_path", "x"])
+    refuses("the accelerate YAML comes first, not --config_file", read_request, ["--config_file", *argv])
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert "Memory of a GPU" not in preflight(["--gpu", "l4", "--no_plan", *argv])[0]
-    with pytest.raises(ConfigError, match="--gpu tesla: not known; known are a10g"):
-        preflight(["--gpu", "tesla", *argv])
+    refuses("--gpu tesla: not known; known are a10g", preflight, ["--gpu", "tesla", *argv])
 
 
 @pytest.mark.slow
@@ -770,7 +779,7 @@ def test_the_time_that_simulations_still_take(number, at_once):
     for done in range(1, number):
         told = max(ends[:done])  # results come in order
         left = max(ends) - told
-        found = simulations_take(durations[:done], told, number, at_once)
+        found = simulate.simulations_take(durations[:done], told, number, at_once)
         assert left / 2 - 20 <= found <= 2 * left + 20, (done, left, found)
 
 
