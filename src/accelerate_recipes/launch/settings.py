@@ -57,54 +57,54 @@ def yaml_problems(path: Path, num_processes: int | None = None) -> list[str]:
         return [str(error)]
     if not isinstance(content, dict):
         return [f"{path} holds no `key: value` lines"]
-    options = {action.dest: action for action in launch_command_parser()._actions}
+    flags = {action.dest: action for action in launch_command_parser()._actions}
     hints = typing.get_type_hints(ClusterConfig)
-    found, values, wanted = [], {}, {}
+    problems, values = [], {}  # values by key, those of the sections too
     for key, value in content.items():
         if key not in hints:
-            found.append(f"{path}: unknown key {key!r}{suggestion(key, hints)}")
+            problems.append(f"{path}: unknown key {key!r}{suggestion(key, hints)}")
         elif key not in SECTIONS:
-            values[key], wanted[key] = value, wrong_kind(key, value, hints[key])
+            values[key] = value
         elif value is not None and not isinstance(value, dict):
-            found.append(f"{path}: {key} must hold `{SECTIONS[key]}...: value` lines, not {value!r:.60}")
+            problems.append(f"{path}: {key} must hold `{SECTIONS[key]}...: value` lines, not {value!r:.60}")
         else:
             prefix = SECTIONS[key]
-            known = [option for option in options if option.startswith(prefix)]
+            known = [flag for flag in flags if flag.startswith(prefix)]
             for written, setting in (value or {}).items():
                 name = str(written)
                 if key != "parallelism_config" and not name.startswith(prefix):  # Accelerate adds it here
                     name = prefix + name
                 if name in known:
-                    values[name], wanted[name] = setting, wrong_setting(options[name], setting)
+                    values[name] = setting
                 else:
                     hint = suggestion(name, known) or suggestion(prefix + name, known)
-                    found.append(f"{path}: {key} has an unknown key {written!r}, which Accelerate ignores{hint}")
-    found += [f"{path}: {key} is {values[key]!r:.60}; it must be {kind}" for key, kind in wanted.items() if kind]
+                    problems.append(f"{path}: {key} has an unknown key {written!r}, which Accelerate ignores{hint}")
+    for key, value in values.items():
+        if wanted := wanted_instead(key, value, hints.get(key), flags.get(key)):
+            problems.append(f"{path}: {key} is {value!r:.60}; it must be {wanted}")
     if values.get("fsdp_version") == 2:
         useless = {key: remedy for key, remedy in FSDP1_ONLY.items() if key in values}
-        found += [f"{path}: {key} has no effect with fsdp_version: 2; {remedy}" for key, remedy in useless.items()]
+        problems += [f"{path}: {key} has no effect with fsdp_version: 2; {remedy}" for key, remedy in useless.items()]
     number = values.get("num_processes", 1 if values.get("distributed_type") == "NO" else None)
     if num_processes is None and (number is None or (type(number) is int and number < 1)):
-        found.append(f"{path}: num_processes is {number!r}; accelerate needs a number")
-    return found
+        problems.append(f"{path}: num_processes is {number!r}; accelerate needs a number")
+    return problems
 
 
-def wrong_kind(key: str, value: Any, hint: Any) -> str:
-    """Say what the value of a key outside of the sections must be, by Accelerate's type of it; "" if it is that."""
+def wanted_instead(key: str, value: Any, hint: Any, flag: Action | None) -> str:
+    """Say what the value of a key must be; "" if it is that.
+
+    Accelerate has a type, `hint`, for keys outside of the sections, and for each in a section a flag of the launcher.
+    """
     if key in YAML_VALUES:
         return wrong_choice(value, YAML_VALUES[key])
-    kinds = () if typing.get_origin(hint) is list else typing.get_args(hint) or (hint,)
-    return next((TYPES_IN_WORDS[kind] for kind in TYPES_IN_WORDS if kind in kinds and type(value) not in kinds), "")
-
-
-def wrong_setting(option: Action, value: Any) -> str:
-    """Say what the value of a key in a section must be, by the launcher's flag of this name; "" if it is that."""
-    if option.dest in YAML_VALUES:
-        return wrong_choice(value, YAML_VALUES[option.dest])
+    if hint is not None:
+        kinds = () if typing.get_origin(hint) is list else typing.get_args(hint) or (hint,)
+        return next((TYPES_IN_WORDS[kind] for kind in TYPES_IN_WORDS if kind in kinds and type(value) not in kinds), "")
     # With FSDP1 this may also name a sharding strategy.
-    if option.default in ("true", "false") and option.dest != "fsdp_reshard_after_forward":
+    if flag.default in ("true", "false") and key != "fsdp_reshard_after_forward":
         return wrong_choice(value, {True, False})
-    if option.type is int:
+    if flag.type is int:
         return "" if type(value) is int else TYPES_IN_WORDS[int]
     return "one value" if isinstance(value, list | dict) else ""
 
