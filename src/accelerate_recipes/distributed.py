@@ -28,7 +28,7 @@ from accelerate.utils import (
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 
-from accelerate_recipes import upstream
+from accelerate_recipes import ranks, upstream
 from accelerate_recipes.args import DTYPES, TrainArgs
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.checks import environment_warnings, fp8_layers, lever_warnings, num_accelerators
@@ -41,15 +41,6 @@ from accelerate_recipes.models.rotary import embed_by_length
 from accelerate_recipes.models.shared_rows import share_attention
 from accelerate_recipes.models.weights import initialize
 from accelerate_recipes.optim import local_shard, optimizer_fn
-from accelerate_recipes.ranks import (
-    computes_in_bf16,
-    is_compiled,
-    is_first_of_machine,
-    is_sharded,
-    on_first_rank,
-    rank,
-    ranks_a_row,
-)
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name
 
@@ -63,21 +54,21 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
         ConfigError: for a strategy that would run as independent copies.
     """
     num_devices, num_cores = num_accelerators(), len(os.sched_getaffinity(0))
-    if is_first_of_machine():
+    if ranks.is_first_of_machine():
         warnings = environment_warnings(os.environ, num_devices, num_cores)
         for warning in warnings + lever_warnings(args, os.environ, num_devices):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
 
-    if is_compiled():
+    if ranks.is_compiled():
         # Ranks compile the same code at the same time. Each gets a folder of its own, so that none waits for a lock.
         for name, default in (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton")):
             base = Path(os.environ.get(name) or Path(tempfile.gettempdir()) / f"{default}_{os.getuid()}")
-            os.environ[name] = str(base / f"rank-{rank()}")
+            os.environ[name] = str(base / f"rank-{ranks.rank()}")
     upstream.let_torch_choose_dynamic_shapes()
     upstream.resolve_vector_math()
     keep_memory_in_one_piece()
     keep_cudnn_from_masks()
-    if ranks_a_row() > 1:
+    if ranks.ranks_a_row() > 1:
         share_attention()
     if args.full_determinism:
         make_deterministic()
@@ -147,7 +138,7 @@ def make_fsdp_plugin(args: TrainArgs, on_cpu: bool) -> FullyShardedDataParallelP
     version = int(os.environ.get("FSDP_VERSION", 1))
     # Accelerate's default under bf16 also reduces gradients in bf16: a sum over all ranks with 8 bits of precision.
     # A policy without `param_dtype` keeps the dtype of the parameters: fp32, or bf16 with --optim adamw_bf16_kahan.
-    compute_dtype = torch.bfloat16 if computes_in_bf16() and args.param_dtype == torch.float32 else None
+    compute_dtype = torch.bfloat16 if ranks.computes_in_bf16() and args.param_dtype == torch.float32 else None
     policy = {"param_dtype": compute_dtype, "reduce_dtype": DTYPES[args.reduce_dtype]}
     if version == 2:
         settings = {"mixed_precision_policy": MixedPrecisionPolicy(**policy)}
@@ -194,7 +185,7 @@ def prepare(
         accelerator.ao_recipe_handler.module_filter_func = lambda module, name: name in layers
     # Ask the first rank. On ranks that did not read the files of a pretrained model, it has meta parameters too.
     source = slices.source_of(model)
-    is_new = not source and on_first_rank(lambda: all(parameter.is_meta for parameter in model.parameters()))
+    is_new = not source and ranks.on_first_rank(lambda: all(parameter.is_meta for parameter in model.parameters()))
     if is_new and not accelerator.is_fsdp2:
         initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
     upstream.leave_out_other_layers(model)
@@ -361,7 +352,7 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) 
     else:  # clipping to infinity would multiply each gradient by 1
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     assert norm is not None  # only under DeepSpeed it is None
-    return norm.full_tensor() if is_sharded(norm) else norm
+    return norm.full_tensor() if ranks.is_sharded(norm) else norm
 
 
 @contextlib.contextmanager
@@ -420,8 +411,8 @@ def strategy_name(accelerator: Accelerator) -> str:
         name = f"FSDP2 {'full shard' if plugin.reshard_after_forward else 'gradients and optimizer sharded'}"
     if num_replicas(accelerator) > 1:
         name += f" in {num_replicas(accelerator)} replicas"
-    if ranks_a_row() > 1:
-        name += f", rows shared by {ranks_a_row()}"
+    if ranks.ranks_a_row() > 1:
+        name += f", rows shared by {ranks.ranks_a_row()}"
     if plugin.activation_checkpointing:
         name += ", activation checkpointing"
     if getattr(plugin.cpu_offload, "offload_params", offloads(plugin)):

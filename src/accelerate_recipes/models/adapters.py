@@ -318,9 +318,8 @@ def row_lengths(layers: Mapping[str, LoraLayer], source: Source | None) -> dict[
 
     def check() -> None:
         for name, length in lengths.items():
-            if not length.is_meta and (
-                number := int((length == 0).sum())
-            ):  # a run that is only simulated has no values
+            # A run that is only simulated has no values.
+            if not length.is_meta and (number := int((length == 0).sum())):
                 raise ConfigError(
                     f"--use_dora: {number:,} of {len(length):,} rows of {weight_of(name, layers[name])} are zeros, which "
                     "have no direction to train; leave out --use_dora, or name other layers by --lora_target_modules"

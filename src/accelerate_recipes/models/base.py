@@ -17,20 +17,12 @@ import xxhash
 
 from accelerate_recipes.errors import ConfigError, first_few
 from accelerate_recipes.hub import cache
+from accelerate_recipes.models import pretrained
 from accelerate_recipes.models.composites import is_text_part
-from accelerate_recipes.models.pretrained import (
-    MASKS,
-    NUM_NAMED,
-    conversions,
-    is_new,
-    load_config,
-    mapped_weights,
-    names_in_files,
-)
 from accelerate_recipes.ranks import on_all_ranks, share
 
 # Endings of tensors in files that are not weights: a model computes them itself.
-CONSTANTS = (*MASKS, "rotary_emb.inv_freq")
+CONSTANTS = (*pretrained.MASKS, "rotary_emb.inv_freq")
 
 
 @dataclass
@@ -67,10 +59,10 @@ def open_base(model: transformers.PreTrainedModel, name: str, revision: str | No
     with torch.device("meta"):  # a loaded model would also carry the names that transformers changed as it loaded
         plain = type(model)(model.config)
     place = folder_of_base(name, revision)
-    tensors = mapped_weights(place)
-    files = names_in_files(plain, str(place), tensors)
-    read = {tensor for tensor, *_ in conversions(plain, files)}
-    if is_text_part(plain.config, load_config(str(place))):
+    tensors = pretrained.mapped_weights(place)
+    files = pretrained.names_in_files(plain, str(place), tensors)
+    read = {tensor for tensor, *_ in pretrained.conversions(plain, files)}
+    if is_text_part(plain.config, pretrained.load_config(str(place))):
         rest = tensors.keys() - {files[weight] for weight in read}
     else:
         ignored = plain._keys_to_ignore_on_load_unexpected or ()
@@ -127,7 +119,7 @@ def form_differences(
     found = []
     for weights in sorted(of_base.keys() | of_export.keys()):
         theirs, ours = of_base.get(weights, {}), of_export.get(weights, {})
-        if (is_classifier and is_new(weights[0], model)) or (weights[0] in ties and not (theirs and ours)):
+        if (is_classifier and pretrained.is_new(weights[0], model)) or (weights[0] in ties and not (theirs and ours)):
             continue
         cut = {i for tensor in ours.values() for i, size in enumerate(tensor.shape) if size == rows}
         shapes = [
@@ -150,7 +142,7 @@ def tensors_by_weight(
     together: dict[str, tuple[str, ...]] = {}
     for weight, names in parts.items():
         together[names[0]] = (*together.get(names[0], ()), weight)
-    for name, weight, *_ in conversions(model, tensors):
+    for name, weight, *_ in pretrained.conversions(model, tensors):
         found.setdefault(together[parts[weight][0]], {})[name] = tensors[name]
     return found
 
@@ -207,7 +199,7 @@ def check_export_form(model: transformers.PreTrainedModel, name: str) -> None:
     if found := form_differences(plain, base.weights, written, plain.all_tied_weights_keys):
         raise ConfigError(
             f"an export of {name} would not have the form of its files, so that other programs might not read it: "
-            f"{'; '.join(found[:NUM_NAMED])}; give another model, or train adapters alone (--use_peft)"
+            f"{'; '.join(found[: pretrained.NUM_NAMED])}; give another model, or train adapters alone (--use_peft)"
         )
 
 

@@ -14,14 +14,8 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.models import pretrained
 from accelerate_recipes.models.loading import on_meta, with_classes
-from accelerate_recipes.models.pretrained import (
-    check_length,
-    load_config,
-    read_tokenizer,
-    weights_in_files,
-    with_weights,
-)
 from accelerate_recipes.ranks import print_first
 
 
@@ -31,25 +25,25 @@ def load_classifier(auto: str, name: str, names: Sequence[str], **settings: Any)
     In the output layer, a class has the row of its name in the files, and a class that has none gets a new row. A base that
     does not name its classes calls them LABEL_0, LABEL_1, ...: by their numbers.
     """
-    config = load_config(name)
+    config = pretrained.load_config(name)
     text = config.get_text_config()
     if getattr(text, "pad_token_id", 0) is None:  # decoders find the end of a text by it, and many do not name it
-        text.pad_token_id = read_tokenizer(name).pad_token_id
+        text.pad_token_id = pretrained.read_tokenizer(name).pad_token_id
     of_base = [label for _, label in sorted(config.id2label.items())]
     made_by = getattr(transformers, auto)
     one_more = on_meta(made_by, with_classes(copy.deepcopy(config), [*names, ""]))
     model = on_meta(made_by, with_classes(config, names))
     shapes = {weight: parameter.shape for weight, parameter in one_more.named_parameters()}
     of_classes = [weight for weight, parameter in model.named_parameters() if parameter.shape != shapes[weight]]
-    weights = weights_in_files(model, name)
+    weights = pretrained.weights_in_files(model, name)
     of_files = {weight: weights.pop(weight) for weight in of_classes if weight in weights}
     place_of = {label: number for number, label in enumerate(occurrences(of_base))}
     kept = {number: place_of[label] for number, label in enumerate(occurrences(names)) if label in place_of}
     rows = {w: values[[*kept.values()]] for w, values in of_files.items() if len(values) == len(of_base)}
     if len(kept) == len(names):
-        model = with_weights(model, name, weights | rows, settings)
+        model = pretrained.with_weights(model, name, weights | rows, settings)
     else:  # transformers draws the whole layer, and says that it is new
-        model = with_weights(model, name, weights, settings)
+        model = pretrained.with_weights(model, name, weights, settings)
         for weight, values in rows.items():
             parameter = model.get_parameter(weight).data
             parameter[[*kept]] = values.to(parameter.dtype)
@@ -64,8 +58,8 @@ def classifier_tokenizer(auto: str, name: str, max_length: int) -> PreTrainedTok
     Raises:
         ConfigError: for a length beyond the model's positions, and without the padding that tokenizer and model need.
     """
-    tokenizer, config = read_tokenizer(name), load_config(name)
-    check_length(name, max_length)
+    tokenizer, config = pretrained.read_tokenizer(name), pretrained.load_config(name)
+    pretrained.check_length(name, max_length)
     forward = inspect.unwrap(getattr(transformers, auto)._model_mapping[type(config)].forward)
     padding, known = tokenizer.pad_token_id, getattr(config.get_text_config(), "pad_token_id", None)
     if padding is None:

@@ -23,6 +23,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerB
 from accelerate_recipes.life import stop
 from accelerate_recipes.models.attention import with_padding
 from accelerate_recipes.models.pretrained import max_positions
+from accelerate_recipes.models.probes import unwrapped
 from accelerate_recipes.models.shared_rows import whole_rows
 from accelerate_recipes.models.tokenizers import stops_of
 from accelerate_recipes.models.weights import seed_of
@@ -167,12 +168,7 @@ def drawn_by(model: nn.Module, numbers: torch.Tensor) -> contextlib.AbstractCont
 
     A processor that is passed to `generate` of transformers 5.23 would be applied before these.
     """
-    return with_processors(generating(model), lambda found: found.append(ByOwnNumbers(numbers)))
-
-
-def generating(model: nn.Module) -> transformers.PreTrainedModel:
-    """Return the model that generates, in whatever wraps it."""
-    return next(module for module in model.modules() if isinstance(module, transformers.PreTrainedModel))
+    return with_processors(unwrapped(model), lambda found: found.append(ByOwnNumbers(numbers)))
 
 
 @contextlib.contextmanager
@@ -218,7 +214,7 @@ def by_model_alone(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Iter
 
     transformers fills what a call leaves open from the model's settings, so these are replaced.
     """
-    inner, only = generating(model), TokensAlone(sorted(tokenizer.get_vocab().values()))
+    inner, only = unwrapped(model), TokensAlone(sorted(tokenizer.get_vocab().values()))
     before, inner.generation_config = inner.generation_config, settings_alone(inner.generation_config)
     try:
         # Before top_k and others that leave tokens out.

@@ -14,9 +14,8 @@ from accelerate_recipes.models.probes import UNTRIED, deciding_fields, on_cpu_in
 from accelerate_recipes.models.shared_rows import whole_rows
 from accelerate_recipes.ranks import print_first
 
-Tiny = Callable[
-    [PreTrainedConfig], tuple[Any, torch.Tensor]
-]  # makes a tiny model, or None, and tokens of a text for it
+# Makes a tiny model, or None, and tokens of a text for it.
+Tiny = Callable[[PreTrainedConfig], tuple[Any, torch.Tensor]]
 LossOfTokens = Callable[[Any, torch.Tensor], torch.Tensor]  # of a model and tokens, (1, T): the loss, and its balance
 HIGH = 50.0  # to which the logits of a trial are scaled: caps show there
 NEAR = 1e-4  # relative distance of two losses; rounding is below 1e-5

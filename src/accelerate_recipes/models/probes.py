@@ -41,9 +41,8 @@ WINDOWS = (
     "window_size", "index_topk",
 )  # fmt: skip
 WINDOW = 4
-INNER = re.compile(
-    "ffn|intermediate|^d_?ff$|^dim_ff$|_lora_rank$"
-)  # names of widths inside feed-forward layers, and of ranks
+# Names of widths inside feed-forward layers, and of ranks.
+INNER = re.compile("ffn|intermediate|^d_?ff$|^dim_ff$|_lora_rank$")
 MAX_SIZE = 2**25  # parameters of a tiny model, which are 128 MiB
 # Heads of a tiny model, and of its keys and values, where 2 and 2 cannot be: CodeGen computes four at a time, and some
 # layers of MiMo have twice as many of keys and values as the configuration says.
@@ -68,7 +67,7 @@ _balances: dict[tuple, float | None] = {}  # results of `own_balance`
 
 def unwrapped(model: nn.Module) -> Any:
     """Return the transformers model inside the wrappers of DDP, FSDP1 and torch.compile."""
-    return next(module for module in model.modules() if hasattr(module, "get_output_embeddings"))
+    return next(module for module in model.modules() if isinstance(module, transformers.PreTrainedModel))
 
 
 def alone(
