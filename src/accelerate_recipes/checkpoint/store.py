@@ -307,6 +307,30 @@ class Store:
             if self.read(name) is not None:  # not every store takes that for removed which was never there
                 self._insist(self.fs.rm_file, self._path(name))
 
+    # The place.
+
+    def run(self) -> dict[str, Any] | None:
+        """Return what run.json says of the run that owns the place; None if there is none."""
+        if (data := self.read(RUN)) is None:
+            return None
+        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            run = json.loads(data)
+            if isinstance(run["id"], str) and isinstance(run.get("arguments", run.get("fixed")), dict):
+                return run
+        raise StoreError(f"{self.url}/{RUN} does not say whose place this is; restore that file, or give another place")
+
+    def make(self) -> None:
+        """Make the place of a new run, in a folder that is there: else its disk may be gone. A bucket is never made."""
+        if self.is_folder:
+            place = Path(self.root)
+            try:
+                place.mkdir(exist_ok=True)
+            except FileNotFoundError:
+                remedy = "is its disk mounted? Make it, or give another place"
+                raise StoreError(f"{self.url}: there is no folder {place.parent}; {remedy}") from None
+            except OSError as error:
+                raise StoreError(told(error)) from None
+
     # Copies.
 
     def copies(self) -> list[str]:

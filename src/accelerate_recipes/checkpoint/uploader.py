@@ -20,20 +20,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from accelerate_recipes.checkpoint import files
+from accelerate_recipes.checkpoint import files, store
 from accelerate_recipes.checkpoint.files import EXPORT, MARKER
-from accelerate_recipes.checkpoint.store import (
-    DAMAGED,
-    GONE,
-    LEASE_FILE,
-    RUN,
-    Damaged,
-    Gone,
-    Pace,
-    Store,
-    StoreError,
-    told,
-)
 from accelerate_recipes.disk import readable, size_and_times, write_atomically
 from accelerate_recipes.life import parent
 from accelerate_recipes.life.status import UNKNOWN, is_known_dead
@@ -51,7 +39,7 @@ OWNER = re.compile(r"(?:state/__|rng-)(\d+)")  # of a file: the rank that wrote 
 
 OPEN = (None, "", "auto")  # values of arguments that a run settles later
 # Names in a place that is empty all the same; a start that was killed leaves all but the last.
-NOT_FOREIGN = {LEASE_FILE, f"{LEASE_FILE}.partial", f"{RUN}.partial", "lost+found"}
+NOT_FOREIGN = {store.LEASE_FILE, f"{store.LEASE_FILE}.partial", f"{store.RUN}.partial", "lost+found"}
 
 
 class Uploader:
@@ -70,9 +58,9 @@ class Uploader:
     def __init__(self, settings: dict[str, Any]):
         self.settings, self.rank, self.owner, self.url = settings, settings["rank"], settings["owner"], settings["url"]
         self.output_dir, self.ranks = Path(settings["output_dir"]), settings["ranks"]
-        self.store = Store(self.url, say=lambda text: self.tell(say=text))  # until `watch`: the run waits
+        self.store = store.Store(self.url, say=lambda text: self.tell(say=text))  # until `watch`: the run waits
         self.has_disk = self.rank == 0 or settings["has_own_disk"]  # the first machine takes care of a shared one
-        self.pace, self.since, self.shared = Pace(settings["bandwidth"], self.check), time.time(), {}
+        self.pace, self.since, self.shared = store.Pace(settings["bandwidth"], self.check), time.time(), {}
         self.wake, self.leasing = threading.Event(), threading.Lock()
         self.finish: dict[str, Any] = {}  # the command
 
@@ -88,34 +76,74 @@ class Uploader:
     def check(self) -> None:
         """Raise Gone if the checkpoint that is being sent was removed, and StoreError if another run has the lease."""
         if self.is_lost:
-            raise StoreError("another run has taken over this place")
+            raise store.StoreError("another run has taken over this place")
         if self.reading is not None and not self.reading.exists():
-            raise Gone(str(self.reading))
+            raise store.Gone(str(self.reading))
 
     # The start, on the first machine.
 
     def begin(self) -> None:
         """Make the place that of this run. Raises StoreError, and changes nothing, if it may not have it."""
-        found = run_of(self.store)
+        found = self.store.run()
         if not self.has_disk:
             return  # the store answers this machine too
-        check_place(self.store, found, self.output_dir, self.settings)
+        self.check_place(found)
         noted, arguments = files.noted(self.output_dir), self.settings["arguments"]
         run = {"id": found["id"] if found else noted.get("id") or uuid.uuid4().hex, "arguments": arguments}
         if self.rank == 0:
             if found is None:
-                make_place(self.store)
+                self.store.make()
                 self.tell(say=f"{self.url} is a new place, and holds no copies yet")
             self.take_lease()
-            if run_of(self.store) != found:
+            if self.store.run() != found:
                 self.write_lease(None)
-                raise StoreError(f"{self.url} was taken by another run just now; give another place")
+                raise store.StoreError(f"{self.url} was taken by another run just now; give another place")
             if found is None:
-                self.store.write_json(RUN, run)
+                self.store.write_json(store.RUN, run)
             self.run = run
             self.store.abort_leftovers()
             threading.Thread(target=self.keep_lease, daemon=True).start()
         self.note(id=run["id"], places=sorted({*noted.get("places", ()), self.store.root}), reading=None)
+
+    def check_place(self, run: dict[str, Any] | None) -> None:
+        """Raise StoreError unless this run may have the place, which is that of `run`, or of none."""
+        noted = files.noted(self.output_dir)
+        mine = noted.get("id")
+        if run is None:
+            if mine and self.store.root in noted.get("places", []):
+                raise store.StoreError(
+                    f"{self.url} was the place of this run, and holds no {store.RUN} now: is its disk mounted? To begin a "
+                    f"new place there, remove {self.output_dir / files.MIRROR}"
+                )
+            if foreign := sorted(n for n in self.store.names() if n not in NOT_FOREIGN and not n.startswith(".")):
+                raise store.StoreError(
+                    f"{self.url} holds {', '.join(foreign[:3])}, but no {store.RUN}; give an empty place"
+                )
+            return
+        if (mine or files.candidates(self.output_dir)) and run["id"] != mine:
+            raise store.StoreError(
+                f"{self.url} holds another run than {self.output_dir}; give another --mirror, or another --output_dir"
+            )
+        before, now = self.recorded(run), self.settings["arguments"]
+        differ = {name for name in before.keys() & now.keys() if before[name] != now[name]}
+        left_open = {name for name in differ if before[name] in OPEN or now[name] in OPEN}
+        fatal = differ & {*self.settings["fixed"]} - left_open - {"model_name_or_path"}  # a model may move
+        remedy = "set it back"
+        adopts = mine is None and self.settings["rank"] == 0  # the other machines follow rank 0
+        if adopts and not self.settings["may_adopt"] and not fatal:
+            fatal = differ - {*self.settings["of_place_and_speed"]} - (set() if "arguments" in run else left_open)
+            remedy = "give another --mirror, or go on with that run by --resume_from_checkpoint mirror"
+        if fatal:
+            said = ", ".join(f"--{name} was {before[name]!r} and is now {now[name]!r}" for name in sorted(fatal))
+            raise store.StoreError(f"{self.url} holds a run whose {said}; {remedy}")
+
+    def recorded(self, run: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a run's last start, or of its newest copy, where an earlier version recorded none."""
+        if "arguments" in run:
+            return run["arguments"]
+        newest = next((copy for copy, _ in self.store.complete()), None)
+        text = self.store.read(f"{newest}/args.yaml") if newest else None
+        return files.parsed_arguments(text or b"{}", f"{self.url}/{newest}/args.yaml") | run["fixed"]
 
     def take_lease(self) -> None:
         """Wait until the lease of another process has expired, then write ours, and look whether it stays."""
@@ -127,7 +155,7 @@ class Uploader:
             if before is None:
                 self.tell(say=f"{who} had {self.url}; waiting {LEASE:.0f} s for a sign of it")
             elif lease["beat"] != before:
-                raise StoreError(f"{self.url} is in use by {who}, which is alive; stop it, or give another place")
+                raise store.StoreError(f"{self.url} is in use by {who}, which is alive; stop it, or give another place")
             before = lease["beat"]
             time.sleep(min(5 * LOOK, LEASE / 10))
         complete = dict(self.store.complete())
@@ -135,19 +163,19 @@ class Uploader:
         self.write_lease(self.owner)
         time.sleep(LOOK)  # another may have found the same lease expired: the last to write has it
         if (self.store.lease() or {"owner": None})["owner"] != self.owner:
-            raise StoreError(f"{self.url} was taken by another run just now; give another place")
+            raise store.StoreError(f"{self.url} was taken by another run just now; give another place")
 
     def write_lease(self, owner: dict[str, Any] | None) -> None:
         with self.leasing:
             self.beat += 1
             copies = [*filter(None, [self.coming]), *self.good]
             lease = {"owner": owner, "beat": [self.owner["run"], self.beat], "copies": copies}
-            self.store.write_json(LEASE_FILE, lease)
+            self.store.write_json(store.LEASE_FILE, lease)
 
     def check_lease(self) -> None:
         """Raise StoreError unless this run has the lease. If another one has it, this one stops."""
         if (found := self.store.lease()) is None:
-            raise StoreError(f"{self.url} has lost its {LEASE_FILE}: is its disk mounted?")
+            raise store.StoreError(f"{self.url} has lost its {store.LEASE_FILE}: is its disk mounted?")
         if found["owner"] not in (self.owner, UNKNOWN) and not self.is_lost:
             self.is_lost = True
             self.tell(say="another run has taken over the mirror: no more copies are made there")
@@ -160,7 +188,7 @@ class Uploader:
     def keep_lease(self) -> None:
         while not self.is_lost:
             time.sleep(LEASE / 3)
-            with contextlib.suppress(StoreError, Gone):
+            with contextlib.suppress(store.StoreError, store.Gone):
                 self.renew_lease()
 
     def fetch_newest(self, copy: str = "") -> str:
@@ -186,7 +214,7 @@ class Uploader:
                     continue
                 self.tell(say=f"fetching {copy} ({readable(files.listed_bytes(marker))}) from {self.url}")
                 self.store.fetch_copy(copy, marker, self.output_dir / f"checkpoint-{marker['step']}")
-            except Damaged as error:
+            except store.Damaged as error:
                 damaged[copy] = error
                 continue
             for name, error in damaged.items():  # this one has shown that store and disk are well
@@ -195,7 +223,7 @@ class Uploader:
             return copy
         if damaged:
             name, error = next(iter(damaged.items()))
-            raise StoreError(
+            raise store.StoreError(
                 f"{name} in {self.url} is damaged ({error}), and no copy that is older can take its place; it stays. "
                 f"Restore that file, or remove {name} from there to go on without it"
             )
@@ -234,7 +262,7 @@ class Uploader:
                     self.tell(answer="")
                     self.wanted = ""
                 self.problem, self.failures = "", 0
-            except Gone:
+            except store.Gone:
                 pass
             except Exception as error:
                 self.note_trouble(error)
@@ -256,7 +284,7 @@ class Uploader:
     def turn_of_first(self) -> None:
         if self.run:  # it has begun with these arguments
             self.check_lease()
-            self.store.write_json(RUN, self.run)
+            self.store.write_json(store.RUN, self.run)
             self.run = None
         present, done = reversed(files.candidates(self.output_dir)), files.checkpoint_of(self.copy)
         newest = next((c for c in present if c.name == done or files.defect(c) is None or files.is_part(c)), None)
@@ -287,7 +315,7 @@ class Uploader:
                 has_newer = files.step_of(files.candidates(self.output_dir)[-1]) > marker["step"]
                 is_late = has_newer and time.monotonic() - begun > patience
                 if is_late or (self.wanted and time.monotonic() > self.until):
-                    raise StoreError(f"another machine has not sent {min(lacking)} of {copy}")
+                    raise store.StoreError(f"another machine has not sent {min(lacking)} of {copy}")
                 time.sleep(LOOK)
             self.renew_lease()  # only its owner completes a copy
             self.store.write(f"{copy}/{MARKER}", text)
@@ -339,14 +367,14 @@ class Uploader:
             self.copy = copy
         elif any(files.step_of(c) > files.step_of_copy(copy) for c in files.candidates(self.output_dir)):
             if self.store.markers().get(copy) is None:
-                self.store.write_json(f"{copy}/{GONE}", self.rank)  # the first machine then takes a newer one
+                self.store.write_json(f"{copy}/{store.GONE}", self.rank)  # the first machine then takes a newer one
             self.copy = copy
 
     def remove_unfinished(self, copies: list[str]) -> None:
         """Remove copies that were never complete, since the next may need their space. What was set aside waits for it."""
         self.check_lease()
         for copy in copies:
-            if DAMAGED not in self.store.names(copy):
+            if store.DAMAGED not in self.store.names(copy):
                 self.store.remove_copy(copy)
 
     def remove_old(self) -> None:
@@ -375,7 +403,7 @@ class Uploader:
     def note_trouble(self, error: Exception, missing: str = "") -> None:
         """Say since when there is no copy, or what is `missing` in the end: at first, then less and less often."""
         self.failures += 1
-        self.problem = str(error) if isinstance(error, StoreError) else told(error)
+        self.problem = str(error) if isinstance(error, store.StoreError) else store.told(error)
         if not self.is_lost and self.failures.bit_count() == 1:
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
             then = "the same command sends them" if missing else "the run goes on, and this is tried again"
@@ -438,73 +466,9 @@ def run_uploader() -> None:
         threading.Thread(target=uploader.listen, args=(commands,), daemon=True).start()
         uploader.watch()
     except Exception as error:
-        is_plain = isinstance(error, StoreError)
-        print(json.dumps({"error": str(error) if is_plain else told(error)}), flush=True)
+        is_plain = isinstance(error, store.StoreError)
+        print(json.dumps({"error": str(error) if is_plain else store.told(error)}), flush=True)
         os._exit(1)
-
-
-def run_of(store: Store) -> dict[str, Any] | None:
-    """Return what run.json says of the run that owns a place; None if there is none."""
-    if (data := store.read(RUN)) is None:
-        return None
-    with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        run = json.loads(data)
-        if isinstance(run["id"], str) and isinstance(run.get("arguments", run.get("fixed")), dict):
-            return run
-    raise StoreError(f"{store.url}/{RUN} does not say whose place this is; restore that file, or give another place")
-
-
-def check_place(store: Store, run: dict[str, Any] | None, output_dir: Path, settings: dict[str, Any]) -> None:
-    """Raise StoreError unless the run in `output_dir` may have a place, which is that of `run`, or of none."""
-    noted = files.noted(output_dir)
-    mine = noted.get("id")
-    if run is None:
-        if mine and store.root in noted.get("places", []):
-            raise StoreError(
-                f"{store.url} was the place of this run, and holds no {RUN} now: is its disk mounted? To begin a new place "
-                f"there, remove {output_dir / files.MIRROR}"
-            )
-        if foreign := sorted(n for n in store.names() if n not in NOT_FOREIGN and not n.startswith(".")):
-            raise StoreError(f"{store.url} holds {', '.join(foreign[:3])}, but no {RUN}; give an empty place")
-        return
-    if (mine or files.candidates(output_dir)) and run["id"] != mine:
-        raise StoreError(
-            f"{store.url} holds another run than {output_dir}; give another --mirror, or another --output_dir"
-        )
-    before, now = recorded(store, run), settings["arguments"]
-    differ = {name for name in before.keys() & now.keys() if before[name] != now[name]}
-    left_open = {name for name in differ if before[name] in OPEN or now[name] in OPEN}
-    fatal = differ & {*settings["fixed"]} - left_open - {"model_name_or_path"}  # a model may move
-    remedy = "set it back"
-    adopts = mine is None and settings["rank"] == 0  # the other machines follow rank 0
-    if adopts and not settings["may_adopt"] and not fatal:
-        fatal = differ - {*settings["of_place_and_speed"]} - (set() if "arguments" in run else left_open)
-        remedy = "give another --mirror, or go on with that run by --resume_from_checkpoint mirror"
-    if fatal:
-        said = ", ".join(f"--{name} was {before[name]!r} and is now {now[name]!r}" for name in sorted(fatal))
-        raise StoreError(f"{store.url} holds a run whose {said}; {remedy}")
-
-
-def make_place(store: Store) -> None:
-    """Make the place of a new run, in a folder that is there: else its disk may be gone. A bucket is never made."""
-    if store.is_folder:
-        place = Path(store.root)
-        try:
-            place.mkdir(exist_ok=True)
-        except FileNotFoundError:
-            remedy = "is its disk mounted? Make it, or give another place"
-            raise StoreError(f"{store.url}: there is no folder {place.parent}; {remedy}") from None
-        except OSError as error:
-            raise StoreError(told(error)) from None
-
-
-def recorded(store: Store, run: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a run's last start, or, where an earlier version did not record them, of its newest copy."""
-    if "arguments" in run:
-        return run["arguments"]
-    newest = next((copy for copy, _ in store.complete()), None)
-    text = store.read(f"{newest}/args.yaml") if newest else None
-    return files.parsed_arguments(text or b"{}", f"{store.url}/{newest}/args.yaml") | run["fixed"]
 
 
 if __name__ == "__main__":
