@@ -63,16 +63,16 @@ FAULTS = {
         "trajectory", "models/shared_rows", 'F.pad(batch["labels"], (0, 1)', 'F.pad(batch["labels"][:, : start + length], (0, 1)', "fsdp_long"
     ),
     "the optimizer begins anew": Fault(
-        "resume", "checkpoint/checkpointer", "dcp.load(state, ", 'dcp.load({"model": state["model"]}, '
+        "resume", "checkpoint/checkpointer", "load_state(state, ", 'load_state({"model": state["model"]}, '
     ),
     "the weights are not read": Fault(
-        "resume", "checkpoint/checkpointer", "dcp.load(state, ", 'dcp.load({"optimizer": state["optimizer"]}, '
+        "resume", "checkpoint/checkpointer", "load_state(state, ", 'load_state({"optimizer": state["optimizer"]}, '
     ),
     "the schedule begins anew": Fault("resume", "checkpoint/checkpointer", 'seek(self.scheduler, marker["step"])', "pass"),
     "the rows begin anew": Fault(
         "resume", "engine", "train_loader.start_at(step, ", "train_loader.start_at(0, "
     ),
-    "random numbers begin anew": Fault("resume", "checkpoint/checkpointer", "set_rng_state(state | {", "dict(state | {"),
+    "random numbers begin anew": Fault("resume", "checkpoint/checkpointer", "set_rng_state(load_plain", "dict(load_plain"),
     "the run begins anew": Fault(
         "resume", "checkpoint/resume", "chosen = present[-1] if present else None", "chosen = None; [__import__('shutil').rmtree(path) for path in present]; present = []"
     ),
@@ -93,7 +93,7 @@ FAULTS = {
         "plan", "distributed", '{"mixed_precision_policy": MixedPrecisionPolicy(**policy)}', '{"mixed_precision_policy": MixedPrecisionPolicy(**policy), "reshard_after_forward": False}'
     ),
     "plan leaves out a layer": Fault(
-        "plan", "plan/simulate", "config = with_layers(trial.config, job.num_layers) if job.num_layers else trial.config", "config = with_layers(trial.config, 3)", "plan"
+        "plan", "../recipe_tools/plan/simulate", "config = with_layers(trial.config, job.num_layers) if job.num_layers else trial.config", "config = with_layers(trial.config, 3)", "plan"
     ),
     "the speed counts one rank's tokens": Fault(
         "throughput", "engine", "window.add(done.loss_sums, done.num_targets,", "window.add(done.loss_sums, done.num_targets // 2,"

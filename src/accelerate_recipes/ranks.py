@@ -203,18 +203,20 @@ def is_sharded(tensor: torch.Tensor | None) -> "TypeGuard[DTensor]":
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of every random generator of this process."""
+    """Return the state of every random generator of this process, in a form that `weights_only=True` can load."""
+    kind, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": (kind, torch.from_numpy(keys), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
+    kind, keys, *rest = state["numpy"]
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    np.random.set_state((kind, keys.numpy(), *rest))
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

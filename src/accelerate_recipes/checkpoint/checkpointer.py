@@ -137,7 +137,7 @@ class Checkpointer:
         # With `async_save`, torch copies the state now and writes it in a thread of its own. Our thread waits for this, then
         # completes the checkpoint. The random state is read now too: the next step changes it.
         settings = {"checkpoint_id": files.unfinished(final) / "state", "process_group": self.group}
-        state, rng = self._trained_state(), loadable(rng_state())
+        state, rng = self._trained_state(), rng_state()
         if self.args.async_save:
             write = dcp.async_save(state, async_stager=self.stager, **settings).result
             self.in_flight = self.background.submit(self._complete, final, start, write, rng)
@@ -303,9 +303,7 @@ class Checkpointer:
         if marker["world_size"] == self.accelerator.num_processes:
             file = checkpoint / f"rng-{self.accelerator.process_index}.pt"
             try:
-                state = load_plain(file)
-                kind, keys, *rest = state["numpy"]
-                set_rng_state(state | {"numpy": (kind, keys.numpy(), *rest)})
+                set_rng_state(load_plain(file))
             except Exception as error:  # the generators raise many kinds
                 raise ConfigError(f"{file} holds no state of random generators: {first_line(error)}") from error
         else:  # another number of ranks: the checkpoint lacks generators for new ranks, so seed all by the step
@@ -323,12 +321,6 @@ class Checkpointer:
             trained = [WRAPPERS.sub("", name) for name, parameter in named if parameter.requires_grad]
             model_state = {name: model_state[name] for name in trained}
         return {"model": model_state, "optimizer": optimizer_state}
-
-
-def loadable(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of random generators in a form that `weights_only=True` can load."""
-    kind, keys, *rest = state["numpy"]
-    return state | {"numpy": (kind, torch.from_numpy(keys), *rest)}
 
 
 def broken_weight(model: nn.Module) -> str | None:
