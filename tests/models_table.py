@@ -433,15 +433,14 @@ def gradients(model: transformers.PreTrainedModel, losses: Sequence[torch.Tensor
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def agree_in_gradients(of_found: Gradients, of_wanted: Gradients) -> None:
-    """Compare losses and gradients, to 1e-5."""
-    agree(of_found[0], of_wanted[0], 1e-5, "losses")
-    found, wanted = of_found[1], of_wanted[1]
-    assert found.keys() == wanted.keys() and wanted
-    largest = max(gradient.abs().max() for gradient in wanted.values())
-    for name, gradient in wanted.items():
-        difference = (found[name] - gradient).abs().max() / largest
-        assert difference <= 1e-5, f"the gradient of {name} differs by {difference:.2e} of the largest"
+def compare_gradients(found: Gradients, wanted: Gradients, tolerance: float = 1e-5) -> None:
+    """Compare losses, and gradients by name, relative to the largest gradient."""
+    agree(found[0], wanted[0], tolerance, "losses")
+    assert found[1].keys() == wanted[1].keys() and wanted[1]
+    largest = max(gradient.abs().max() for gradient in wanted[1].values())
+    for name, gradient in wanted[1].items():
+        difference = (found[1][name] - gradient).abs().max() / largest
+        assert difference <= tolerance, f"the gradient of {name} differs by {difference:.2e} of the largest"
 
 
 def documents_alone(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -471,7 +470,7 @@ def packed_as_unpacked(model: Model) -> str | None:
         targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100).flatten()
         alone.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"))
     unpacked = gradients(net, alone)
-    agree_in_gradients(packed, unpacked)
+    compare_gradients(packed, unpacked)
 
 
 def padded_as_alone(model: EncoderDecoder) -> str:
@@ -481,7 +480,7 @@ def padded_as_alone(model: EncoderDecoder) -> str:
     assert len(set(batch["attention_mask"].sum(1).tolist())) > 3
     padded = gradients(net, [sequence_to_sequence_loss(net, batch)])
     alone = gradients(net, [sequence_to_sequence_loss(net, one) for one in model.alone("train")])
-    agree_in_gradients(padded, alone)
+    compare_gradients(padded, alone)
     return "not packed: recipes/t5.py pads pairs of similar length, with the loss and the gradients of each pair alone, to 1e-5"
 
 
@@ -492,7 +491,7 @@ def loss_without_logits(model: Model) -> str | None:
     net = model.load()
     found = gradients(net, [next_token_loss_without_logits(net, model.batch)])
     wanted = gradients(net, [next_token_loss(net, model.batch)])
-    agree_in_gradients(found, wanted)
+    compare_gradients(found, wanted)
 
 
 def packing_by_trl(model: Model) -> None:
