@@ -21,10 +21,11 @@ from harness import GIB, ROOT, machine, make_parser, write_json
 
 from accelerate_recipes.args import TrainArgs, parse
 from accelerate_recipes.arguments.shipped import load
-from accelerate_recipes.distributed import local_numel, make_accelerator, prepare
+from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.metrics import device_name, peak_memory_gib
 from accelerate_recipes.models.configurations import new_config
 from accelerate_recipes.models.loading import new_model
+from accelerate_recipes.optim import local_shard
 from accelerate_recipes.recipe import leave
 
 
@@ -39,7 +40,7 @@ def measure(args: TrainArgs) -> None:
     seconds = time.perf_counter() - start
     assert optimizer.param_groups[0]["params"]
     on_cpu = accelerator.device.type == "cpu"
-    shard = sum(local_numel(parameter) for parameter in model.parameters())
+    shard = sum(local_shard(parameter).numel() for parameter in model.parameters())
     result = {
         "above_imports_gib": peak_memory_gib(accelerator.device) - (before if on_cpu else 0.0),
         "after_imports_gib": before,

@@ -27,8 +27,8 @@ from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
 from harness import machine, make_parser, write_json
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from accelerate_recipes.distributed import local_numel
 from accelerate_recipes.models import slices
+from accelerate_recipes.optim import local_shard
 from accelerate_recipes.ranks import is_first, on_all_ranks
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
@@ -101,7 +101,7 @@ def read(folder: str, way: str) -> dict[str, float]:
             with mock.patch.object(os, "preadv", slow if way == "slow" else preadv):
                 slices.read_slices(model, source, CPU, CPU)
         seconds = time.perf_counter() - start
-    held = (peak.most - 4 * sum(map(local_numel, model.parameters()))) / largest
+    held = (peak.most - 4 * sum(local_shard(p).numel() for p in model.parameters())) / largest
     seconds, held = (max(values) for values in zip(*on_all_ranks((seconds, held)), strict=True))
     return {"seconds": seconds, "held": held}
 

@@ -532,10 +532,8 @@ def test_names_that_peft_takes_for_experts(monkeypatch, base):
             config = LoraConfig(target_modules=[name])
             with contextlib.suppress(ValueError):
                 convert_peft_config_for_transformers(config, model, None)
-                assert (config.target_modules != {name}) == (name in adapters.NAMES_OF_EXPERTS.get(like, ())), (
-                    model_type,
-                    name,
-                )
+                is_taken = name in adapters.NAMES_OF_EXPERTS.get(like, ())
+                assert (config.target_modules != {name}) == is_taken, (model_type, name)
     monkeypatch.setattr(adapters, "NAMES_OF_EXPERTS", {})
     args = toy.Args(model_name_or_path=str(base), use_peft=True, lora_target_modules=["up_proj"], lora_dropout=0.0)
     with pytest.raises(ConfigError, match=r"up_proj: Cannot convert .* gate_proj .*--lora_target_modules"):

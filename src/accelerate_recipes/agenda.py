@@ -16,7 +16,6 @@ from accelerate_recipes.checkpoint.resume import check_not_beyond
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop, watch
 from accelerate_recipes.life.status import read_status, update_status
-from accelerate_recipes.life.stop import Stopped
 from accelerate_recipes.metrics import Flops, MetricsLog, Window, peak_memory_gib
 from accelerate_recipes.ranks import is_first, max_over_ranks
 from accelerate_recipes.upstream import forget_evaluated_shapes
@@ -98,7 +97,7 @@ class Agenda:
     begun_at: int = 0  # steps completed when this run began
     trained_at: int = 0  # steps completed at the last log line with a target, or with the last step that was left out
     step_timeout: float | None = None  # seconds; known after the first step
-    stopped: Stopped | None = None  # set once a rank was asked to stop
+    stopped: stop.Stopped | None = None  # set once a rank was asked to stop
 
     def __post_init__(self):
         self.args, self.accelerator = self.checkpointer.args, self.checkpointer.accelerator
@@ -191,7 +190,7 @@ class Agenda:
         self.log.completed(step)
         tell(Observer.completed, step)
         watch.expect(f"what follows step {step}", self.args.ddp_timeout)
-        self.stopped = Stopped(stop.reason()) if wants_stop else None
+        self.stopped = stop.Stopped(stop.reason()) if wants_stop else None
 
     @property
     def log_is_due(self) -> bool:
@@ -248,7 +247,7 @@ class Agenda:
             watch.expect(f"the evaluation after step {self.step}", limit, stop.evaluated_batches)
             try:
                 self.evaluate()
-            except Stopped as error:
+            except stop.Stopped as error:
                 self.stopped = error
             watch.expect(f"what follows step {self.step}", limit)
         if self.save_is_due:

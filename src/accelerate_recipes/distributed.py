@@ -17,14 +17,8 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-from accelerate import Accelerator
-from accelerate.utils import (
-    AORecipeKwargs,
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    InitProcessGroupKwargs,
-    set_seed,
-)
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
+from accelerate.utils import AORecipeKwargs, set_seed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 
@@ -220,7 +214,7 @@ def prepare(
         model = accelerator.prepare_model(model, evaluation_mode=True)
     recompute_documents(model)
     recompute_every(model, args.checkpoint_every_n_layers)
-    local = sum(local_numel(p) for p in model.parameters())
+    local = sum(local_shard(p).numel() for p in model.parameters())
     units = fsdp_units(model)
     report_strategy(accelerator, model, total, trained, local, units)
     # Check that FSDP has really sharded. With wrong settings of wrapping a run would work, but need more memory.
@@ -303,11 +297,6 @@ def prefetch_layers(layers: Sequence[Any], depth: int) -> None:
     for i, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + depth])
         layer.set_modules_to_backward_prefetch(layers[max(0, i - depth) : i][::-1])
-
-
-def local_numel(parameter: nn.Parameter) -> int:
-    """Count the elements of a parameter that this rank holds."""
-    return local_shard(parameter).numel()
 
 
 def report_strategy(

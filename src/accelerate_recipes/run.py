@@ -39,7 +39,6 @@ from accelerate_recipes.checkpoint.mirror import begin_copies, make_whole
 from accelerate_recipes.checkpoint.resume import agree_on_resume
 from accelerate_recipes.data import shown
 from accelerate_recipes.data.prepared import same_on_machines
-from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.distributed import make_accelerator, prepare, strategy_name
 from accelerate_recipes.hub import cache
@@ -53,7 +52,6 @@ from accelerate_recipes.models.documents import DOCUMENTS
 from accelerate_recipes.models.loading import keep_frozen, tie_as_read
 from accelerate_recipes.models.probes import check_shared_masks, mixers_in, own_balance
 from accelerate_recipes.optim import make_scheduler
-from accelerate_recipes.ranks import on_first_rank, print_first, ranks_a_row
 from accelerate_recipes.upstream import library_versions
 
 if TYPE_CHECKING:
@@ -120,12 +118,12 @@ class Run(Generic[Args]):
 
     def print(self, text: str) -> None:
         """Print on rank 0; see `print_first`."""
-        print_first(text)
+        ranks.print_first(text)
 
     def show_rows(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        loaders: dict[str, HasRows],
+        loaders: dict[str, shown.HasRows],
         num_targets: np.ndarray | int | None = None,
         counts: dict[str, int] | None = None,
         classes: Sequence[str] = (),
@@ -142,19 +140,19 @@ class Run(Generic[Args]):
             DataReady: with --data_only, when the files are written.
         """
         self.check_data(loaders)
-        if self.resumed_from and on_first_rank((self.output_dir / "rows.txt").exists):
+        if self.resumed_from and ranks.on_first_rank((self.output_dir / "rows.txt").exists):
             return
         folder = self.output_dir if self.writes_rows else None
-        counted, text = on_first_rank(
+        counted, text = ranks.on_first_rank(
             lambda: shown.first_rows(folder, tokenizer, loaders, num_targets, counts or {}, classes)
         )
-        for line in [*filter(None, [counted]), *on_first_rank(lambda: shown.unknown_lines(tokenizer, loaders))]:
+        for line in [*filter(None, [counted]), *ranks.on_first_rank(lambda: shown.unknown_lines(tokenizer, loaders))]:
             self.print(line)
         if self.args.data_only:
             self.print(text)
             raise DataReady
 
-    def show_images(self, loaders: dict[str, HasRows], names: Sequence[str], processor: Any) -> None:
+    def show_images(self, loaders: dict[str, shown.HasRows], names: Sequence[str], processor: Any) -> None:
         """Draw the first images of training and evaluation in rows.png, as the model will get them. `names` are class names.
 
         Call this where a recipe for texts calls `show_rows`.
@@ -165,13 +163,13 @@ class Run(Generic[Args]):
         """
         self.check_data(loaders)
         file = self.output_dir / "rows.png"
-        if self.writes_rows and not (self.resumed_from and on_first_rank(file.exists)):
-            on_first_rank(lambda: shown.draw_first_images(file, loaders, names, processor))
+        if self.writes_rows and not (self.resumed_from and ranks.on_first_rank(file.exists)):
+            ranks.on_first_rank(lambda: shown.draw_first_images(file, loaders, names, processor))
         if self.args.data_only:
             self.print(f"The first images are in {file}")
             raise DataReady
 
-    def check_data(self, loaders: dict[str, HasRows]) -> None:
+    def check_data(self, loaders: dict[str, shown.HasRows]) -> None:
         """Raise ConfigError, before a model is loaded, if a resumed run has other data than its checkpoint."""
         training = next((loader for name, loader in loaders.items() if name.startswith("Training")), None)
         if self.resumed_from and hasattr(training, "check"):
@@ -225,7 +223,7 @@ class Run(Generic[Args]):
         Raises:
             ConfigError: if adapters, strategy or settings do not fit the model.
         """
-        args, is_shared = self.args, ranks_a_row() > 1
+        args, is_shared = self.args, ranks.ranks_a_row() > 1
         if is_shared:
             check_shared_masks(model.config, model.config._attn_implementation, args.longest_row)
         weight = getattr(model.config, "router_aux_loss_coef", 0)
@@ -240,7 +238,7 @@ class Run(Generic[Args]):
         generation = [model.generation_config] if model.can_generate() else []
         self.artifacts = copy.deepcopy([model.config, *generation])
         # BaseForm comes last, since it replaces files that the others have written.
-        on_first_rank(lambda: self.artifacts.append(BaseForm(self.artifacts[0], tokenizer, files)))
+        ranks.on_first_rank(lambda: self.artifacts.append(BaseForm(self.artifacts[0], tokenizer, files)))
         self.flops = flops_fn(model) if flops_fn else None
         self.shard(model)
         kernel, why = choose(args.attn_implementation, model.config, args.param_dtype, args.has_boundaries, is_shared)

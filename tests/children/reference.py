@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.conversations.settings import make_model
 from accelerate_recipes.conversations.trained_rows import ReadRows
-from accelerate_recipes.distributed import local_numel
+from accelerate_recipes.optim import local_shard
 from accelerate_recipes.ranks import max_over_ranks
 from accelerate_recipes.run import Run
 
@@ -37,7 +37,7 @@ class PairLoss(dpo.PairLoss):
 
     def add_reference(self, run: Run, rows: ReadRows) -> None:
         def note(layer: nn.Module, inputs: Any) -> None:
-            self.held.append(sum(map(local_numel, run.model.parameters())))
+            self.held.append(sum(local_shard(p).numel() for p in run.model.parameters()))
 
         with torch.no_grad():
             for name, weight in run.model.named_parameters():

@@ -16,11 +16,12 @@ from toy import requirements
 
 from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.data.rows import make_train_loader
-from accelerate_recipes.distributed import fsdp_units, local_numel, make_accelerator
+from accelerate_recipes.distributed import fsdp_units, make_accelerator
 from accelerate_recipes.engine import on_this_rank, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models.generation import generate_texts
 from accelerate_recipes.models.weights import WRAPPERS
+from accelerate_recipes.optim import local_shard
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
 
@@ -90,7 +91,7 @@ def main(args: Args) -> None:
         "texts": texts,
         "world_size": accelerator.num_processes,
         "units": len(fsdp_units(model)),
-        "local": sum(local_numel(p) for p in model.parameters()),
+        "local": sum(local_shard(p).numel() for p in model.parameters()),
         "total": total,
         "args": asdict(args),
     }

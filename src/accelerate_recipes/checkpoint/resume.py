@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint import files, mirror
 from accelerate_recipes.checkpoint.export import check_replaceable, is_same_model
-from accelerate_recipes.checkpoint.mirror import fetched, is_copy
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.life import lock
 from accelerate_recipes.ranks import gather_when_done, is_first, on_all_ranks, on_first_rank, place_on_machine
@@ -48,7 +47,7 @@ def settle_resume(args: TrainArgs) -> Path | None:
     elif given == "none":
         chosen = None
     else:
-        chosen = fetched(given, output_dir / "fetched") if is_copy(given) else Path(given)
+        chosen = mirror.fetched(given, output_dir / "fetched") if mirror.is_copy(given) else Path(given)
         if reason := files.other_kind(chosen, "checkpoint"):
             raise ConfigError(f"--resume_from_checkpoint {given}: {reason}; give latest, none, or a checkpoint's path")
         if not files.CHECKPOINT.fullmatch(chosen.name):
@@ -138,7 +137,7 @@ def tidy_disk(args: TrainArgs, chosen: Path | None) -> None:
     """Make a machine's own disk fit what rank 0 has chosen: fetch it, and take away what no run can resume."""
     output_dir, step = Path(args.output_dir), files.step_of(chosen) if chosen else 0
     if chosen and chosen.is_relative_to(output_dir / "fetched"):
-        fetched(args.resume_from_checkpoint, output_dir / "fetched")
+        mirror.fetched(args.resume_from_checkpoint, output_dir / "fetched")
     for checkpoint in files.candidates(output_dir):
         if files.is_part(checkpoint):
             checkpoint.rename(files.unfinished(checkpoint))

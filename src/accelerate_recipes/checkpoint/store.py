@@ -54,7 +54,6 @@ import fsspec
 import xxhash
 
 from accelerate_recipes.checkpoint import files
-from accelerate_recipes.checkpoint.files import MARKER
 from accelerate_recipes.disk import fsync, write_atomically
 from accelerate_recipes.life.status import UNKNOWN, is_owner
 
@@ -356,10 +355,10 @@ class Store:
 
     def marker(self, copy: str) -> dict | None:
         """Return the marker of a complete copy; None for any other. Raises Damaged for a marker that was changed."""
-        name = f"{copy}/{MARKER}"
+        name = f"{copy}/{files.MARKER}"
         for pause in (*WAITS, 0.0):
             data = self.read(name)
-            if data is None and MARKER not in self.names(copy):
+            if data is None and files.MARKER not in self.names(copy):
                 return None
             try:
                 marker = files.checked_marker(json.loads(data or b"null"))
@@ -372,7 +371,7 @@ class Store:
                 is_cut = not data.endswith(b"}") and self._insist(self.fs.info, self._path(name))["size"] == len(data)
                 if is_cut:  # its writer was killed, or had no space
                     return None
-                raise Damaged(f"its {MARKER} is damaged: {reason}")
+                raise Damaged(f"its {files.MARKER} is damaged: {reason}")
             time.sleep(pause)
         raise Contradiction(f"{self.url} lists {name}, and does not return it, or each time otherwise")
 
@@ -420,7 +419,7 @@ class Store:
     def set_copy_aside(self, copy: str, reason: str) -> None:
         """Note why a copy is of no use, and make it incomplete."""
         self.write_json(f"{copy}/{DAMAGED}", {"reason": reason})
-        self.remove(f"{copy}/{MARKER}")
+        self.remove(f"{copy}/{files.MARKER}")
 
     def sent(self, copy: str) -> set[str]:
         """List the files of a copy that are there, by its part-markers. Raises Gone if a machine no longer has its part."""
@@ -451,8 +450,8 @@ class Store:
 
     def remove_copy(self, copy: str) -> None:
         place = self._path(copy)
-        for name in (MARKER, *self.names(copy)):
-            if name == MARKER or name.startswith("part-"):
+        for name in (files.MARKER, *self.names(copy)):
+            if name == files.MARKER or name.startswith("part-"):
                 self.remove(f"{copy}/{name}")
         if not self.is_folder and has_magic(place):  # `rm` would take it for a pattern, and remove what matches
             for path in self._found(self.fs.find, place) or ():

@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from accelerate_recipes.checkpoint import files, store
-from accelerate_recipes.checkpoint.files import EXPORT, MARKER
 from accelerate_recipes.disk import readable, size_and_times, write_atomically
 from accelerate_recipes.life import parent
 from accelerate_recipes.life.status import UNKNOWN, is_known_dead
@@ -274,7 +273,7 @@ class Uploader:
             if self.rank == 0 and not self.failures:
                 exported = (self.output_dir / "export").rglob("*") if self.finish["is_finished"] else ()
                 # The list of its files comes last.
-                for path in sorted(filter(Path.is_file, exported), key=lambda path: path.name == EXPORT):
+                for path in sorted(filter(Path.is_file, exported), key=lambda path: path.name == files.EXPORT):
                     self.store.send(path, str(path.relative_to(self.output_dir)), self.pace)
                 self.share()
         except Exception as error:
@@ -307,7 +306,7 @@ class Uploader:
         """Tell the other machines which copy it is, send this machine's part, wait for the others, and complete the copy."""
         self.coming, begun = copy, time.monotonic()
         with self.reads(checkpoint):
-            text = (checkpoint / MARKER).read_bytes()
+            text = (checkpoint / files.MARKER).read_bytes()
             self.renew_lease()
             self.send_part(checkpoint, copy, marker)
             while lacking := marker["files"].keys() - self.store.sent(copy):
@@ -318,7 +317,7 @@ class Uploader:
                     raise store.StoreError(f"another machine has not sent {min(lacking)} of {copy}")
                 time.sleep(LOOK)
             self.renew_lease()  # only its owner completes a copy
-            self.store.write(f"{copy}/{MARKER}", text)
+            self.store.write(f"{copy}/{files.MARKER}", text)
 
     @contextlib.contextmanager
     def reads(self, checkpoint: Path) -> Iterator[None]:

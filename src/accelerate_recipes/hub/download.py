@@ -28,7 +28,6 @@ from huggingface_hub.utils.sha import git_hash, sha_fileobj
 from accelerate_recipes.disk import existing, own_suffix, readable, write_atomically
 from accelerate_recipes.errors import ConfigError, collecting_errors, first_few, first_line, near_path, raise_problems
 from accelerate_recipes.hub import cache
-from accelerate_recipes.hub.cache import HubDataset, HubModel, Need
 
 # Files that from_pretrained reads besides weights. *.bin, *.h5, *.msgpack and consolidated.* hold the same weights again.
 MODEL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "additional_chat_templates/*")
@@ -42,7 +41,7 @@ def to_fetch(plan: dict) -> dict[str, dict]:
 
 
 def download(
-    needs: Sequence[Need], command: Sequence[str], *, max_shards: int | None = None, update: bool = False
+    needs: Sequence[cache.Need], command: Sequence[str], *, max_shards: int | None = None, update: bool = False
 ) -> None:
     """Download everything in `needs`; the manifests record `command`, a recipe and its arguments.
 
@@ -74,7 +73,7 @@ def download(
         transfer(plan)
 
 
-def add_to(plans: dict[tuple[str, str], dict], need: Need, max_shards: int | None, update: bool) -> None:
+def add_to(plans: dict[tuple[str, str], dict], need: cache.Need, max_shards: int | None, update: bool) -> None:
     """Add the files of a need to the plan of its repository. Raises ConfigError."""
     if os.path.isdir(need.name):
         return
@@ -95,7 +94,7 @@ def add_to(plans: dict[tuple[str, str], dict], need: Need, max_shards: int | Non
             }  # fmt: skip
         if need.branch != plan["branch"]:
             raise ConfigError(f"{need} is wanted at {plan['branch']} and at {need.branch}; the cache keeps one of them")
-        if isinstance(need, HubModel):
+        if isinstance(need, cache.HubModel):
             chosen = files_of_model(plan, tree(api, *key, plan["revision"]), need.weights)
         elif need.files:
             listed = tree(api, *key, plan["revision"], *cache.place_of(need.files))
@@ -148,7 +147,7 @@ def files_of_model(plan: dict, listed: dict[str, dict], weights: bool) -> dict[s
     return {name: listed[name] for name in names}
 
 
-def files_of_config(api: HfApi, plan: dict, need: HubDataset) -> dict[str, dict]:
+def files_of_config(api: HfApi, plan: dict, need: cache.HubDataset) -> dict[str, dict]:
     """List the files of a configuration as `datasets` finds them; record in the plan how `datasets` would read them."""
     import datasets
 

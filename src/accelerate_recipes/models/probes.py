@@ -18,14 +18,7 @@ from transformers import PreTrainedConfig
 
 from accelerate_recipes import upstream
 from accelerate_recipes.errors import ConfigError, raise_problems
-from accelerate_recipes.models.attention import (
-    NOT_SHARED,
-    beyond_documents,
-    class_of,
-    of_layers,
-    unsupported_kernels,
-    width_of_heads,
-)
+from accelerate_recipes.models import attention
 from accelerate_recipes.models.documents import DOCUMENTS, READ_BOUNDARIES, document_masks
 from accelerate_recipes.models.mixers import unpack_documents
 from accelerate_recipes.models.rotary import ROPE_KINDS
@@ -101,23 +94,23 @@ def mixers_in(model: nn.Module) -> frozenset[str]:
 @whole_rows()
 def examined(config: PreTrainedConfig) -> tuple[Packing, frozenset[str]]:
     """Find the results of `packing_of` and `mixers_in`; keep them for each class and kind of attention."""
-    text, attention = config.get_text_config(), config._attn_implementation
-    if attention in READ_BOUNDARIES:
-        attention = "alone"  # the kernel gets the boundaries; only layers other than attention are in question
-    elif attention not in ("sdpa", "eager"):  # flex_attention would be compiled; its masks come from the same functions
-        attention = unsupported_kernels(config).get("sdpa", "sdpa")
+    text, kernel = config.get_text_config(), config._attn_implementation
+    if kernel in READ_BOUNDARIES:
+        kernel = "alone"  # the kernel gets the boundaries; only layers other than attention are in question
+    elif kernel not in ("sdpa", "eager"):  # flex_attention would be compiled; its masks come from the same functions
+        kernel = attention.unsupported_kernels(config).get("sdpa", "sdpa")
     kinds = tuple(sorted(set(getattr(text, "layer_types", None) or ())))
     fields = (vars(text).get(name) in (None, 0) for name in (*WINDOWS, "num_kv_shared_layers"))
-    key = (type(config), attention, kinds, *fields)
+    key = (type(config), kernel, kinds, *fields)
     if key not in _packing:
-        _packing[key] = examined_anew(config, attention)
+        _packing[key] = examined_anew(config, kernel)
     return _packing[key]
 
 
-def examined_anew(config: PreTrainedConfig, attention: str) -> tuple[Packing, frozenset[str]]:
+def examined_anew(config: PreTrainedConfig, kernel: str) -> tuple[Packing, frozenset[str]]:
     """Try a tiny model as it is, then with mixers that compute each document by itself."""
-    group = {"sequence_group": None} if attention == "alone" else {}
-    model = tiny_model(config, attention, **group)
+    group = {"sequence_group": None} if kernel == "alone" else {}
+    model = tiny_model(config, kernel, **group)
     if model is None:  # a model that passes nothing on to its attention is checked itself later
         return Packing.POSITIONS if group else Packing.UNKNOWN, frozenset()
     ways = {Packing.POSITIONS: False} if group else {Packing.POSITIONS: False, Packing.MASK: True}
@@ -132,7 +125,7 @@ def examined_anew(config: PreTrainedConfig, attention: str) -> tuple[Packing, fr
     return Packing.NONE, frozenset()
 
 
-def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Module | None:
+def tiny_model(config: PreTrainedConfig, kernel: str, **inputs: Any) -> nn.Module | None:
     """Make a model with one layer of each kind, two heads, few words and random weights; None if that fails.
 
     Layers have experts if any have. The heads keep their width, because tables of positions may depend on it. Up to 32
@@ -142,9 +135,9 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
     try:
         text = config.get_text_config()
         # Take the text part alone if it has a class of its own.
-        config = copy.deepcopy(text if class_of(text) else config)
+        config = copy.deepcopy(text if attention.class_of(text) else config)
         shrink(config.get_text_config())
-        model = randomly_made(transformers.AutoModelForCausalLM, config, attention)
+        model = randomly_made(transformers.AutoModelForCausalLM, config, kernel)
         upstream.name_backbone(model)
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False, **inputs)
     except Exception:  # an unusual configuration may raise anything: only the real model can tell
@@ -153,7 +146,7 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
 
 
 def randomly_made(
-    auto_class: Any, config: PreTrainedConfig, attention: str | dict[str, str]
+    auto_class: Any, config: PreTrainedConfig, kernel: str | dict[str, str]
 ) -> transformers.PreTrainedModel:
     """Make a model of an auto class of transformers in which no parameter is all zeros, which would hide their input.
 
@@ -161,7 +154,7 @@ def randomly_made(
         ConfigError: if it would have more than MAX_SIZE parameters.
     """
     vars(config).pop("quantization_config", None)
-    settings = {"dtype": torch.float32, "attn_implementation": attention}
+    settings = {"dtype": torch.float32, "attn_implementation": kernel}
     with torch.device("meta"):
         size = sum(map(torch.numel, auto_class.from_config(copy.deepcopy(config), **settings).parameters()))
     if size > MAX_SIZE:
@@ -228,8 +221,8 @@ def sizes_of_tiny(text: PreTrainedConfig, layers: int) -> dict[str, Any]:
 
     Windows of attention become shorter than the documents of a probe, since a model may lose them in packed rows.
     """
-    has_heads = getattr(of_layers(text)[0], "num_attention_heads", None)
-    hidden = 2 * max(map(width_of_heads, of_layers(text))) if has_heads else 128
+    has_heads = getattr(attention.of_layers(text)[0], "num_attention_heads", None)
+    hidden = 2 * max(map(attention.width_of_heads, attention.of_layers(text))) if has_heads else 128
     heads, groups = UNUSUAL_HEADS.get(text.model_type, (2, 2))
     sizes = {
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": hidden,
@@ -466,7 +459,7 @@ def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
     """List why `size` ranks cannot share the rows of a model with this configuration, one sentence each."""
     text = config.get_text_config()
     name = text.model_type
-    heads = math.gcd(*(getattr(layer, "num_attention_heads", 0) or 0 for layer in of_layers(text)))
+    heads = math.gcd(*(getattr(layer, "num_attention_heads", 0) or 0 for layer in attention.of_layers(text)))
     if config.is_encoder_decoder:
         return [f"{name} is an encoder-decoder, whose rows are not packed; set parallelism_config_cp_size to 1"]
     found = []
@@ -476,7 +469,7 @@ def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
             f"{name} has {heads} query heads, which parallelism_config_cp_size {size} does not divide; set it to one of "
             f"{sizes or 1}"
         )
-    if asked := [what for what in beyond_documents(config) if what in NOT_SHARED]:
+    if asked := [what for what in attention.beyond_documents(config) if what in attention.NOT_SHARED]:
         found.append(f"{name} has {', '.join(asked)}; set parallelism_config_cp_size to 1")
     elif (shares := shares_in_small(config)) is None:
         found.append(f"{UNTRIED.format(name)} ranks can share its rows; set parallelism_config_cp_size to 1")
@@ -501,14 +494,14 @@ def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
     return found
 
 
-def check_shared_masks(config: PreTrainedConfig, attention: str, max_length: int) -> None:
+def check_shared_masks(config: PreTrainedConfig, kernel: str, max_length: int) -> None:
     """Raise ConfigError if this attention cannot have a mask for rows of `max_length` tokens (0: any) that ranks share."""
-    if attention == "sdpa" and balance_weight(config):
+    if kernel == "sdpa" and balance_weight(config):
         raise ConfigError(
             f"with sdpa, rows that ranks share have a mask, with which {config.model_type} cannot balance its experts; give "
             f"--attn_implementation {DOCUMENTS}, or set router_aux_loss_coef in its config.json to 0"
         )
-    if attention == "sdpa" and not 0 < max_length <= LONGEST_MASK:
+    if kernel == "sdpa" and not 0 < max_length <= LONGEST_MASK:
         raise ConfigError(
             f"--max_length {max_length or 'none'}: with sdpa, rows that ranks share have a mask of all pairs of tokens, for "
             f"at most {LONGEST_MASK} tokens; shorten them, or give --attn_implementation {DOCUMENTS}"
