@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 import trl
+from datasets import Dataset
 from helpers import CHILDREN, ROOT
 from helpers import write_rows as write
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -95,6 +96,10 @@ def save_base_of_sums(folder: Path, **config) -> Path:
     """Save a tiny Llama with the tokenizer of data/arithmetic."""
     sizes = {"initializer_range": 0.3, "max_position_embeddings": 32, "num_attention_heads": 2}
     return tiny.save_base(folder, load_tokenizer(str(ROOT / "data/arithmetic/tokenizer")), **sizes | config)
+
+
+def rows_of(*rows: dict) -> Dataset:
+    return Dataset.from_list([*rows])
 
 
 @torch.no_grad()

@@ -126,6 +126,16 @@ class Ranks:
         return [sorted(itertools.chain(*parts), key=lambda r: r["row"].tolist()) for parts in zip(*found, strict=True)]
 
 
+def states_of(loaders: list[StreamLoader]) -> list[dict]:
+    """Return the states as a checkpoint has them."""
+    return json.loads(json.dumps([loader.state() for loader in loaders]))
+
+
+def go_on(loaders: list[StreamLoader], step: int, states: list[dict]) -> None:
+    for loader in loaders:
+        loader.start_at(step, states)
+
+
 class Server(http.server.ThreadingHTTPServer):
     """File server on the loopback; each request gets the next of `faults`, and is logged with its range."""
 

@@ -4,7 +4,6 @@ import base64
 import io
 import json
 import os
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -582,15 +581,6 @@ def test_broken_images(kind, monkeypatch):
         with pytest.raises(DataError, match=r"^rows\.jsonl, row 7: ") as error:
             read(content.get(kind, whole), "rows.jsonl, row 7")
         assert kind != "bomb" or all(number in str(error.value) for number in ("800", "200"))
-
-
-@pytest.mark.parametrize("name", ["qwen2_vl", "smolvlm"])
-def test_processors_are_sent_to_workers(name):
-    pictures = pickle.loads(pickle.dumps(Pictures(tiny_images.processor(name))))
-    wanted = Pictures(tiny_images.processor(name))
-    assert pictures.of_size(24, 16, False)[0] == wanted.of_size(24, 16, False)[0]
-    found, values = pictures.inputs([SMALL]), wanted.inputs([SMALL])
-    assert found.keys() == values.keys() and all((found[key] == values[key]).all() for key in values)
 
 
 @pytest.mark.parametrize("name", tiny_images.FAMILIES)

@@ -4,7 +4,6 @@ with a shard."""
 import gzip
 import io
 import itertools
-import json
 import random
 import subprocess
 import tarfile
@@ -18,12 +17,13 @@ from helpers import ROOT, png, write_tar
 from huggingface_hub import constants
 from loopback_hub import LoopbackHub
 from PIL import Image
-from streaming import Ranks, no_retry
+from streaming import Ranks, go_on, no_retry, states_of
 
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.resume import settle_arguments
 from accelerate_recipes.data import streams
+from accelerate_recipes.data.shards import find_shards
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.images.augmentation import Augmentation
 from accelerate_recipes.images.classifiers import new_image_processor
@@ -139,10 +139,8 @@ def test_the_same_pixels_on_any_number_of_ranks_and_after_each_resume(streamed, 
     loaders = loaders_of(source, 2)
     for step in range(1, num_steps):
         run(loaders, 1)
-        states = json.loads(json.dumps([loader.state() for loader in loaders]))
         resumed = loaders_of(source, (1, 3, 4)[step % 3])
-        for loader in resumed:
-            loader.start_at(step, states)
+        go_on(resumed, step, states_of(loaders))
         assert_equal(run(resumed, num_steps - step), whole[step:])
     assert sum(loader.counts()["images_seen"] for loader in resumed) == num_steps * BATCH
 
@@ -377,7 +375,7 @@ def test_the_number_of_streams_belongs_to_the_run(tmp_path):
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     server = LoopbackHub()
-    files = {f"train-{i}.tar": shard_of(i, size) for i, size in enumerate((3, 2))} | {"val-0.tar": shard_of(7, 9)}
+    files = {f"train-{i}.tar": shard_of(i, size) for i, size in ((1, 2), (0, 3))} | {"val-0.tar": shard_of(7, 9)}
     server.commit = server.push("datasets/tiny/images", files)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
@@ -408,10 +406,19 @@ def test_shards_on_the_hub(hub, monkeypatch):
     source = ImageShards(found, names, PROCESSOR, PLAIN, SEED)
     assert [one.content for _, one in source.read(1, 0, 1, no_retry)] == [image(1, 0), image(1, 1)]
     assert source.version()["commit"] == hub.commit
-    args.train_files = [HUB.replace("train", "other")]
-    with pytest.raises(ConfigError, match=r"no file of the dataset tiny/images on http.* matches 'other-\*\.tar'"):
-        args.train_shards()
+    for name, pattern, said in (
+        ("tiny/images", "other-*.tar", r"no file of the dataset tiny/images on http.* matches 'other-"),
+        ("tiny/images", "en/*.tar", r"no file of the dataset tiny/images on http.* matches 'en/"),
+        ("tiny/nothing", "other-*.tar", "dataset 'tiny/nothing' cannot be read from"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            find_shards(name, pattern)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"cannot be read from http.*HF_HUB_OFFLINE=1"):
+        find_shards("tiny/images", "other-*.tar")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"no file of 'tiny/images' that matches 'other-"):
+        find_shards("tiny/images", "other-*.tar")
     with pytest.raises(ConfigError, match=r"(?s)'tiny/images' \(train-\*\.tar\) is .*accelerate_recipes download"):
         args, _ = resolve(vit.Args, command, 1)
         requirements.provide(args, vit.requirements(args), ["recipes/vit.py", *command])

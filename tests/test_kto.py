@@ -3,10 +3,9 @@
 import json
 import re
 
-import datasets
 import pytest
 import torch
-from conversations import log_prob, save_base_of_sums
+from conversations import log_prob, rows_of, save_base_of_sums
 from helpers import ROOT, log_of, losses, read_metrics, write_rows
 from simulations import job
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -98,10 +97,6 @@ def test_neighbours(arguments):
         own, before = zip(*order.rows(step), strict=True)
         assert list(own) == rows_of_step(step, 12, 50, args.seed)
         assert before == (own[-1], *own[:-1])
-
-
-def rows_of(*rows: dict) -> datasets.Dataset:
-    return datasets.Dataset.from_list(list(rows))
 
 
 PAIRS_OF_LABELS = [

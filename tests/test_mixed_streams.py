@@ -1,12 +1,11 @@
 """Tests of mixtures of streams: shares, the same rows on any number of ranks and workers, exact after a resume."""
 
 import itertools
-import json
 import math
 
 import numpy as np
 import pytest
-from streaming import OF_ROWS, Numbered, Ranks, no_retry
+from streaming import OF_ROWS, Numbered, Ranks, go_on, no_retry, states_of
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.mixture import Mixture, MixturePhase, Source
@@ -43,13 +42,11 @@ def make_loader(
 def rows_of(loaders: list[StreamLoader], num_steps: int) -> list[list]:
     """Return place, source, tokens and labels of the rows of each step."""
     steps = Ranks(loaders, (*OF_ROWS, "source")).run(num_steps)
-    return [
-        [
-            (row["row"][1].item(), row["source"][0].item(), row["input_ids"].tolist(), row["labels"].tolist())
-            for row in step
-        ]
-        for step in steps
-    ]
+
+    def shown(row: dict) -> tuple:
+        return row["row"][1].item(), row["source"][0].item(), row["input_ids"].tolist(), row["labels"].tolist()
+
+    return [[*map(shown, step)] for step in steps]
 
 
 PHASES = [MixturePhase(23, LATER), MixturePhase(41, {}, max_length=40)]
@@ -120,10 +117,8 @@ def test_resume_is_exact(alone, before, after, step):
     expected, whole = alone
     first = [mixed(rank, *before) for rank in range(before[0])]
     rows = rows_of(first, step)
-    states = json.loads(json.dumps([loader.state() for loader in first]))
     second = [mixed(rank, *after) for rank in range(after[0])]
-    for loader in second:
-        loader.start_at(step, states)
+    go_on(second, step, states_of(first))
     assert rows + rows_of(second, STEPS - step) == expected
     streams = [loader.state()["streams"] for loader in second]
     assert {stream: state for part in streams for stream, state in part.items()} == whole.state()["streams"]
@@ -137,10 +132,8 @@ def test_new_weights_hold_from_the_resume_on(capsys):
 
     def go(mixture: Mixture, ranks: int, step: int, states: list[dict], num_steps: int) -> tuple[list, list[dict]]:
         loaders = [make_loader(mixture, rank, ranks) for rank in range(ranks)]
-        for loader in loaders:
-            loader.start_at(step, states)
-        rows = rows_of(loaders, num_steps)
-        return rows, json.loads(json.dumps([loader.state() for loader in loaders]))
+        go_on(loaders, step, states)
+        return rows_of(loaders, num_steps), states_of(loaders)
 
     whole, _ = go(plain, 1, 0, [], 20)
     first, at_7 = go(plain, 2, 0, [], 7)
@@ -222,8 +215,7 @@ def test_a_checkpoint_goes_on_with_longer_rows():
     first = [one(rank, 2) for rank in range(2)]
     begun = rows_of(first, 9)
     longer = [one(rank, 4, MixturePhase(9, {}, max_length=40), MixturePhase(40, {}, max_length=8)) for rank in range(4)]
-    for loader in longer:
-        loader.start_at(9, [part.state() for part in first])
+    go_on(longer, 9, states_of(first))
     steps = begun + rows_of(longer, 51)
     assert [len(step[0][2]) for step in steps] == [LENGTH] * 9 + [40] * 31 + [8] * 20
     times = np.bincount(np.concatenate([row[2] for step in steps for row in step]), minlength=131)[1:]
@@ -235,11 +227,11 @@ def test_a_checkpoint_goes_on_with_longer_rows():
 def test_checkpoints_of_other_mixtures_are_refused():
     """test_mixtures.py has all differences."""
     loader = make_loader(mixture_of())
-    state = json.loads(json.dumps(loader.state()))
+    (state,) = states_of([loader])
     with pytest.raises(ConfigError, match=r"source tiny: max_epochs is 2\.0, the checkpoint has none"):
         make_loader(mixture_of(tiny=2.0)).check([state])
     alone = StreamLoader([Numbered(*SOURCES["big"])], loader.args, 0, 1, max_length=LENGTH)
     with pytest.raises(ConfigError, match="that of a run with --mixture"):
         alone.check([state])
     with pytest.raises(ConfigError, match="trained without a mixture"):
-        loader.check([json.loads(json.dumps(alone.state()))])
+        loader.check([*states_of([alone])])

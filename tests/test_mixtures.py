@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,20 +220,14 @@ def test_a_resumed_run_has_the_sources_of_its_checkpoint():
 
 def test_held_out_rows_that_another_source_trains_are_counted(capsys):
     """They are told with both names; many of them are refused. With one share for all sources, nothing is compared."""
-    columns = {
-        "a": (range(40), range(40, 60)),
-        "b": (range(100, 140), range(39, 58)),
-        "c": (range(200, 220), [0, *range(300, 310)]),
-    }
-    parts = {
-        name: SimpleNamespace(
-            sides={
-                side: Dataset.from_dict({"text": [f"Text {i}" for i in numbers]})
-                for side, numbers in zip(("train", "test"), sides, strict=True)
-            }
-        )
-        for name, sides in columns.items()
-    }
+
+    def part(*sides: Iterable[int]) -> SimpleNamespace:
+        texts = ([f"Text {i}" for i in numbers] for numbers in sides)
+        tables = (Dataset.from_dict({"text": text}) for text in texts)
+        return SimpleNamespace(sides=dict(zip(("train", "test"), tables, strict=True)))
+
+    parts = {"a": part(range(40), range(40, 60)), "b": part(range(100, 140), range(39, 58))}
+    parts["c"] = part(range(200, 220), [0, *range(300, 310)])
     alone = [SimpleNamespace(eval_files=["x.jsonl"], heldout_share=0.1)] * 3
     args = SimpleNamespace(sources=alone, mix=Mixture("mixture.yaml"), dataset_text_field="text")
     check_sources_apart(SimpleNamespace(args=args, print=print), parts)
@@ -243,7 +238,7 @@ def test_held_out_rows_that_another_source_trains_are_counted(capsys):
     args.sources = [SimpleNamespace(eval_files=[], heldout_share=0.1)] * 3
     check_sources_apart(SimpleNamespace(args=args, print=None), parts)
     args.sources = [SimpleNamespace(eval_files=[], heldout_share=share) for share in (0.1, 0.2, 0.1)]
-    parts["b"].sides["test"] = Dataset.from_dict({"text": [f"Text {i}" for i in range(30, 50)]})
+    parts["b"] = part(range(100, 140), range(30, 50))
     with pytest.raises(ConfigError, match="10 of 20 held-out rows of b begin as rows to train on of a do; remove them"):
         check_sources_apart(SimpleNamespace(args=args, print=print), parts)
 
@@ -299,30 +294,23 @@ phases:
     assert len(found.splitlines()) == 21
 
 
-@pytest.mark.parametrize(
-    "text, problem",
-    {
-        "sources: []": "names no source",
-        "weights: 3": "must hold `sources:`, a list of sections",
-        "sources: [3]": "source 1 is '3'; it must be a section",
-        "sources: [{{name: a, weight: 0, train_files: [{folder}/chats.jsonl]}}]": "no source has a weight above 0",
-        MIXTURE.replace(
-            "weight: 4", "weight: 1e-20"
-        ): "yaml: the weights 1e-20 and 5 are more than 1e+09 times apart; a weight of 0",
-        MIXTURE.replace("few: 1", "few: 1e99"): "phase 1: the weights 1 and 1e+99 are more than 1e+09 times apart",
-        "sources: [{{name: a, train_files: [{folder}/chats.jsonl]}}]": "source a: its weight is missing",
-        "{{": "is not YAML",
-        MIXTURE.replace("few: 1", "few: "): "phase 1, weights: few is null; it must be a number",
-        MIXTURE.replace("few: 1", "few: 1, few: 2"): "few stands twice, in line ",
-        MIXTURE.replace(
-            "max_epochs: 1.5", "max_epochs: "
-        ): "source few: max_epochs is null; it must be a number above 0",
-        MIXTURE + "- {{from: 5, weights: }}": "phase 2: weights is None; it must be a section",
-        MIXTURE.replace("from: 4", "from: 9"): "phase from 9: it begins after the last step, --max_steps 9",
-        MIXTURE.replace("sources:", "temperature: 2\nsources:"): "temperature is for weight: size; remove it",
-        MIXTURE + "- {{from: 4, lr_factor: 1}}": "phases begin after the steps 4, 4; let each begin later",
-    }.items(),
-)
+@pytest.mark.parametrize("text, problem", [
+    ("sources: []", "names no source"),
+    ("weights: 3", "must hold `sources:`, a list of sections"),
+    ("sources: [3]", "source 1 is '3'; it must be a section"),
+    ("sources: [{{name: a, weight: 0, train_files: [{folder}/chats.jsonl]}}]", "no source has a weight above 0"),
+    (MIXTURE.replace("weight: 4", "weight: 1e-20"), "yaml: the weights 1e-20 and 5 are more than 1e+09 times apart; a weight of 0"),
+    (MIXTURE.replace("few: 1", "few: 1e99"), "phase 1: the weights 1 and 1e+99 are more than 1e+09 times apart"),
+    ("sources: [{{name: a, train_files: [{folder}/chats.jsonl]}}]", "source a: its weight is missing"),
+    ("{{", "is not YAML"),
+    (MIXTURE.replace("few: 1", "few: "), "phase 1, weights: few is null; it must be a number"),
+    (MIXTURE.replace("few: 1", "few: 1, few: 2"), "few stands twice, in line "),
+    (MIXTURE.replace("max_epochs: 1.5", "max_epochs: "), "source few: max_epochs is null; it must be a number above 0"),
+    (MIXTURE + "- {{from: 5, weights: }}", "phase 2: weights is None; it must be a section"),
+    (MIXTURE.replace("from: 4", "from: 9"), "phase from 9: it begins after the last step, --max_steps 9"),
+    (MIXTURE.replace("sources:", "temperature: 2\nsources:"), "temperature is for weight: size; remove it"),
+    (MIXTURE + "- {{from: 4, lr_factor: 1}}", "phases begin after the steps 4, 4; let each begin later"),
+])  # fmt: skip
 def test_a_wrong_file_is_one_message(text, problem, folder):
     assert problem in problems_of(text, folder, "--max_steps", 9)
 

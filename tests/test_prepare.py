@@ -46,6 +46,7 @@ def arguments(tmp_path, games_file) -> dict[str, tuple]:
     answer = {"role": "assistant", "content": "Yes."}
     chats = write_rows(tmp_path / "chats.jsonl", [{"messages": [*asked, answer]} for asked in messages])
     pairs = [{"prompt": a, "chosen": [answer], "rejected": [answer | {"content": "No."}]} for a in messages]
+    sides = write_rows(tmp_path / "pairs.jsonl", pairs)
     with (ROOT / "data/en_fr/libreoffice.jsonl").open() as lines:
         texts = write_rows(tmp_path / "texts.jsonl", [json.loads(line) for line in islice(lines, 100)])
     loaded = ("--model_name_or_path", base, "--heldout_share", 0.2, "--max_length", 400)
@@ -53,13 +54,7 @@ def arguments(tmp_path, games_file) -> dict[str, tuple]:
     return {
         "sft": (*loaded, "--train_files", chats),
         # Log-probabilities of the reference, which the run keeps with the pairs, need its weights.
-        "dpo": (
-            *loaded,
-            "--train_files",
-            write_rows(tmp_path / "pairs.jsonl", pairs),
-            "--precompute_ref_log_probs",
-            "false",
-        ),
+        "dpo": (*loaded, "--train_files", sides, "--precompute_ref_log_probs", "false"),
         "chess": ("--from_scratch", "--train_files", games_file, "--max_length", 64, *kept, *SMALL_CHESS),
         "t5": ("--from_scratch", "--train_files", texts, "--heldout_share", 0.2, *kept, *SMALL_T5),
     }

@@ -110,17 +110,14 @@ def prepare(tmp_path):
     return run
 
 
-VALUES = [
-    ("null", "None"),
-    ("5", "5"),
-    ('["e2e4", null]', "['e2e4', None]"),
-    ('["e2e4", 7]', "['e2e4', 7]"),
-    ('[["e2e4"]]', "[['e2e4']]"),
-    ('{"a": 1}', "{'a': 1}"),
-]
+# Moves in JSON that are no list of texts, as a message shows them.
+VALUES = {
+    "null": "None", "5": "5", '["e2e4", null]': "['e2e4', None]", '["e2e4", 7]': "['e2e4', 7]", '[["e2e4"]]': "[['e2e4']]",
+    '{"a": 1}': "{'a': 1}",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("value, shown", VALUES)
+@pytest.mark.parametrize("value, shown", VALUES.items())
 @pytest.mark.parametrize("alone", [False, True])
 def test_moves_that_are_no_list_of_texts(value, shown, alone, prepare):
     """The message is the same if the whole column, or only one row, has another type."""
@@ -138,7 +135,7 @@ def games_of_two_moves() -> bytes:
 
 
 def test_bad_games_are_left_out_on_demand(prepare, tmp_path):
-    bad = b"".join(b'{"Moves": %s}\n' % value.encode() for value, _ in VALUES)
+    bad = b"".join(b'{"Moves": %s}\n' % value.encode() for value in VALUES)
     assert prepare("a.jsonl", games_of_two_moves() + bad, skip_bad_games=True) == ""
     (facts,) = (
         json.loads(file.read_text())
@@ -286,18 +283,9 @@ def test_where_games_end(pgn, games, tmp_path):
     assert [(game["Moves"], game["defect"]) for game in found] == games
 
 
-@pytest.mark.parametrize(
-    "tag",
-    [
-        '[fen "{}"]',
-        "[FEN '{}']",
-        "[FEN {}]",
-        '[ FEN "{}"]',
-        '[Event "a"] [FEN "{}"]',
-        '[FEN "{}"] ; a comment',
-        '[FEN "{}"',
-    ],
-)
+@pytest.mark.parametrize("tag", [
+    '[fen "{}"]', "[FEN '{}']", "[FEN {}]", '[ FEN "{}"]', '[Event "a"] [FEN "{}"]', '[FEN "{}"] ; a comment', '[FEN "{}"',
+])  # fmt: skip
 def test_the_position_of_a_tag_that_is_written_otherwise(tag, tmp_path):
     """python-chess skips tags that it cannot read: the game would be read from the start."""
     (tmp_path / "a.pgn").write_text(f'{tag.format("4k3/8/8/8/8/8/4P3/4K3 w - - 0 1")}\n[Event "a"]\n\n1. e4 1-0\n')
@@ -329,14 +317,8 @@ def pairs_of(file, cache) -> list[tuple[str, list[str], str]]:
 
 def test_pairs_of_mixed_types(tmp_path):
     """Each bad pair is reported with its row; good pairs are unchanged."""
-    rows = [
-        {"s": "a", "t": "b"},
-        {"s": 5, "t": "b"},
-        {"s": "a", "t": ["b"]},
-        {"s": {"x": 1}, "t": None},
-        {"s": "a", "t": ["b", 7]},
-        {"s": "c", "t": "d"},
-    ]
+    pairs = [("a", "b"), (5, "b"), ("a", ["b"]), ({"x": 1}, None), ("a", ["b", 7]), ("c", "d")]
+    rows = [{"s": source, "t": target} for source, target in pairs]
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     pairs = pairs_of(file, tmp_path / "cache")

@@ -286,7 +286,7 @@ def known() -> dict[str, torch.Tensor]:
 def attempt(known, monkeypatch):
     """Train from the newest checkpoint on, with what is planted, to the end or to where a kill or a signal strikes.
 
-    `planted` has a row that gives no number (`poison`), one with wrong labels (`wrong`), and flips of hardware by step;
+    `planted` has rows that give no number (`poison`), one with wrong labels (`wrong`), and flips of hardware by step;
     `killed` is the pass in which the run is killed, `signalled` that of a signal. A flip is forgotten once it has happened.
     `still` is a step whose update is not made.
     """
@@ -320,7 +320,7 @@ def attempt(known, monkeypatch):
                 is_wrong = (batch["row"] == planted["wrong"])[:, None] & (batch["labels"] >= 0)
                 batch = batch | {"labels": torch.where(is_wrong, 31, batch["labels"])}
             loss = model_loss(model, batch)
-            if planted.get("poison") in rows:
+            if planted.get("poison", set()) & {*rows}:
                 loss = loss + (model.model.norm.weight.sum() * INF) * 0
             if step == planted.get("loud"):
                 loss = loss + 1e6  # its gradients are those of other steps
@@ -375,7 +375,8 @@ def run_schedule(seed: int, attempt, reference: dict, tmp_path: Path, capsys) ->
         steps = draw.sample(range(1, STEPS + 1), 2)
         planted["flips"] = {step: draw.choice(["loss", "gradient"]) for step in steps}
     else:
-        planted[kind] = draw.choice(rows_of_step(step))
+        row = draw.choice(rows_of_step(step))
+        planted[kind] = row if kind == "wrong" else {row}
     args, out = new_run(tmp_path, f"run-{seed}")
     flips, said, weights = dict(planted.get("flips", {})), "", None
     ends = [("killed", "signalled")[draw.randrange(2)] for _ in range(draw.randrange(1, 4))]
@@ -399,7 +400,7 @@ def run_schedule(seed: int, attempt, reference: dict, tmp_path: Path, capsys) ->
     if found:
         (micro_batches,) = found[0]["micro_batches_of_ranks"]
         rows = [row for micro_batch in micro_batches for row in micro_batch["rows"]]
-        assert rows == rows_of_step(step) and planted[kind] in rows
+        assert rows == rows_of_step(step) and row in rows
         assert math.isfinite(float(found[0]["loss"])) == (kind == "wrong")
         assert read_metrics(out)[-2]["skipped_steps"] == 1
     if still not in reference:
@@ -441,7 +442,7 @@ def test_skips_in_a_row_end_the_run(attempt, tmp_path):
     for most, last in ((3, 3), (15, 15), (1000, STEPS)):
         args, out = new_run(tmp_path, f"{most}", max_skips=most)
         with pytest.raises(NonFiniteError, match=rf"step {last}: .*as in {last - 1} steps before it, which were skip"):
-            attempt(args, {"flips": {}, "poison": PoisonOfAll()})
+            attempt(args, {"poison": {*range(NUM_ROWS)}})
         assert [record["step"] for record in skipped(out)] == [*range(1, last)]
 
 
@@ -452,15 +453,6 @@ def test_what_is_drawn_is_judged_by_its_loss_too(attempt, tmp_path):
         args, out = new_run(tmp_path, f"{len(more)}")
         attempt(args, {"loud": 29, "functions": drawn | more})
         assert [record["step"] for record in skipped(out)] == found
-
-
-class PoisonOfAll:
-    """A row that is in each batch."""
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    __hash__ = None
 
 
 def test_a_new_run_forgets_what_an_old_one_skipped(attempt, tmp_path):
@@ -544,27 +536,18 @@ def test_a_skipped_step_is_one_that_is_not_made(forks, tmp_path):
     assert equal(exported(out), exported(other)) and losses(out) == made
 
 
-@pytest.mark.parametrize(
-    "config, num_processes, rank, every, found, said",
-    [
-        ("ddp", 3, 1, 1, 5, r"the replicas differ: rank 1 \(replica 1\), in model.embed_tokens.weight. It is"),
-        pytest.param(
-            "fsdp_hybrid",
-            4,
-            3,
-            100,
-            6,
-            r"rank 1 \(replica 0\), rank 3 \(replica 1\), in .*; no majority tells which of them is right",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
+@pytest.mark.parametrize("config, num_processes, rank, every, found, said", [
+    ("ddp", 3, 1, 1, 5, r"the replicas differ: rank 1 \(replica 1\), in model.embed_tokens.weight. It is"),
+    pytest.param(
+        "fsdp_hybrid", 4, 3, 100, 6, r"rank 1 \(replica 0\), rank 3 \(replica 1\), in .*; no majority tells which of them is right",
+        marks=pytest.mark.slow,
+    ),
+])  # fmt: skip
 def test_a_replica_that_differs_is_named(forks, tmp_path, config, num_processes, rank, every, found, said):
     """Within --verify_replicas steps, and before the next save."""
     out, size = tmp_path / "out", ("--total_batch_size", 2 * num_processes, "--max_steps", 8)
     args, options = ("--verify_replicas", every, *size), {"config": config, "num_processes": num_processes}
     assert forks.run(out, *args, **options, **flip(step=5, rank=rank, where="weight")) == 2
-    assert re.search(
-        f"step {found}: .*{said}.*No checkpoint is saved. Last good checkpoint: .*checkpoint-3", log_of(out)
-    )
+    kept = "No checkpoint is saved. Last good checkpoint: .*checkpoint-3"
+    assert re.search(f"step {found}: .*{said}.*{kept}", log_of(out))
     assert not (out / "checkpoint-6").exists()

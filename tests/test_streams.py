@@ -8,8 +8,8 @@ import os
 import resource
 import shutil
 import signal
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import pytest
 import torch
 from helpers import ROOT
 from huggingface_hub import constants
-from streaming import Numbered, Ranks, no_retry, tokens_of
+from streaming import Numbered, Ranks, go_on, no_retry, states_of, tokens_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -275,14 +275,12 @@ def test_resume_is_exact(source, alone, before, after, step):
     """
     world_size, num_workers = before
     first = [make_loader(source, rank, world_size, num_workers) for rank in range(world_size)]
-    rows = run_steps(first, step)
-    states = json.loads(json.dumps([loader.state() for loader in first]))
+    rows, states = run_steps(first, step), states_of(first)
     if step == 23:
         states = [state | {"streams": {k: own for k, (own,) in state["streams"].items()}} for state in states]
     world_size, num_workers = after
     second = [make_loader(source, rank, world_size, num_workers) for rank in range(world_size)]
-    for loader in second:
-        loader.start_at(step, states)
+    go_on(second, step, states)
     rows += run_steps(second, NUM_STEPS - step)
     expected, whole = alone
     assert rows == expected
@@ -313,10 +311,8 @@ def test_short_documents_are_left_out(text_shards, corpus, tokenizer):
     assert min(epochs) >= 1, "each document was met"
     first = [loader(rank, 2) for rank in range(2)]
     begun = run_steps(first, 7)
-    states = json.loads(json.dumps([part.state() for part in first]))
-    second = [loader(rank, 4) for rank in range(4)]
-    for part in second:
-        part.start_at(7, states)
+    states, second = states_of(first), [loader(rank, 4) for rank in range(4)]
+    go_on(second, 7, states)
     assert begun + run_steps(second, 23) == rows
     for name in ("documents_left_out", "documents_seen"):
         assert sum(part.counts()[name] for part in second) == counts[name] > 0
@@ -363,14 +359,12 @@ def test_state_of_other_data_is_refused(text_shards):
     loader = make_loader(text_shards)
     next(iter(loader))
     state = loader.state()
-    with pytest.raises(ConfigError, match="shuffle_block is 4, the checkpoint has 1024"):
-        make_loader(text_shards).start_at(0, [state | {"order": state["order"] | {"shuffle_block": 1024}}])
-    with pytest.raises(ConfigError, match="num_streams is 24, the checkpoint has 12"):
-        make_loader(text_shards).start_at(0, [state | {"order": state["order"] | {"num_streams": 12}}])
-    with pytest.raises(ConfigError, match=r"\d+ shards now, 7 then"):
-        make_loader(text_shards).start_at(0, [state | {"shards": [7, "0"]}])
-    with pytest.raises(ConfigError, match="with other names"):
-        make_loader(text_shards).start_at(0, [state | {"shards": [len(text_shards.shards), "0"]}])
+    for name, then in (("shuffle_block", 1024), ("num_streams", 12)):
+        with pytest.raises(ConfigError, match=rf"{name} is \d+, the checkpoint has {then}"):
+            make_loader(text_shards).start_at(0, [state | {"order": state["order"] | {name: then}}])
+    for then, said in (([7, "0"], r"\d+ shards now, 7 then"), ([len(text_shards.shards), "0"], "with other names")):
+        with pytest.raises(ConfigError, match=said):
+            make_loader(text_shards).start_at(0, [state | {"shards": then}])
 
 
 def test_streams_follow_the_first_launch_and_stay(tmp_path):
@@ -712,43 +706,6 @@ def test_retries_are_counted_over_all_workers(serve, text_shards, num_workers):
     make_loader(text_shards).start_at(4, [loader.state()])  # a copy of the data in a folder will do
 
 
-def test_shards_on_the_hub(serve, corpus, tmp_path, monkeypatch):
-    """Shards are found and read at HF_ENDPOINT, pinned to a commit; without a Hub, the error says how to go offline."""
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    names = ["en/c4-train.00000-of-00002.json.gz", "en/c4-train.00001-of-00002.json.gz"]
-    contents = [Path(write_shard(tmp_path / name, corpus[i::2])).read_bytes() for i, name in enumerate(names)]
-    api = "/api/datasets/allenai/c4"
-    tree = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in [names[1], "en/README.md", names[0]]]
-    server = serve(
-        {
-            f"{api}/revision/main": json.dumps({"id": "allenai/c4", "sha": commit}).encode(),
-            f"{api}/tree/{commit}/en": json.dumps(tree).encode(),
-        }
-        | {
-            f"/datasets/allenai/c4/resolve/{commit}/{name}": content
-            for name, content in zip(names, contents, strict=True)
-        }
-    )
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    found = find_shards("allenai/c4", "en/c4-train.*.json.gz")
-    assert found == [f"{server.url}/datasets/allenai/c4/resolve/{commit}/{name}" for name in names]
-    texts = [text_of("", *document, "text") for document in read_documents(found[1], "text", 0, 1, no_retry)]
-    assert texts == corpus[1::2]
-    with pytest.raises(ConfigError, match=r"no file of the dataset allenai/c4 .*matches 'en/c4-validation"):
-        find_shards("allenai/c4", "en/c4-validation.*.json.gz")
-    with pytest.raises(ConfigError, match="dataset 'allenai/nothing' cannot be read from"):
-        find_shards("allenai/nothing", "en/*.json.gz")
-    server.shutdown()
-    server.server_close()
-    with pytest.raises(ConfigError, match=r"cannot be read from http.*HF_HUB_OFFLINE=1"):
-        find_shards("allenai/c4", "en/c4-train.*.json.gz")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"no file of 'allenai/c4' that matches 'en/c4-train"):
-        find_shards("allenai/c4", "en/c4-train.*.json.gz")
-
-
 # Tokens
 
 
@@ -831,18 +788,9 @@ def test_pretokenised_shards_are_made_once(text_shards, tokenizer, tmp_path):
     finished = {file: file.stat().st_mtime_ns for file in folder.glob("shard-*")}
     assert len(finished) == 4
     (folder / "shard-00009.tokens.partial-elsewhere-1").touch()
-    ranks = [
-        threading.Thread(
-            target=tokens_of,
-            args=(folder, tokenizer, lambda: shards_, {"subset": "en"}),
-            kwargs={"rank": rank, "world_size": 2},
-        )
-        for rank in range(2)
-    ]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join(60)
+    with ThreadPoolExecutor(2) as pool:
+        make = partial(tokens_of, folder, tokenizer, lambda: shards_, {"subset": "en"}, world_size=2)
+        assert len([*pool.map(lambda rank: make(rank=rank), range(2))]) == 2
     assert {file: file.stat().st_mtime_ns for file in finished} == finished
     assert not list(folder.glob("*.partial*"))
 

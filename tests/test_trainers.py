@@ -488,14 +488,10 @@ def test_a_resume_keeps_its_targets(chats, arguments, tmp_path):
                 check_same_rendering(run, tokenizer, features)
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ((), r"--eos_token '<\|nothing\|>' .*--new_tokens '<\|nothing\|>'"),
-        (("--chat_template_path",), r"--eos_token '<\|nothing\|>' .* give one"),
-    ],
-    ids=["by us", "by trl"],  # a model whose template is taken may bring the token
-)
+@pytest.mark.parametrize("flags, said", [
+    ((), r"--eos_token '<\|nothing\|>' .*--new_tokens '<\|nothing\|>'"),
+    (("--chat_template_path",), r"--eos_token '<\|nothing\|>' .* give one"),  # the model's tokenizer may bring the token
+], ids=["by us", "by trl"])  # fmt: skip
 def test_an_end_that_is_no_token_is_one_message(arguments, chats, tmp_path, flags, said):
     args = (*arguments, "--output_dir", tmp_path / "out", "--model_name_or_path", chats / "base")
     args = (*args, "--eos_token", "<|nothing|>", *flags, *[chats / "base" for _ in flags])
