@@ -199,19 +199,14 @@ def test_wrong_arguments_are_one_message_of_the_first_rank(run_forked, tiny, tmp
     assert not (tmp_path / "out").exists()
 
 
-def assert_failed_without_a_trace(out: Path) -> None:
-    """Assert that only files were written which tell the job script not to try again."""
-    assert {path.name for path in out.iterdir()} == {"status.json", "attempts.jsonl"}
-    assert read_status(out)["state"] == "failed"
-
-
 def test_an_illegal_move_is_named_by_file_and_row(run_forked, games_file, tiny, tmp_path):
     games = pq.read_table(games_file).column("Moves").to_pylist()[:20]
     games[7] = [*games[7][:10], "a1a1"]
     bad = write_rows(tmp_path / "bad.jsonl", ({"Moves": moves} for moves in games))
     done = run_forked(*tiny, "--train_files", bad, "--data_cache_dir", tmp_path / "cache")
     assert_one_clear_error(done, f"{bad}, row 8: move 11, 'a1a1', is illegal after", "--skip_bad_games leaves them out")
-    assert_failed_without_a_trace(tmp_path / "out")
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left == {"status.json", "attempts.jsonl"} and read_status(tmp_path / "out")["state"] == "failed"
     assert not (tmp_path / "cache").exists()
 
 

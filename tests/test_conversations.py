@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -505,33 +504,6 @@ def test_all_rows_are_checked_before_the_first_is_rendered(tmp_path, name, rows)
         prepare(refuses, [*rows, last], name=name)
 
 
-def test_documents_are_packed_in_parts(tmp_path, capsys):
-    """A document stays among the 1,000 with which it is packed, as in trl, though it would fit into a row of others."""
-    folder = save_base(tmp_path, None)
-    (short, rest), whole = ({"text": "Yes?" * number} for number in (2, 1)), {"text": "Question? And? " * 9}
-    held = ("--eval_files", str(write(tmp_path / "eval.jsonl", [{"text": "Be brief."}])))
-    tokens = transformers.AutoTokenizer.from_pretrained(folder)
-    longest = sum(len(tokens(row["text"])["input_ids"]) + 1 for row in (short, rest))
-    for rows, number in (([short, *[whole] * 998, rest], 999), ([short, *[whole] * 999, rest], 1001)):
-        prepare(folder, rows, "--packing", "true", "--max_length", str(longest), *held)
-        assert f"Rows to train on: {number:,} rows; " in (said := capsys.readouterr().out), said[-900:]
-
-
-def test_documents_and_packed_rows_are_shuffled_by_one_seed(tmp_path):
-    """--shuffle_dataset draws both orders as numpy's default_rng does; a new version must read the rows of an older one."""
-    folder = save_base(tmp_path, None)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    rows = [{"text": f"Question {i}?"} for i in range(40)]
-    held = ("--eval_files", str(write(tmp_path / "eval.jsonl", [{"text": "Be brief."}])))
-    flags = ("--packing", "true", "--packing_strategy", "wrapped", "--shuffle_dataset", "true", "--seed", "7")
-    found, _ = delivered(folder, rows, *flags, "--max_length", "10", *held)
-    documents = [tokenizer(rows[i]["text"] + "</s>")["input_ids"] for i in np.random.default_rng(7).permutation(40)]
-    tokens = [token for document in documents for token in document]
-    packed = [tokens[begin : begin + 10] for begin in range(0, len(tokens), 10)]
-    order = np.random.default_rng(7).permutation(len(packed))
-    assert [found[i]["input_ids"][0].tolist() for i in range(len(found))] == [packed[i] for i in order]
-
-
 def test_a_row_that_keeps_a_target_at_its_beginning_alone(tmp_path, capsys):
     """It stays where rows are cut, though nothing is learnt from it, and is counted."""
     answer = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}"
@@ -648,13 +620,12 @@ def test_messages_of_parts(tmp_path):
     folder = save_base(tmp_path, "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}")
     text = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "Yes."}]
     rows = [[message | {"content": f"{i} {message['content']}"} for message in text] for i in range(30)]
-    parts = [
-        [
-            m | {"content": [{"type": "text", "text": m["content"][:2]}, {"type": "text", "text": m["content"][2:]}]}
-            for m in row
-        ]
-        for row in rows
-    ]
+
+    def divided(message: dict) -> dict:
+        halves = message["content"][:2], message["content"][2:]
+        return message | {"content": [{"type": "text", "text": half} for half in halves]}
+
+    parts = [[*map(divided, row)] for row in rows]
     seen = set()
     for given in (rows, parts, rows[:9] + parts[9:], parts[:9] + rows[9:]):
         prepare(folder, [{"messages": row} for row in given])

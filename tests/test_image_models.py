@@ -30,7 +30,7 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.images.pictures import Pictures, processor_files
 from accelerate_recipes.images.supervised_images import ImageCollator, documents_to_try, flops_of_images
 from accelerate_recipes.metrics import flops_per_token
-from accelerate_recipes.models import IGNORE_INDEX, attention, images
+from accelerate_recipes.models import IGNORE_INDEX, images
 from accelerate_recipes.models.adapters import targets
 from accelerate_recipes.models.attention import beyond_documents, choose, sees_images_whole
 from accelerate_recipes.models.composites import PARTS_OF_WHOLE, freeze, unused_parameters, weights_by_part
@@ -232,32 +232,12 @@ def test_a_model_that_cannot_be_tried_is_refused():
         check_whole(config, "base", "sdpa", documents_of("llava"))
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
-def test_positions_without_those_of_the_text_join_documents(name, bases):
-    """Of transformers by itself: with (3, 1, T), a document sees the one before."""
-    documents = documents_of(name)
-    _, gradient = alone(bases(name), documents)
-    model = prepared(args_of(bases(name)))
-    row = row_of(model, documents)
-    loss_of(model, row | {"position_ids": row["position_ids"][1:]}).backward()
-    assert distance(gradients(model), gradient) > 0.05
-
-
 @pytest.mark.parametrize("name", ["gemma3", BOTH_WAYS])
-def test_images_that_are_seen_whole_need_masks_of_our_own(name, bases, monkeypatch):
-    """If the first part fails, transformers may have been corrected: then `image_masks` can go."""
-    documents = documents_of(name)
-    _, gradient = alone(bases(name), documents)
+def test_images_that_are_seen_whole_need_sdpa(name, bases):
     for kernel in (DOCUMENTS, "flex_attention"):
         with pytest.raises(ConfigError, match=r"images whose tokens see each other.* give sdpa"):
             load_image_model(args_of(bases(name), attn_implementation=kernel))
     assert choose("auto", load_config(str(bases(name))), torch.bfloat16, True)[0] == "sdpa"
-    for module in (images, attention):
-        monkeypatch.setattr(module, "sees_images_whole", lambda config: False)
-    for kernel in ("sdpa", DOCUMENTS):
-        model = prepared(args_of(bases(name), attn_implementation=kernel))
-        loss_of(model, row_of(model, documents)).backward()
-        assert distance(gradients(model), gradient) > 1e-3, kernel
 
 
 def test_transformers_cannot_read_a_lone_token_of_an_image(bases):

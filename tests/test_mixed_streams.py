@@ -226,12 +226,6 @@ def test_a_checkpoint_goes_on_with_longer_rows():
 
 def test_checkpoints_of_other_mixtures_are_refused():
     """test_mixtures.py has all differences."""
-    loader = make_loader(mixture_of())
-    (state,) = states_of([loader])
+    (state,) = states_of([make_loader(mixture_of())])
     with pytest.raises(ConfigError, match=r"source tiny: max_epochs is 2\.0, the checkpoint has none"):
         make_loader(mixture_of(tiny=2.0)).check([state])
-    alone = StreamLoader([Numbered(*SOURCES["big"])], loader.args, 0, 1, max_length=LENGTH)
-    with pytest.raises(ConfigError, match="that of a run with --mixture"):
-        alone.check([state])
-    with pytest.raises(ConfigError, match="trained without a mixture"):
-        loader.check([*states_of([alone])])

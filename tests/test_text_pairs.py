@@ -63,40 +63,22 @@ def texts_of(heldout: Dataset) -> list[tuple[str, list[str]]]:
     return list(zip(heldout["source"], heldout["references"], strict=True))
 
 
-@pytest.mark.parametrize("kind", ["csv", "nested jsonl", "dataset", "folder"])
-def test_every_kind_of_source(kind, prepare, tokenizer, tmp_path):
-    """Texts arrive unchanged, even if they look like missing values; test_tables.py has all kinds of files."""
-    rows = [{"source": source, "target": target} for source, target in TEXTS]
-    more, heldout_texts = {}, [("Bad", "NA"), ("N/A", "None")]
-    evaluated = write_pairs(tmp_path / "eval.jsonl", heldout_texts)
-    file = tmp_path / f"pairs.{kind.split()[-1]}"
-    if kind == "csv":
-        file.write_text("\n".join(["source,target", *map(",".join, TEXTS)]) + "\n")
-    elif kind == "nested jsonl":
-        write_rows(file, [{"id": 7, "translation": {"en": row["source"], "fr": row["target"]}} for row in rows])
-        more = {"source_column": "translation.en", "target_column": "translation.fr"}
-        more |= {"eval_source_column": "source", "eval_target_column": "target"}
-    else:
-        write_rows(file, rows)
-    files = {"train_files": [file], "eval_files": [evaluated]}
-    if kind == "folder":
-        for part, some in (("files", rows), ("more", heldout_texts)):
-            (tmp_path / part).mkdir()
-            (write_rows if part == "files" else write_pairs)(tmp_path / part / "pairs.jsonl", some)
-        files = {"train_files": [tmp_path / "files"], "eval_files": [tmp_path / "more"]}
-        args = shipped.load(ROOT / "recipes/t5.py").Args(train_files=[str(tmp_path / "files")])
-        assert not [problem for problem in args.problems(1) if "train_files" in problem]
-    if kind == "dataset":
-        folder = tmp_path / "dataset"
-        folder.mkdir()
-        write_rows(folder / "train.jsonl", rows)
-        write_pairs(folder / "validation.jsonl", heldout_texts)
-        files = {"dataset_name": str(folder), "eval_split": "validation"}
-    facts, train, heldout = prepare(**files, **more)
-    assert texts_of(heldout) == [(source, [target]) for source, target in heldout_texts]
-    for part, texts in ((train, TEXTS), (heldout, heldout_texts)):
-        whole = {"pairs": len(texts), "truncated_sources": 0, "truncated_targets": 0}
-        assert facts["train" if part is train else "heldout"] == whole
+def test_folders_of_pairs(prepare, tokenizer, tmp_path):
+    """Texts arrive unchanged, even if they look like missing values; columns to evaluate on may have other names."""
+    for name in ("files", "more"):
+        (tmp_path / name).mkdir()
+    rows = [{"id": 7, "translation": {"en": source, "fr": target}} for source, target in TEXTS]
+    write_rows(tmp_path / "files/pairs.jsonl", rows)
+    evaluated = [("Bad", "NA"), ("N/A", "None")]
+    write_pairs(tmp_path / "more/pairs.jsonl", evaluated)
+    args = shipped.load(ROOT / "recipes/t5.py").Args(train_files=[str(tmp_path / "files")])
+    assert not [problem for problem in args.problems(1) if "train_files" in problem]
+    columns = {"source_column": "translation.en", "target_column": "translation.fr"}
+    columns |= {"eval_source_column": "source", "eval_target_column": "target"}
+    facts, *parts = prepare(train_files=[tmp_path / "files"], eval_files=[tmp_path / "more"], **columns)
+    assert texts_of(parts[1]) == [(source, [target]) for source, target in evaluated]
+    for name, part, texts in zip(("train", "heldout"), parts, (TEXTS, evaluated), strict=True):
+        assert facts[name] == {"pairs": len(texts), "truncated_sources": 0, "truncated_targets": 0}
         assert part["source_ids"][:] == [tokenizer(source)["input_ids"] for source, _ in texts]
         assert part["target_ids"][:] == [tokenizer(target)["input_ids"] for _, target in texts]
     assert facts["skipped"] == facts["repeated"] == 0
