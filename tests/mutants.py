@@ -43,7 +43,7 @@ TESTS = {
     "checkpoint/files": ["test_checkpoint.py"],
     "checkpoint/resume": ["test_checkpoint.py", "test_lock.py"],
     "data/packing": ["test_data.py", "test_engine.py"],
-    "data/prepared": ["test_data.py", "test_changed_data.py"],
+    "data/prepared": ["test_data.py"],
     "data/rows": ["test_data.py", "test_engine.py"],
     "data/stream_order": ["test_streams.py"],
     "data/streams": ["test_streams.py"],

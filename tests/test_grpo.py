@@ -6,6 +6,7 @@ The base is a new Llama of two layers, made by sft.py; the reward is the share o
 import copy
 import inspect
 import json
+import math
 import os
 import random
 import re
@@ -57,8 +58,6 @@ SFT = ROOT / "recipes/sft.py"
 SCRIPT = ROOT / "recipes/grpo.py"
 DATA = ROOT / "data/arithmetic"
 REWARDS = """
-import math
-
 def ones(completions, **columns):
     return [text.count("1") / 6 for text in completions]
 
@@ -68,12 +67,6 @@ def short(prompts, completions, completion_ids, solution):
 
 def breaks(completions, **columns):
     return [1 / 0 for _ in completions]
-
-def few(completions, **columns):
-    return [1.0]
-
-def infinite(completions, **columns):
-    return [math.inf for _ in completions]
 
 def needs_more(completions, weather, **columns):
     return [0.0 for _ in completions]
@@ -254,7 +247,7 @@ def test_rewards_are_checked_without_running_them(tmp_path, rewards_file, monkey
         ([], "--rewards is missing"),
         (["acuracy_reward"], "known are accuracy_reward, think_format_reward; or give my_rewards.py:function"),
         ([f"{tmp_path}/no.py:f"], "no.py: no such file"),
-        ([f"{rewards_file}:onse"], "defines no onse; it defines breaks, few, infinite, math, needs_more, number, ones"),
+        ([f"{rewards_file}:onse"], "defines no onse; it defines breaks, needs_more, number, ones"),
         ([f"{rewards_file}:"], "defines no function without a name"),
         ([f"{bad}:reward"], "bad.py cannot be read as Python: invalid syntax"),
         ([f"{rewards_file}:ones", f"{trap}:ones"], "defines no ones; it defines reward"),
@@ -286,21 +279,17 @@ def test_rewards_that_cannot_be_loaded(tmp_path, rewards_file):
 
 
 def test_what_a_reward_gives_is_checked(rewards_file):
-    few, infinite, ones = load_rewards([f"{rewards_file}:{name}" for name in ("few", "infinite", "ones")], ["prompt"])
+    (ones,) = load_rewards([f"{rewards_file}:ones"], ["prompt"])
     assert ones(["a", "b"], ["111111", ""], weather=["sun", "rain"]) == [1.0, 0.0]
     nothing = Reward("nothing", lambda completions: [torch.tensor(1), None, True][: len(completions)])
     assert nothing(["a"] * 3, ["x"] * 3, solution=["y"] * 3) == [1.0, None, 1.0]
     for reward, number, said in (
-        (few, 2, "the reward few gave 1 values for 2 answers"),
-        (infinite, 1, "the reward infinite is inf for 'x'"),
+        (Reward("few", lambda completions: [1.0]), 2, "the reward few gave 1 values for 2 answers"),
+        (Reward("infinite", lambda completions: [math.inf]), 1, "the reward infinite is inf for 'x'"),
         (Reward("one", lambda completions: {"a": 1}), 1, "the reward one gave a dict for 1 answers"),
         (Reward("one", lambda completions: {1.0}), 1, "the reward one gave a set for 1 answers"),
         (Reward("one", lambda completions: "1"), 1, "the reward one gave a str for 1 answers"),
-        (
-            Reward("large", lambda completions: [1e308]),
-            1,
-            r"is 1e\+308 for 'x'; give a number of at most 1e\+16, or None",
-        ),
+        (Reward("large", lambda completions: [1e308]), 1, r"is 1e\+308 .*; give a number of at most 1e\+16, or None"),
         (Reward("word", lambda completions: ["good"]), 1, "the reward word failed: ValueError"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -304,7 +304,7 @@ def keep_json_exact() -> None:
     """Let `datasets` give back each value that it stores as JSON as it was.
 
     datasets 5.2 (utils/json.py) writes ten decimals, reads 0.7 as 0.7000000000000001, and refuses an integer beyond 64
-    bits; and it takes the text "5" for the number 5. tests/test_tables.py fails once upstream no longer needs this.
+    bits; and it takes the text "5" for the number 5. tests/test_formats.py fails once upstream no longer needs this.
     """
     from datasets import arrow_writer
     from datasets.features import features
