@@ -19,34 +19,23 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from accelerate_recipes import engine, recipe
 from accelerate_recipes.conversations import supervised_loss
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.tokenizers import load_tokenizer, new_bpe_tokenizer
 from accelerate_recipes.run import DataReady, Run
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Look at the sky.",
-        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
-    },
-}
+
+def tool(name: str, description: str, **types: str) -> dict:
+    properties = {field: {"type": kind} for field, kind in types.items()}
+    parameters = {"type": "object", "properties": properties, "required": [*types]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-OTHER_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-    },
-}
+TOOL, OTHER_TOOL = tool("weather", "Look at the sky.", town="string"), tool("add", "Add.", a="integer")
 
 
 def call(name: str, **arguments) -> dict:
-    return {
-        "role": "assistant",
-        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
-    }
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
 
 
 def conversation(number: int, *, tools: bool, system: bool) -> dict:
@@ -130,6 +119,12 @@ def prepare(folder: Path, rows: list[dict], *flags: str, name: str = "sft") -> N
     where = ("--train_files", str(file), "--heldout_share", "0.3", "--output_dir", str(folder / "out"))
     script = str(ROOT / f"recipes/{name}.py")
     recipe.prepare_data([script, "--model_name_or_path", str(folder), *where, *LENGTHS[name], *flags])
+
+
+def refuse(said: str, *given: Any, error: Any = ConfigError, **named: Any) -> None:
+    """Assert that a run that would `prepare` this ends with a message, before its first step."""
+    with pytest.raises(error, match=said):
+        prepare(*given, **named)
 
 
 def delivered(folder: Path, rows: list[dict], *flags: str) -> tuple[dict[int, dict], list[dict]]:

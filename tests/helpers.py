@@ -242,6 +242,9 @@ def killed_in_step(step: int) -> dict[str, str]:
 # Runs on trl's trainers: 6 steps, saved after 3. They are killed when rank 0 would log step 5: it has opened the file for
 # the evaluation, 4 steps and a copy.
 STEPS = 6
+SHORT_RUN = (
+    "--max_steps", STEPS, "--save_steps", 3, "--logging_steps", 1, "--learning_rate", 1e-2, "--async_save", "false",
+)  # fmt: skip
 IN_STEP_5 = killed_at_opening(9)
 # The signal goes to each process of the run: both ranks, what starts their data workers, and these. The first process of
 # the session stands for the launcher; the shell that sends the signal is one of them.

@@ -1,8 +1,9 @@
 """Commands that are simulated, and the bases that they name."""
 
+import json
 from pathlib import Path
 
-from helpers import CONFIGS, ROOT, blocks, change_json
+from helpers import CHILDREN, CONFIGS, ROOT, blocks, change_json
 from tiny import tiny_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -123,3 +124,18 @@ def command_of(bases: Path, variant: list[str]) -> list[str]:
 def job(config: str, command: list[str], *flags: str, num_processes: int = 2, **changes) -> Job:
     argv = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--num_processes", str(num_processes), *flags]
     return Job(launch_environment([*argv, "--main_process_ip", "head", *command]), command, **changes)
+
+
+def real_and_simulated(
+    forks, simulator, out: Path, name: str, args: list[str], *more: object, flags: list[str], micro_batches: int
+):
+    """Run a recipe on trl under the ledger, and simulate a step of it; return both, with equal FLOPs and gradients."""
+    script = CHILDREN / "ledger_of_trl.py"
+    forks.succeed(out, *args, *more, "--heldout_share", 0.2, script=script, flags=flags, RECIPE=name)
+    real = json.loads((out / "ledger.json").read_text())
+    command = [str(ROOT / f"recipes/{name}.py"), *args]
+    (simulated,) = simulator([job("fsdp_full", command, *flags, device="cpu", micro_batches=micro_batches)])
+    scattered = "reduce_scatter_base 2"
+    assert real["flops"] == simulated.flops
+    assert real["collectives"][scattered] == simulated.collectives[scattered]
+    return real, simulated

@@ -44,9 +44,9 @@ def arguments(pages) -> tuple:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(run) -> tuple[Path, str]:
-    """Output of a whole run on 2 ranks, and what it printed."""
-    return run(), log_of(run())
+def undisturbed(run) -> Path:
+    """Output of a whole run on 2 ranks."""
+    return run()
 
 
 # SIGKILL all ranks when rank 0 would log step 7: it has opened the file for the evaluation, for 6 steps and for a copy.
@@ -54,23 +54,22 @@ AFTER_STEP_6 = killed_at_opening(11)
 
 
 def test_it_says_what_it_does(undisturbed):
-    out, printed = undisturbed
+    printed = log_of(undisturbed)
     assert "Data: 4 shards, in rows of 64 tokens; validation on 10 rows" in printed
     steps = re.findall(r"Step (\d+)/12 Loss: .*, data wait: \d+\.\d%", printed)
     assert steps == [str(step) for step in range(1, STEPS + 1)], "max_steps is exact"
     assert re.search(r"Bits per byte .*\([\d,]+ bytes\): before .*, gzip .*, after ", printed)
-    records = [record for record in read_metrics(out) if "loss" in record]
+    records = [record for record in read_metrics(undisturbed) if "loss" in record]
     assert [record["tokens_seen"] for record in records] == [8 * 64 * step for step in range(1, STEPS + 1)]
     assert records[-1]["retries"] == 0 and records[-1]["documents_seen"] > records[0]["documents_seen"]
-    assert (out / "result.png").read_bytes().startswith(b"\x89PNG")
+    assert (undisturbed / "result.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_it_learns_and_what_it_learnt_is_exported(undisturbed):
-    out, _ = undisturbed
-    before, after = (record for record in read_metrics(out) if "eval_loss" in record)
+    before, after = (record for record in read_metrics(undisturbed) if "eval_loss" in record)
     assert after["eval_bits_per_byte"] < before["eval_bits_per_byte"] - 0.3
-    tokenizer = AutoTokenizer.from_pretrained(out / "export")
-    model = AutoModelForCausalLM.from_pretrained(out / "export")
+    tokenizer = AutoTokenizer.from_pretrained(undisturbed / "export")
+    model = AutoModelForCausalLM.from_pretrained(undisturbed / "export")
     assert tokenizer.decode(tokenizer("A page.")["input_ids"], skip_special_tokens=True) == "A page."
     assert model.config.vocab_size == len(tokenizer) == 300
     assert model.config.eos_token_id == tokenizer.eos_token_id
@@ -81,7 +80,7 @@ def test_killed_and_resumed_is_as_if_it_had_not_been(forks, arguments, undisturb
     assert forks.run(out, *arguments, **AFTER_STEP_6) == -9, log_of(out)[-3000:]
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-4"] and max(losses(out)) == 6
     assert re.search(r"Resumed .*checkpoint-4 \(step", forks.succeed(out, *arguments))
-    assert losses(out) == losses(undisturbed[0])
+    assert losses(out) == losses(undisturbed)
 
 
 def test_validation_is_the_same_number_on_the_same_weights(forks, arguments, undisturbed, tmp_path):
@@ -90,7 +89,7 @@ def test_validation_is_the_same_number_on_the_same_weights(forks, arguments, und
     forks.succeed(tmp_path / "out", *arguments, *still, num_processes=1)
     found = [record["eval_loss"] for record in read_metrics(tmp_path / "out") if "eval_loss" in record]
     assert len(found) == 3 and len(set(found)) == 1
-    first = next(record["eval_loss"] for record in read_metrics(undisturbed[0]) if "eval_loss" in record)
+    first = next(record["eval_loss"] for record in read_metrics(undisturbed) if "eval_loss" in record)
     assert found[0] == pytest.approx(first, rel=1e-6)
 
 
@@ -127,7 +126,7 @@ def test_errors_are_one_message(forks, arguments, out, wrong, messages):
 ])  # fmt: skip
 def test_a_model_that_does_not_fit(forks, arguments, undisturbed, tmp_path, name, more, message):
     """Rows are longer than it reads, or the tokenizer has more tokens."""
-    assert forks.run(tmp_path / "out", *arguments, name, undisturbed[0] / "export", *more) == 2
+    assert forks.run(tmp_path / "out", *arguments, name, undisturbed / "export", *more) == 2
     assert re.search(message, log_of(tmp_path / "out"))
 
 
@@ -168,7 +167,7 @@ def test_compiled_layer_by_layer(arguments, undisturbed, tmp_path):
         TORCHINDUCTOR_CACHE_DIR=str(caches),
     )  # fmt: skip
     assert sorted(path.name for path in caches.iterdir()) == ["rank-0", "rank-1"], done.stderr[-2000:]
-    first = {step: loss for step, loss in losses(undisturbed[0]).items() if step <= 2}
+    first = {step: loss for step, loss in losses(undisturbed).items() if step <= 2}
     begun = {step: loss for step, loss in losses(tmp_path / "out").items() if step <= 2}
     assert begun == pytest.approx(first, rel=1e-5)
 
@@ -187,7 +186,7 @@ def test_a_loss_of_any_size_has_its_units(loss, perplexity):
 def test_rows_that_ranks_share(forks, arguments, undisturbed, out):
     """Two groups of two ranks read the streams as two ranks do: the same losses, and each token counted once."""
     forks.succeed(out, *arguments, config="fsdp_long", num_processes=4, PARALLELISM_CONFIG_DP_SHARD_SIZE="2")
-    for found, wanted in zip(read_metrics(out), read_metrics(undisturbed[0]), strict=True):
+    for found, wanted in zip(read_metrics(out), read_metrics(undisturbed), strict=True):
         for name in {"loss", "grad_norm", "eval_loss"} & wanted.keys():
             assert found[name] == pytest.approx(wanted[name], rel=1e-5)
         for name in ("tokens_seen", "documents_seen"):

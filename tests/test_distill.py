@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from conversations import translations
 from datasets import Dataset
-from helpers import ROOT, STEPS, log_of, read_metrics, write_rows
+from helpers import ROOT, SHORT_RUN, STEPS, log_of, read_metrics, write_rows
 from tiny import save_base, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, ModernBertDecoderConfig
 from trl import DistillationConfig, DistillationTrainer
@@ -48,8 +48,7 @@ def chats(tmp_path_factory) -> Path:
 def arguments(chats) -> tuple:
     return (
         "--model_name_or_path", chats / "student", "--teacher_model_name_or_path", chats / "teacher",
-        "--train_files", chats / "chats.jsonl", "--max_length", 64, "--max_steps", STEPS, "--save_steps", 3,
-        "--logging_steps", 1, "--total_batch_size", 12, "--learning_rate", 1e-2, "--async_save", "false",
+        "--train_files", chats / "chats.jsonl", "--max_length", 64, *SHORT_RUN, "--total_batch_size", 12,
         "--heldout_share", 0.1, "--per_device_eval_batch_size", 5, "--max_completion_length", 7, "--num_samples", 3,
     )  # fmt: skip
 

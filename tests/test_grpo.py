@@ -21,8 +21,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from conversations import PROMPTS, prepare, save_base, template_of
-from helpers import CHILDREN, ROOT, STEPS, log_of, read_metrics, refused, write_rows
-from simulations import BF16, FP32, job
+from helpers import ROOT, SHORT_RUN, STEPS, log_of, read_metrics, refused, write_rows
+from simulations import BF16, FP32, job, real_and_simulated
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from trl import GRPOConfig, GRPOTrainer
@@ -106,8 +106,7 @@ def arguments(base, rewards_file) -> tuple:
         "--model_name_or_path", base, "--train_files", DATA / "rl.jsonl", "--eval_files", DATA / "test.jsonl",
         "--rewards", f"{rewards_file}:ones", f"{rewards_file}:short", "--reward_weights", 1, 0.1,
         "--num_eval_prompts", 13, "--max_completion_length", 6, "--num_generations", 8, "--total_batch_size", 32,
-        "--per_device_train_batch_size", 16, "--per_device_eval_batch_size", 4, "--max_steps", STEPS, "--save_steps", 3,
-        "--learning_rate", 1e-2, "--logging_steps", 1, "--async_save", "false", "--beta", 0.01, "--num_samples", 4,
+        "--per_device_train_batch_size", 16, "--per_device_eval_batch_size", 4, *SHORT_RUN, "--beta", 0.01, "--num_samples", 4,
     )  # fmt: skip
 
 
@@ -191,13 +190,7 @@ def test_a_step_by_trl_is_the_simulated_one(
         *more,
     ]  # fmt: skip
     whole = ("--generation_kwargs", json.dumps({"min_new_tokens": answer}))  # no answer ends early
-    script = CHILDREN / "ledger_of_grpo.py"
-    forks.succeed(out, *args, *whole, "--heldout_share", 0.2, script=script, flags=flags)
-    real = json.loads((out / "ledger.json").read_text())
-    (simulated,) = simulator([job("fsdp_full", [str(SCRIPT), *args], *flags, device="cpu", micro_batches=4)])
-    assert real["flops"] == simulated.flops
-    scattered = "reduce_scatter_base 2"
-    assert real["collectives"][scattered] == simulated.collectives[scattered]
+    real, simulated = real_and_simulated(forks, simulator, out, "grpo", args, *whole, flags=flags, micro_batches=4)
     peaks = {name: max(peak for peak, _ in segments) for name, segments in simulated.phases}
     drawing = max(peaks[name] for name in ("prompts", "first tokens", "last tokens"))
     assert (drawing == peaks["last tokens"]) == (answer > prompt)

@@ -92,19 +92,26 @@ def as_parts(role: str, *parts: str) -> dict:
 
 
 CAT = as_parts("assistant", "A cat.")
+
+
+def asked(content: str | list) -> list[dict]:
+    return [{"role": "user", "content": content}, ANSWER]
+
+
+def turns(question: str) -> list[dict]:
+    return [{"from": "human", "value": question}, {"from": "gpt", "value": "A cat."}]
+
+
+QUOTED = [IMAGE, {"type": "text", "text": "Is <image> HTML?"}]
 # What people have in a row, the messages that it becomes, and the files of its images.
 FORMS = {
-    "LLaVA": (
-        {"image": "a.png", "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]},
-        [as_parts("user", PLACE, "\nWhat?"), CAT], "a",
-    ),
+    "LLaVA": ({"image": "a.png", "conversations": turns("<image>\nWhat?")}, [as_parts("user", PLACE, "\nWhat?"), CAT], "a"),
     "LLaMA-Factory": (
-        {"images": ["b.png", "a.png"], "messages": [{"role": "user", "content": "<image> or <image>?"}, ANSWER]},
+        {"images": ["b.png", "a.png"], "messages": asked("<image> or <image>?")},
         [as_parts("user", PLACE, " or ", PLACE, "?"), CAT], "ba",
     ),
     "parts and a column": (
-        {"images": ["c.png"], "messages": [user("What?", 1, before=False), ANSWER]},
-        [as_parts("user", "What?", PLACE), CAT], "c",
+        {"images": ["c.png"], "messages": [user("What?", 1, before=False), ANSWER]}, [as_parts("user", "What?", PLACE), CAT], "c",
     ),
     "parts with indices and nulls": (
         {"images": ["c.png", "a.png"], "messages": [
@@ -115,14 +122,13 @@ FORMS = {
         [as_parts("user", PLACE, "What?", PLACE), CAT], "ca",
     ),
     "parts that name images": (
-        {"messages": [{"role": "user", "content": [
+        {"messages": asked([
             {"type": "image", "path": "a.png"}, {"type": "text", "text": "or"}, {"type": "image", "image": "b.png"},
-            {"type": "image_url", "image_url": {"url": "c.png"}}]}, ANSWER]},
+            {"type": "image_url", "image_url": {"url": "c.png"}}])},
         [as_parts("user", PLACE, "or", PLACE, PLACE), CAT], "abc",
     ),
     "texts of prompt and completion": (
-        {"image": {"path": "a.png"}, "prompt": "<image>What?", "completion": "A cat."},
-        [as_parts("user", PLACE, "What?"), CAT], "a",
+        {"image": {"path": "a.png"}, "prompt": "<image>What?", "completion": "A cat."}, [as_parts("user", PLACE, "What?"), CAT], "a",
     ),
     "prompt with an earlier answer": (
         {"images": ["a.png"], "prompt": [user("What?", 1), ANSWER, user("Sure?")], "completion": [ANSWER]},
@@ -144,28 +150,19 @@ FORMS = {
         [as_parts("user", PLACE, "Weather?"), call("weather", town=None, at=0.7) | {"content": None}, as_parts("tool", "4"), CAT],
         "a",
     ),
-    "other columns": (
-        asking(images=["a.png"], row=7, checksums="x", pixel_values=[1]), [as_parts("user", PLACE, "What?"), CAT], "a",
-    ),
+    "other columns": (asking(images=["a.png"], row=7, checksums="x", pixel_values=[1]), [as_parts("user", PLACE, "What?"), CAT], "a"),
     "a column beside texts": (
-        {"images": ["b.png", "a.png"], "messages": [
-            {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What?"}, ANSWER]},
+        {"images": ["b.png", "a.png"], "messages": [{"role": "system", "content": "Be brief."}, *asked("What?")]},
         [as_parts("system", "Be brief."), as_parts("user", PLACE, PLACE, "What?"), CAT], "ba",
     ),
-    "LLaVA without a place": (
-        {"image": "a.png", "conversations": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "A cat."}]},
-        [as_parts("user", PLACE, "What?"), CAT], "a",
-    ),
+    "LLaVA without a place": ({"image": "a.png", "conversations": turns("What?")}, [as_parts("user", PLACE, "What?"), CAT], "a"),
     "Alpaca with a history, without a place": (
         {"image": "a.png", "history": [["So?", "A dog."]], "instruction": "And", "input": "now?", "output": "A cat."},
         [as_parts("user", PLACE, "So?"), as_parts("assistant", "A dog."), as_parts("user", "And\nnow?"), CAT], "a",
     ),
     "<image> quoted beside parts": (
-        {"images": ["a.png"], "messages": [
-            {"role": "user", "content": [IMAGE, {"type": "text", "text": "Is <image> HTML?"}]},
-            {"role": "assistant", "content": "<image> is none."}]},
-        [{"role": "user", "content": [IMAGE, {"type": "text", "text": "Is <image> HTML?"}]},
-         {"role": "assistant", "content": [{"type": "text", "text": "<image> is none."}]}], "a",
+        {"images": ["a.png"], "messages": [{"role": "user", "content": QUOTED}, {"role": "assistant", "content": "<image> is none."}]},
+        [{"role": "user", "content": QUOTED}, {"role": "assistant", "content": [{"type": "text", "text": "<image> is none."}]}], "a",
     ),
     "text alone": ({"messages": [user("Who?"), ANSWER], "images": []}, [as_parts("user", "Who?"), CAT], ""),
 }  # fmt: skip
@@ -244,7 +241,7 @@ def test_uris(way, folder, processor):
     if "part" in way:
         by_url = {"type": "image_url", "image_url": {"url": uri, "detail": None}}
         named = {"base64": encoded} if "base64" in way else by_url
-        row = {"messages": [{"role": "user", "content": [IMAGE | named]}, ANSWER]}
+        row = {"messages": asked([IMAGE | named])}
     else:
         row = asking(images=[uri])
     (found,) = load(folder, processor, [row])[0]["train"]
@@ -259,8 +256,8 @@ def test_what_is_made_of_rows_is_told(folder, processor, capfd):
     by_url = {"type": "image_url", "image_url": {"url": "b.png", "detail": "low"}}
     named = [IMAGE | {"image": "a.png", "max_pixels": 256}, by_url]
     usual = [IMAGE | {"image": "a.png"}, {"type": "image_url", "image_url": {"url": "b.png", "detail": "auto"}}]
-    rows = [{"messages": [{"role": "user", "content": parts}, ANSWER]} for parts in (usual, named, named)]
-    load(folder, processor, [*rows, {"messages": [{"role": "user", "content": "What?"}, ANSWER], "image": "c.png"}])
+    rows = [{"messages": asked(parts)} for parts in (usual, named, named)]
+    load(folder, processor, [*rows, {"messages": asked("What?"), "image": "c.png"}])
     said = [line for line in capfd.readouterr().out.splitlines() if "rows.jsonl" in line]
     for field, number, first in (("'max_pixels'", 2, 2), ("'detail'", 2, 2), ("first question", 1, 4)):
         (line,) = [line for line in said if field in line]
@@ -278,7 +275,6 @@ def test_parquet(feature, where, folder, processor, monkeypatch):
     """Bytes in a file stay as they are: no image is decoded."""
     content = (folder / "a.png").read_bytes()
     value: object = content if feature == BYTES else {"bytes": content, "path": "elsewhere/a.png"}
-    turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "A cat."}]
     if where == "part":
         parts = [{"type": "image", "text": None, "image": value}], [{"type": "text", "text": "A cat.", "image": None}]
         rows = {
@@ -287,7 +283,7 @@ def test_parquet(feature, where, folder, processor, monkeypatch):
         content_type = datasets.List({"type": TEXT, "text": TEXT, "image": feature})
         features = {"messages": datasets.List({"role": TEXT, "content": content_type})}
     else:
-        rows = {"conversations": turns, where: value if where == "image" else [value]}
+        rows = {"conversations": turns("<image>"), where: value if where == "image" else [value]}
         features = {"conversations": TURNS, where: feature if where == "image" else datasets.List(feature)}
     table = datasets.Dataset.from_list([rows] * 2, features=datasets.Features(features))
     table.to_parquet(folder / "rows.parquet")
@@ -314,10 +310,7 @@ WRONG = {
     "URL": (asking(images=["https://a.b/c.png"]), {}, ["https://a.b/c.png", "URL"]),
     "data that are no image": (asking(images=["data:image/png;base64," + base64.b64encode(b"12").decode()]), {}, ["image 1"]),
     "data that are cut": (asking(images=["data:image/png;base64,iVBOR"]), {}, ["data:image/png;base64,iVBOR", "base64"]),
-    "URL in a part": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}, ANSWER]},
-        {}, ["http://a/b", "URL"],
-    ),
+    "URL in a part": ({"messages": asked([{"type": "image_url", "image_url": {"url": "http://a/b"}}])}, {}, ["http://a/b", "URL"]),
     "missing": (asking(images=["d.png"]), {}, ["d.png", "No such file"]),
     "a folder": (asking(images=["."]), {}, ["directory"]),
     "broken": (asking(images=["broken.png"]), {}, ["broken.png", "cannot identify"]),
@@ -325,18 +318,13 @@ WRONG = {
     "typed": (asking("A <|image_pad|>?", images=["a.png"]), {}, ["<|image_pad|>"]),
     "typed and kept": (asking("A <|image_pad|>?", images=["a.png"]), {"control_tokens": "keep"}, ["<|image_pad|>", "A "]),
     "a typed video": (asking("<|video_pad|>", images=["a.png"]), {"control_tokens": "keep"}, ["<|video_pad|>"]),
-    "video": (
-        {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}, ANSWER]}, {}, ["video", "a.mp4"],
-    ),
+    "video": ({"messages": asked([{"type": "video", "video": "a.mp4"}])}, {}, ["video", "a.mp4"]),
     "a column of videos": (asking("<video>?", 0) | {"videos": ["a.mp4"]}, {}, ["videos", "a.mp4"]),
     "two columns": (asking(images=["a.png"], image="b.png"), {}, ["images and image"]),
     "another order": (
-        {"messages": [{"role": "user", "content": [IMAGE | {"index": 1}, IMAGE | {"index": 0}]}, ANSWER],
-         "images": ["a.png", "b.png"]}, {}, ["index 1", "place 0"],
+        {"messages": asked([IMAGE | {"index": 1}, IMAGE | {"index": 0}]), "images": ["a.png", "b.png"]}, {}, ["index 1", "place 0"],
     ),
-    "half of the places name their image": (
-        {"messages": [{"role": "user", "content": [IMAGE | {"path": "a.png"}, IMAGE]}, ANSWER]}, {}, ["1 of 2"],
-    ),
+    "half of the places name their image": ({"messages": asked([IMAGE | {"path": "a.png"}, IMAGE])}, {}, ["1 of 2"]),
     "a number": (asking(images=[3]), {}, ["3"]),
     "null": (asking(images=[None]), {}, ["None"]),
     "private character": (asking(f"A{SEEN}", images=["a.png"]), {}, ["e001"]),

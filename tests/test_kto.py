@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from conversations import log_prob, rows_of, save_base_of_sums
-from helpers import ROOT, log_of, losses, read_metrics, write_rows
+from helpers import ROOT, SHORT_RUN, log_of, losses, read_metrics, write_rows
 from simulations import job
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import disable_dropout_in_model
@@ -34,9 +34,8 @@ def arguments(base, tmp_path_factory) -> tuple:
     rows = [{"prompt": f"{a}+7=", "completion": str(a)[0] * (1 + a % 4), "label": a % 3 > 0} for a in range(10, 99)]
     write_rows(file, rows)
     return (
-        "--model_name_or_path", base, "--train_files", file, "--heldout_share", 0.2, "--max_steps", 6, "--save_steps", 3,
-        "--logging_steps", 1, "--learning_rate", 1e-2, "--total_batch_size", 12, "--per_device_train_batch_size", 2,
-        "--per_device_eval_batch_size", 3, "--async_save", "false", "--beta", 0.3,
+        "--model_name_or_path", base, "--train_files", file, "--heldout_share", 0.2, *SHORT_RUN, "--total_batch_size", 12,
+        "--per_device_train_batch_size", 2, "--per_device_eval_batch_size", 3, "--beta", 0.3,
     )  # fmt: skip
 
 

@@ -42,24 +42,16 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def write(folder):
     def write(name: str, **changes) -> Path:
-        few = {
-            "train_files": [f"{folder}/few.jsonl"],
-            "text_column": "content",
-            "heldout_share": 0.3,
-            "max_epochs": 1.5,
-        }
+        few = {"text_column": "content", "heldout_share": 0.3, "max_epochs": 1.5}
         sources = {
             "web": {"weight": 4, "dataset_name": f"{folder}/web"},
-            "few": {"weight": 3} | few,
+            "few": {"weight": 3, "train_files": [f"{folder}/few.jsonl"]} | few,
             "notes": {"weight": 2, "train_files": [f"{folder}/notes"]},
         }
         for source, values in changes.pop("sources", {}).items():
             sources[source] = {key: value for key, value in (sources[source] | values).items() if value is not None}
-        content = {
-            "sources": [{"name": name} | values for name, values in sources.items()],
-            "phases": [PHASE],
-        } | changes
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
+        named = [{"name": name} | values for name, values in sources.items()]
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"sources": named, "phases": [PHASE]} | changes))
         return folder / f"{name}.yaml"
 
     return write
@@ -70,8 +62,7 @@ def arguments(write) -> tuple:
     return (
         "--mixture", write("mixture"), *SIZES, "--max_length", 32, "--max_steps", STEPS, "--total_batch_size", 24,
         "--per_device_train_batch_size", 2, "--num_validation_rows", 12, "--learning_rate", 1e-2, "--logging_steps", 1,
-        "--save_steps", 4, "--save_total_limit", 0, "--async_save", "false",
-        "--eval_steps", 4,
+        "--save_steps", 4, "--save_total_limit", 0, "--async_save", "false", "--eval_steps", 4,
     )  # fmt: skip
 
 

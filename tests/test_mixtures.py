@@ -14,7 +14,7 @@ import pytest
 import yaml
 from conversations import translations
 from datasets import Dataset
-from helpers import ROOT, STEPS, TIMES, evaluations, log_of, losses, read_metrics, write_rows
+from helpers import ROOT, SHORT_RUN, STEPS, TIMES, evaluations, log_of, losses, read_metrics, write_rows
 from tiny import save_base
 
 from accelerate_recipes.args import TrainArgs, resolve
@@ -62,9 +62,8 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def arguments(folder) -> tuple:
     return (
-        "--model_name_or_path", folder / "base", "--config", folder / "preset.yaml", "--max_length", 64,
-        "--max_steps", STEPS, "--save_steps", 3, "--logging_steps", 1, "--total_batch_size", 8, "--learning_rate", 1e-2,
-        "--per_device_train_batch_size", 2, "--async_save", "false", "--heldout_share", 0.1,
+        "--model_name_or_path", folder / "base", "--config", folder / "preset.yaml", "--max_length", 64, *SHORT_RUN,
+        "--total_batch_size", 8, "--per_device_train_batch_size", 2, "--heldout_share", 0.1,
         "--assistant_only_loss", "false", "--per_device_eval_batch_size", 5, "--lr_scheduler_type", "constant",
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, log_of, near, read_metrics, trajectory
+from helpers import ROOT, SHORT_RUN, STEPS, log_of, near, read_metrics, trajectory
 from tiny import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, GenerationConfig
@@ -21,7 +21,6 @@ from accelerate_recipes.models.encoder_decoders import new_encoder_decoder
 from accelerate_recipes.models.generation import left_out
 
 T5 = SCRIPT = ROOT / "recipes" / "t5.py"
-STEPS = 6
 PREFIX = "translate English to French: "
 NUM_EVAL_PAIRS = 13  # uneven on 2 and on 3 ranks
 
@@ -41,31 +40,23 @@ def arguments(pairs_file, tmp_path_factory) -> tuple:
     return (
         "--from_scratch", "--train_files", pairs_file, "--heldout_share", 0.2, "--num_eval_pairs", NUM_EVAL_PAIRS,
         "--config_overrides", "vocab_size=400", "d_model=32", "d_kv=8", "d_ff=64", "num_layers=2", "num_heads=4",
-        "feed_forward_proj=gated-gelu",
-        "--task_prefix", PREFIX, "--dropout_rate", 0, "--max_source_length", 64, "--max_target_length", 24, "--max_steps", STEPS,
-        "--total_batch_size", 12, "--per_device_train_batch_size", 2, "--per_device_eval_batch_size", 4,
-        "--learning_rate", 1e-2, "--logging_steps", 1, "--save_steps", 3, "--save_total_limit", 0, "--async_save", "false",
-        "--data_cache_dir", tmp_path_factory.mktemp("cache"),
+        "feed_forward_proj=gated-gelu", "--task_prefix", PREFIX, "--dropout_rate", 0, "--max_source_length", 64,
+        "--max_target_length", 24, *SHORT_RUN, "--save_total_limit", 0, "--total_batch_size", 12,
+        "--per_device_train_batch_size", 2, "--per_device_eval_batch_size", 4, "--data_cache_dir", tmp_path_factory.mktemp("cache"),
     )  # fmt: skip
 
 
-# With these the run is that of `undisturbed`, which most tests compare with.
+# With these the run is that which most tests compare with.
 EVALUATED = ("--eval_steps", 3)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(run) -> tuple[Path, str]:
-    """Output of a whole run on 2 ranks, and what it printed."""
-    out = run(*EVALUATED)
-    return out, log_of(out)
 
 
 def predictions(out: Path, step: int = STEPS) -> list[dict]:
     return [json.loads(line) for line in (out / f"predictions/step-{step}.jsonl").read_text().splitlines()]
 
 
-def test_it_says_what_it_does(undisturbed):
-    out, printed = undisturbed
+def test_it_says_what_it_does(run):
+    out = run(*EVALUATED)
+    printed = log_of(out)
     assert "6 FSDP units (Embedding, T5Block, T5ForConditionalGeneration)" in printed
     said = re.search(r"Data: (\d+) pairs .* 0 skipped; .* 13 of (\d+) pairs", printed)
     train, heldout = map(int, said.groups())
@@ -82,8 +73,8 @@ def test_it_says_what_it_does(undisturbed):
     assert "pairs.jsonl" in card and "chrf" in card
 
 
-def test_a_reader_sees_it_learn(undisturbed):
-    out, _ = undisturbed
+def test_a_reader_sees_it_learn(run):
+    out = run(*EVALUATED)
     evaluations = [record for record in read_metrics(out) if "eval_loss" in record]
     assert [record["step"] for record in evaluations] == [0, 3, 6]
     assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"] - 0.5
@@ -103,9 +94,9 @@ def test_one_trajectory(run):
 
 
 @pytest.mark.slow
-def test_the_end_of_a_run_that_had_ended(forks, arguments, undisturbed, tmp_path):
+def test_the_end_of_a_run_that_had_ended(forks, arguments, run, tmp_path):
     """A finished run in another output directory exports, and shows the same texts."""
-    whole, _ = undisturbed
+    whole = run(*EVALUATED)
     args = (*arguments, *EVALUATED, "--resume_from_checkpoint", whole / f"checkpoint-{STEPS}")
     printed = forks.succeed(tmp_path / "out", *args)
     assert predictions(tmp_path / "out") == predictions(whole) and "from the best chrf to the worst" in printed

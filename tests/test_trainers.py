@@ -19,7 +19,19 @@ import yaml
 from accelerate import PartialState
 from conversations import TEMPLATE, translations
 from datasets import Features, List, Value
-from helpers import CHILDREN, IN_STEP_5, ROOT, STEPS, evaluations, log_of, losses, read_metrics, refused, write_rows
+from helpers import (
+    CHILDREN,
+    IN_STEP_5,
+    ROOT,
+    SHORT_RUN,
+    STEPS,
+    evaluations,
+    log_of,
+    losses,
+    read_metrics,
+    refused,
+    write_rows,
+)
 from peft import PeftModel
 from tiny import save_base
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
@@ -68,8 +80,7 @@ def chats(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def arguments(chats) -> tuple:
     return (
-        "--train_files", chats / "chats.jsonl", "--max_length", 64, "--max_steps", STEPS, "--save_steps", 3,
-        "--logging_steps", 1, "--total_batch_size", 8, "--learning_rate", 1e-2, "--async_save", "false",
+        "--train_files", chats / "chats.jsonl", "--max_length", 64, *SHORT_RUN, "--total_batch_size", 8,
         "--heldout_share", 0.1, "--per_device_eval_batch_size", 5, "--assistant_only_loss", "false",
     )  # fmt: skip
 
@@ -407,16 +418,14 @@ def test_all_problems_at_once(at_the_root):
 def test_held_out_by_hash(chats, tmp_path):
     """Rows that begin alike lie on one side, in any order and among any other rows; an empty side is an error."""
     module, tokenizer = shipped.load(SFT), AutoTokenizer.from_pretrained(chats / "base")
+
+    def asked(i: int) -> list[dict]:
+        return [{"role": "system", "content": "Be kind."}, {"role": "user", "content": f"Question {i}"}]
+
     formats = {
         "text": lambda i, copy: {"text": f"Text {i}".upper() if copy else f" Text  {i}\n"},
         "prompt": lambda i, copy: {"prompt": f"Question {i}", "completion": f"{copy}"},
-        "chat": lambda i, copy: {
-            "messages": [
-                {"role": "system", "content": "Be kind."},
-                {"role": "user", "content": f"Question {i}"},
-                {"role": "assistant", "content": f"Answer {copy}"},
-            ]
-        },
+        "chat": lambda i, copy: {"messages": [*asked(i), {"role": "assistant", "content": f"Answer {copy}"}]},
         "greeting": lambda i, copy: {"messages": [{"role": "assistant", "content": f"Good morning {i}"}]},
     }
 

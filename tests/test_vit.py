@@ -14,7 +14,7 @@ import pytest
 import torch
 from datasets import Dataset
 from datasets import Image as ImageColumn
-from helpers import ROOT, log_of, near, read_metrics, trajectory, write_tar
+from helpers import ROOT, SHORT_RUN, STEPS, log_of, near, read_metrics, trajectory, write_tar
 from safetensors.torch import load_file
 from torch.torch_version import TorchVersion
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil, initialization
@@ -39,7 +39,6 @@ from accelerate_recipes.models.deepvit import DeepViTConfig, DeepViTForImageClas
 from accelerate_recipes.models.weights import initialize
 
 SCRIPT = ROOT / "recipes" / "vit.py"
-STEPS = 6
 Args = shipped.load(SCRIPT).Args
 
 
@@ -57,9 +56,8 @@ def arguments(images_file) -> tuple:
     return (
         "--from_scratch", "--train_files", images_file, "--heldout_share", 0.3, "--config_overrides", "image_size=28",
         "patch_size=7", "hidden_size=24", "intermediate_size=48", "num_hidden_layers=2", "num_attention_heads=3",
-        "--crop_area", 0.5, "--mixup_alpha", 0.4, "--cutmix_alpha", 1, "--label_smoothing", 0.1, "--max_steps", STEPS,
+        "--crop_area", 0.5, "--mixup_alpha", 0.4, "--cutmix_alpha", 1, "--label_smoothing", 0.1, *SHORT_RUN, "--save_total_limit", 0,
         "--total_batch_size", 24, "--per_device_train_batch_size", 4, "--per_device_eval_batch_size", 7,
-        "--learning_rate", 1e-2, "--logging_steps", 1, "--save_steps", 3, "--save_total_limit", 0, "--async_save", "false",
     )  # fmt: skip
 
 

@@ -33,11 +33,8 @@ Args, requirements, main = module.Args, module.requirements, module.main
 # Torch has no grouped products of it
 settings.load_settings = lambda args: {"dtype": torch.float64, "experts_implementation": "eager"}
 CONFIG, TRL = {
-    "sft": (SFTConfig, SFTTrainer),
-    "dpo": (DPOConfig, DPOTrainer),
-    "kto": (KTOConfig, KTOTrainer),
-    "grpo": (GRPOConfig, GRPOTrainer),
-}[NAME]
+    "sft": (SFTConfig, SFTTrainer), "dpo": (DPOConfig, DPOTrainer), "kto": (KTOConfig, KTOTrainer), "grpo": (GRPOConfig, GRPOTrainer),
+}[NAME]  # fmt: skip
 
 
 class InOrder(TRL):
@@ -62,16 +59,9 @@ def compared(run: Any, loader: Any, *, loss_fn: Any, **functions: Any) -> list[d
     """Train by our loop, then by trl's, and write how far apart they are."""
     args, rows, order = run.args, loader.dataset.items, loader.batch_sampler
     records = train(run, loader, loss_fn=loss_fn, **functions)
-    decided = {
-        "per_device_train_batch_size": args.total_batch_size,
-        "gradient_accumulation_steps": 1,
-        "average_tokens_across_devices": True,
-        "save_strategy": "no",
-        "max_steps": args.max_steps,
-        "max_grad_norm": args.max_grad_norm,
-        "logging_steps": args.logging_steps,
-        "output_dir": str(run.output_dir / "trl"),
-    }
+    decided = {name: getattr(args, name) for name in ("max_steps", "max_grad_norm", "logging_steps")}
+    decided |= {"per_device_train_batch_size": args.total_batch_size, "gradient_accumulation_steps": 1}
+    decided |= {"average_tokens_across_devices": True, "save_strategy": "no", "output_dir": str(run.output_dir / "trl")}
     of_grpo = {"shuffle_dataset": False, "steps_per_generation": 1}
     more = {"sft": {"assistant_only_loss": False}, "dpo": {}, "kto": {}, "grpo": of_grpo}[NAME]
     given = {"reward_funcs": loss_fn.__self__.reward_funcs} if NAME == "grpo" else {}
@@ -85,13 +75,8 @@ def compared(run: Any, loader: Any, *, loss_fn: Any, **functions: Any) -> list[d
     rows = rows.remove_columns([name for name in rows.column_names if name.startswith("ref_")])
     if NAME == "kto":
         rows = rows.map(beside_neighbours, batched=True, batch_size=args.total_batch_size)
-    trainer = InOrder(
-        model=model,
-        args=trl_config(run, CONFIG, **decided, **more),
-        processing_class=load_tokenizer(args.model_name_or_path),
-        train_dataset=rows,
-        **given,
-    )
+    given |= {"processing_class": load_tokenizer(args.model_name_or_path), "train_dataset": rows}
+    trainer = InOrder(model=model, args=trl_config(run, CONFIG, **decided, **more), **given)
     optimizer = optimizer_fn(model, args)(model)
     trainer.optimizer, trainer.lr_scheduler = optimizer, make_scheduler(optimizer, args, args.max_steps)
     trainer.train()

@@ -1,8 +1,13 @@
-"""Mixin that watches the steps of a recipe on trl under the ledger; rank 0 writes what it saw of one to ledger.json."""
+"""Train dpo.py or grpo.py (RECIPE) under the ledger; rank 0 writes what it saw of one step to ledger.json.
+
+There, `before` is the peak of the reference's pass; `drawing` are the peaks of steps of GRPO until answers are drawn.
+"""
 
 import json
+import os
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,11 +15,15 @@ from unittest import mock
 from torch import nn
 
 from accelerate_recipes import engine
-from accelerate_recipes.conversations.answers import AnswerTrainer
+from accelerate_recipes.arguments import shipped
+from accelerate_recipes.conversations import answers
 from accelerate_recipes.run import Run
 from recipe_tools.plan.ledger import ACTIVATIONS, GRADIENTS, PARAMETERS, Ledger
 from recipe_tools.plan.simulate import Outcome, num_logits, outcome_of
 
+NAME = os.environ["RECIPE"]
+module = shipped.load(Path(__file__).resolve().parents[2] / f"recipes/{NAME}.py")
+Args, requirements, main = module.Args, module.requirements, module.main
 NO_TRIAL: Any = SimpleNamespace(tokens=0, unit="")
 
 
@@ -46,7 +55,7 @@ class Watched:
         self.step.callback(self.end_step)
         self.ledger.tag([value for batch in batches for value in batch.values()], ACTIVATIONS)
         self.ledger.begin_step()
-        return super().draw(step, batches) if isinstance(self, AnswerTrainer) else batches
+        return super().draw(step, batches) if NAME == "grpo" else batches
 
     def end_step(self) -> None:
         self.ledger.tag([p.grad for p in self.run.model.parameters() if p.grad is not None], GRADIENTS)
@@ -71,3 +80,19 @@ def watched(run: Run, loader: Any, *, loss_fn: Any, **functions: Any) -> list[di
         least = asdict(min(trainer.outcomes[1:], key=lambda outcome: outcome.peak))
         (run.output_dir / "ledger.json").write_text(json.dumps(least | trainer.noted), encoding="utf-8")
     return records
+
+
+if NAME == "grpo":
+
+    class WatchedAnswers(Watched, answers.AnswerTrainer):
+        def _generate_single_turn(self, *args: Any, **settings: Any) -> tuple:
+            try:
+                return super()._generate_single_turn(*args, **settings)
+            finally:
+                if self.outcomes:  # not in the first step
+                    self.noted.setdefault("drawing", []).append(self.ledger.peak)
+
+    answers.AnswerTrainer = WatchedAnswers
+else:
+    module.PairLoss = type("WatchedPairs", (Watched, module.PairLoss), {})
+module.train = watched

@@ -43,7 +43,13 @@ TEXT = {
 TILES = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}  # pixels that a large image may be divided into
 CROP = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
 SQUARE = {"size": {"height": 16, "width": 16}}
-LLAVA = {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+PATCHES = {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+LLAVA = {
+    "tokens": {"image_token": "<image>"},
+    "written": "<image>",
+    "ids": {"image_token_index": "<image>"},
+    "vision": {"image_size": 16, "num_hidden_layers": 2},
+}
 QWEN = {
     "tokens": {
         "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_bos_token": "<|vision_start|>",
@@ -139,31 +145,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision": {"image_size": 64, "num_hidden_layers": 2},
         "whole": {"spatial_merge_size": 2},
     },
-    "llava": {
-        "tokens": {"image_token": "<image>"},
-        "written": "<image>",
-        "images": ("clip", "CLIP", CROP),
-        "processor": LLAVA,
-        "ids": {"image_token_index": "<image>"},
-        "vision": {"image_size": 16, "num_hidden_layers": 2},
-    },
-    "llava_next": {
-        "tokens": {"image_token": "<image>"},
-        "written": "<image>",
-        "images": ("llava_next", "LlavaNext", CROP | TILES),
-        "processor": LLAVA,
-        "ids": {"image_token_index": "<image>"},
-        "vision": {"image_size": 16, "num_hidden_layers": 2},
-        "whole": TILES,
-    },
-    "llava_onevision": {
-        "tokens": {"image_token": "<image>"},
+    "llava": LLAVA | {"images": ("clip", "CLIP", CROP), "processor": PATCHES},
+    "llava_next": LLAVA | {"images": ("llava_next", "LlavaNext", CROP | TILES), "processor": PATCHES, "whole": TILES},
+    "llava_onevision": LLAVA | {
         "more": ["<video>"],
-        "written": "<image>",
         "images": ("llava_onevision", "LlavaOnevision", SQUARE | TILES),
         "processor": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
         "ids": {"image_token_index": "<image>", "video_token_index": "<video>"},
-        "vision": {"image_size": 16, "num_hidden_layers": 2},
         "whole": TILES,
     },
 }  # fmt: skip
@@ -244,12 +232,13 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
     return found
 
 
-def processor(name: str) -> ProcessorMixin:
-    """Make the processor of a family, with its tokenizer; it reads no videos."""
+def processor(name: str, text: PreTrainedTokenizerFast | None = None) -> ProcessorMixin:
+    """Make the processor of a family, with its tokenizer or another; it reads no videos."""
+    text = text or tokenizer(name)
     module, kind, settings = FAMILIES[name]["images"]
     by_pil = importlib.import_module(f"transformers.models.{module}.image_processing_pil_{module}")
     images = getattr(by_pil, f"{kind}ImageProcessorPil")(**settings)
-    made, text = class_of_processor(PROCESSOR_MAPPING_NAMES[name]), tokenizer(name)
+    made = class_of_processor(PROCESSOR_MAPPING_NAMES[name])
     parts = dict.fromkeys(made.get_attributes()) | {"image_processor": images, "tokenizer": text}
     return made(**parts, **FAMILIES[name].get("processor", {}), chat_template=text.chat_template)
 
@@ -259,7 +248,7 @@ def with_words(name: str, template: str, *words: str, adds: str = "$A") -> Proce
 
     The tokenizer `adds` tokens around a text $A; its begin token is <s>, and its end token </s>.
     """
-    made, family = processor(name), FAMILIES[name]
+    family = FAMILIES[name]
     usual = {"pad_token": PAD, "unk_token": UNKNOWN, "bos_token": "<s>", "eos_token": "</s>"}
     known = {token: number for number, token in enumerate([*usual.values(), *words])}
     read = Tokenizer(models.WordLevel(known, unk_token=UNKNOWN))
@@ -269,10 +258,7 @@ def with_words(name: str, template: str, *words: str, adds: str = "$A") -> Proce
     found = PreTrainedTokenizerFast(tokenizer_object=read, **usual, extra_special_tokens=family.get("tokens", {}))
     found.add_tokens(family.get("more", []), special_tokens=True)
     found.chat_template = template
-    parts = {"image_processor": made.image_processor, "tokenizer": found}
-    return type(made)(
-        **dict.fromkeys(made.get_attributes()) | parts, **family.get("processor", {}), chat_template=template
-    )
+    return processor(name, found)
 
 
 @cache
