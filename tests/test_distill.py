@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from conversations import translations
 from datasets import Dataset
-from helpers import ROOT, SHORT_RUN, STEPS, log_of, read_metrics, write_rows
+from helpers import ROOT, SHORT_RUN, STEPS, log_of, read_metrics, refuses, write_rows
 from tiny import save_base, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, ModernBertDecoderConfig
 from trl import DistillationConfig, DistillationTrainer
@@ -210,8 +210,7 @@ def test_other_vocabularies_are_refused(forks, arguments, chats, tmp_path, out):
     names = ("the student", "the teacher")
     distillation.check_vocabularies(known, known, names)
     said = r"has 400 tokens, the teacher 380, and \d+ differ: token \d+ is '.+' in the student, and '.+' in the teacher"
-    with pytest.raises(ConfigError, match=said):
-        distillation.check_vocabularies(known, other, names)
+    refuses(said, distillation.check_vocabularies, known, other, names)
     known.add_tokens(["<think>"])
     more = copy.deepcopy(known)
     more.add_tokens(["</think>"])
@@ -230,15 +229,16 @@ def test_own_answers_continue_their_prompts(chats):
     tokenizer, model = (k.from_pretrained(chats / "student") for k in (AutoTokenizer, AutoModelForCausalLM))
     model.lm_head.weight.data *= 20  # so that answers are not much alike
     train = [{"input_ids": [5, 6, 7 + i, 8, 9], "labels": [-100, 6, -100, 8, -100]} for i in range(30)]
-    size, args = 5, SimpleNamespace(seed=1, lmbda=0.5, temperature=1.0, max_completion_length=6, num_eval_prompts=2)
-    sizes = {"total_batch_size": 20, "per_device_train_batch_size": size, "per_device_eval_batch_size": 3}
-    vars(args).update(sizes, data_only=False)
-    vars(args).update(max_prompt_length=0, rewards=[], reward_weights=None)
-    vars(args).update(base_model="student", teacher_model_name_or_path=chats / "student")
+    size = 5
+    args = SimpleNamespace(
+        seed=1, lmbda=0.5, temperature=1.0, max_completion_length=6, num_eval_prompts=2, total_batch_size=20,
+        per_device_train_batch_size=size, per_device_eval_batch_size=3, data_only=False, max_prompt_length=0, rewards=[],
+        reward_weights=None, base_model="student", teacher_model_name_or_path=chats / "student",
+    )  # fmt: skip
     run = SimpleNamespace(
-        args=args, accelerator=Accelerator(cpu=True), model=model, is_first=False, print=print, total_steps=9
-    )
-    vars(run).update(data_rank=0, data_world_size=1)
+        args=args, accelerator=Accelerator(cpu=True), model=model, is_first=False, print=print, total_steps=9,
+        data_rank=0, data_world_size=1,
+    )  # fmt: skip
     collate = DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id)
     sides = (cut(Dataset.from_list(rows)) for rows in (train, train[:4]))
     rows = SimpleNamespace(**dict(zip(("train", "heldout"), sides, strict=True)), collate=collate)

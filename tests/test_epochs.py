@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conversations import save_base_of_sums
-from helpers import ROOT, TIMES, log_of, losses, read_metrics
+from helpers import ROOT, TIMES, log_of, losses, read_metrics, write_rows
 
 SCRIPT = ROOT / "recipes/sft.py"
 DPO, GRPO = ROOT / "recipes/dpo.py", ROOT / "recipes/grpo.py"
@@ -31,11 +31,11 @@ def folder(tmp_path_factory) -> Path:
         return "".join(chance.choices("0123456789", k=chance.randint(1, 20)))
 
     for name, number in (("train", NUM_ROWS), ("test", 8)):
-        with (folder / f"{name}.jsonl").open("w") as file:
-            for i in range(number):
-                row = {"text": digits(), "prompt": f"{i}+{digits()}="}
-                row |= {"chosen": digits() + "1", "rejected": digits() + "2"}
-                file.write(json.dumps(row) + "\n")
+        rows = [
+            {"text": digits(), "prompt": f"{i}+{digits()}=", "chosen": digits() + "1", "rejected": digits() + "2"}
+            for i in range(number)
+        ]
+        write_rows(folder / f"{name}.jsonl", rows)
     return folder
 
 

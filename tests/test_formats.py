@@ -15,7 +15,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 from conversations import TOOL, call, prepare, refuse, save_base, template_of
-from helpers import ROOT, refused
+from helpers import ROOT, refused, refuses
 
 from accelerate_recipes.args import parse
 from accelerate_recipes.arguments import shipped
@@ -92,8 +92,7 @@ def test_files_of_the_page(tmp_path):
         for each in (file, packed, tmp_path / f"a{kind}.zst"):
             assert read_files([str(each)]).to_list() == [json.loads(made)], each
         packed.write_bytes(packed.read_bytes()[:-9])
-        with pytest.raises(DataError, match=rf"a{kind}.gz cannot be read: "):
-            read_files([str(packed)])
+        refuses(rf"a{kind}.gz cannot be read: ", read_files, [str(packed)], error=DataError)
 
 
 def test_arrow_files_and_folders(tmp_path):
@@ -113,8 +112,7 @@ def test_arrow_files_and_folders(tmp_path):
     args.elsewhere = ("/volume",)  # of a job, whose machine has it
     assert args.problems(1) == []
     (tmp_path / "data/b.jsonl").write_text('{"text": "c"}\n')
-    with pytest.raises(ConfigError, match=r"the folder .*data holds files of several kinds, \.jsonl, \.arrow"):
-        parse(sft.Args, given, world_size=1)
+    refuses(r"the folder .*data holds files of several kinds, \.jsonl, \.arrow", parse, sft.Args, given, world_size=1)
     # Of a folder that is a dataset, `datasets` would make numbers of texts.
     for name, content in (("t.tsv", b"code\tn\n007\t1\n"), ("t.csv.gz", gzip.compress(b"code,n\n007,1\n"))):
         (tmp_path / name / "x").mkdir(parents=True)
@@ -134,8 +132,7 @@ def test_a_line_that_is_too_long(tmp_path, monkeypatch):
     (tmp_path / "b.json").write_text(json.dumps([{"text": "a" * 1980}] * 7))  # all on one line
     assert read_files([str(tmp_path / "a.jsonl")])[:] == read_files([str(tmp_path / "b.json")])[:]
     (tmp_path / "c.csv").write_text("text,n\n" + "a,1\n" * 5 + "a" * 9000 + ",1\n")
-    with pytest.raises(DataError, match=r"c.csv, row 6 has more than 64 MiB;"):
-        read_files([str(tmp_path / "c.csv")])
+    refuses(r"c.csv, row 6 has more than 64 MiB;", read_files, [str(tmp_path / "c.csv")], error=DataError)
 
 
 ASKED = [f"Question {i}?" for i in range(30)]
@@ -247,8 +244,7 @@ def test_columns_by_other_names(base, tmp_path, capsys):
     assert [message["content"] for message in swapped[0]["messages"]] == ["a", "b"]
     with pytest.raises(ConfigError, match=r"has no column 'x', which --columns names; there are q, a, prompt, extra"):
         made_of([row], tmp_path, prompt="x")
-    with pytest.raises(ConfigError, match=r"columns q, a, prompt, extra;(.|\n)*- ShareGPT: c"):
-        made_of([row], tmp_path)
+    refuses(r"columns q, a, prompt, extra;(.|\n)*- ShareGPT: c", made_of, [row], tmp_path)
     for given, said in (("quest=q", "write NAME=COLUMN, with a NAME of "), ("prompt", "prompt=: write NAME=COLUMN")):
         refuse(said, base, [row], "--columns", given)
     refuse("a name or a column is there twice", base, [row], "--columns", "prompt=q", "completion=q")
@@ -421,11 +417,9 @@ def test_messages_as_json_texts(kind, tmp_path):
 )
 def test_a_file_of_columns(row, tmp_path):
     """An object that holds the values of all rows, as pandas writes it, is an error that says so."""
-    with pytest.raises(ConfigError, match=r"one row, in which '\w+' holds \d values, .*; write an object for each row"):
-        made_of([row], tmp_path)
+    refuses(r"one row, in which '\w+' holds \d values, .*; write an object for each row", made_of, [row], tmp_path)
     if "text" not in row:
-        with pytest.raises(DataError, match=r"row 1: '\w+' has a message without a role"):
-            made_of([row] * 2, tmp_path)
+        refuses(r"row 1: '\w+' has a message without a role", made_of, [row] * 2, tmp_path, error=DataError)
 
 
 def test_bad_answers_are_not_trained(tmp_path):
@@ -435,8 +429,7 @@ def test_bad_answers_are_not_trained(tmp_path):
         halves = [{"prompt": "a", "completion": "b"}, {"prompt": [USER], "completion": [TWO]}]
         for answer in (*halves, {"messages": [USER, TWO]}):
             rows = [answer | {"label": label} for label in (good, good, bad)]
-            with pytest.raises(ConfigError, match=rf"row 3: 'label' is '?{bad}'?, as in 1 of 3 rows"):
-                made_of(rows, tmp_path)
+            refuses(rf"row 3: 'label' is '?{bad}'?, as in 1 of 3 rows", made_of, rows, tmp_path)
             assert made_of(rows, tmp_path, **{name: name for name in answer}) == [answer] * 3
             assert made_of(rows[:2], tmp_path) == [answer] * 2
     rows = [{"prompt": "a", "completion": text, "label": text == "b"} for text in "cb"]
@@ -536,8 +529,7 @@ def test_texts_of_csv_stay_texts(tmp_path):
         ("b.csv", b"a\tb\n"): r"its columns are separated by '\\t', not by ", ("b.tsv", b"a,b\n1,2\n"): "its columns are separated by ',', not",
     }.items():  # fmt: skip
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=rf"{name} cannot be read: .*{message}"):
-            read_files([str(tmp_path / name)])
+        refuses(rf"{name} cannot be read: .*{message}", read_files, [str(tmp_path / name)], error=DataError)
     (tmp_path / "c.csv").write_text('"a;b"\n1\n')
     assert read_files([str(tmp_path / "c.csv")]).column_names == ["a;b"]
 
@@ -714,10 +706,8 @@ def test_a_pointer_of_git_is_no_data(suffix, tmp_path):
     for problems in map(str, found):
         assert f"{file} is a git-LFS pointer" in problems and "git lfs pull" in problems
     if suffix != "csv":
-        with pytest.raises(ConfigError, match="is a git-LFS pointer"):
-            named_shards([str(file)])
-    with pytest.raises(DataError, match="is a git-LFS pointer"):
-        read_split(HubDataset(str(tmp_path / "a")), "train")
+        refuses("is a git-LFS pointer", named_shards, [str(file)])
+    refuses("is a git-LFS pointer", read_split, HubDataset(str(tmp_path / "a")), "train", error=DataError)
 
 
 def test_a_folder_of_save_to_disk_is_read(tmp_path):

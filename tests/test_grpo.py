@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from conversations import PROMPTS, prepare, save_base, template_of
-from helpers import ROOT, SHORT_RUN, STEPS, log_of, read_metrics, refused, write_rows
+from helpers import ROOT, SHORT_RUN, STEPS, log_of, read_metrics, refused, refuses, write_rows
 from simulations import BF16, FP32, job, real_and_simulated
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -54,7 +54,6 @@ from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.report.samples import Samples
 from accelerate_recipes.upstream import CACHES
 
-SFT = ROOT / "recipes/sft.py"
 SCRIPT = ROOT / "recipes/grpo.py"
 DATA = ROOT / "data/arithmetic"
 REWARDS = """
@@ -84,7 +83,7 @@ def base(forks, tmp_path_factory):
     out = tmp_path_factory.mktemp("base") / "out"
     sizes = ("hidden_size=32", "intermediate_size=64", "num_attention_heads=2", "initializer_range=0.3")
     preset = ("--config", ROOT / "recipes/configs/sft/arithmetic.yaml", "--max_steps", 2, "--warmup_steps", 0)
-    forks.succeed(out, *preset, "--config_overrides", *sizes, script=SFT)
+    forks.succeed(out, *preset, "--config_overrides", *sizes, script=ROOT / "recipes/sft.py")
     first, *_, last = (record["eval_loss"] for record in read_metrics(out) if "eval_loss" in record)
     assert last < first
     model = AutoModelForCausalLM.from_pretrained(out / "export")
@@ -267,8 +266,7 @@ def test_rewards_that_cannot_be_loaded(tmp_path, rewards_file):
         (f"{rewards_file}:needs_more", "needs weather; the data have the columns prompt, solution"),
         (f"{breaks}:f", r"failed when it was loaded: ModuleNotFoundError: No module named 'no_such_module' .*line 1"),
     ):
-        with pytest.raises(ConfigError, match=said):
-            load_rewards([spec], columns)
+        refuses(said, load_rewards, [spec], columns)
 
 
 def test_what_a_reward_gives_is_checked(rewards_file):
@@ -285,8 +283,7 @@ def test_what_a_reward_gives_is_checked(rewards_file):
         (Reward("large", lambda completions: [1e308]), 1, r"is 1e\+308 .*; give a number of at most 1e\+16, or None"),
         (Reward("word", lambda completions: ["good"]), 1, "the reward word failed: ValueError"),
     ):
-        with pytest.raises(ConfigError, match=said):
-            reward(["a"] * number, ["x"] * number)
+        refuses(said, reward, ["a"] * number, ["x"] * number)
 
 
 def test_a_reward_changes_nothing_of_the_run(tmp_path, monkeypatch):
@@ -390,8 +387,7 @@ def test_solutions_that_cannot_be_read_are_told_before_training(base):
     tell_of_rewards(run, tokenizer, {"train": datasets.Dataset.from_dict({"solution": [58, 7]})}, [accuracy])
     assert len(said) in (number, number + 1) and "solutions" not in "".join(said[number:])
     none = {"train": datasets.Dataset.from_dict({"solution": ["a", "b"]})}
-    with pytest.raises(ConfigError, match=r"2 of the 2 solutions to train on, .* row 1, 'a'"):
-        tell_of_rewards(run, tokenizer, none, [accuracy])
+    refuses(r"2 of the 2 solutions to train on, .* row 1, 'a'", tell_of_rewards, run, tokenizer, none, [accuracy])
     own = Reward("accuracy_reward", lambda completions, **others: [0.0] * len(completions))
     tell_of_rewards(run, tokenizer, {"train": datasets.Dataset.from_dict({"prompt": ["a"]})}, [own])
     assert not any("2 of the 2" in line for line in said)
@@ -479,13 +475,11 @@ def test_rows(tmp_path, base):
     written = [{"prompt": f"{i}+1="} | other for i, other in enumerate(others)]
     sides = load(written, [{"prompt": "99+1=", "solution": 2}])
     assert [*map(json.dumps, sides["train"])] == [*map(json.dumps, written)]
-    with pytest.raises(ConfigError, match="no prompt is left: all 18 have over 3 tokens"):
-        load(rows, None, room=3)
+    refuses("no prompt is left: all 18 have over 3 tokens", load, rows, None, room=3)
     wrong = [({"completions": "x"}, "has the column completions"), ({"prompt": ""}, "row 19: 'prompt' has no token")]
     for more, said in wrong:
         tokenizer.add_bos_token = False
-        with pytest.raises((ConfigError, DataError), match=said):
-            load([*rows, rows[0] | more], [{"prompt": "1+1="}])
+        refuses(said, load, [*rows, rows[0] | more], [{"prompt": "1+1="}], error=(ConfigError, DataError))
     tokenizer.chat_template = (
         "{% for m in messages %}{{ raise_exception('no') if m.role == 'x' else m.content }}{% endfor %}"
     )

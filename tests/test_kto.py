@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from conversations import log_prob, rows_of, save_base_of_sums
-from helpers import ROOT, SHORT_RUN, log_of, losses, read_metrics, write_rows
+from helpers import ROOT, SHORT_RUN, log_of, losses, read_metrics, refuses, write_rows
 from simulations import job
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import disable_dropout_in_model
@@ -117,15 +117,14 @@ def test_labels(capsys):
         said = capsys.readouterr().out
         assert said.index("good") < said.index("bad") and said.startswith("x: ")
         assert str(bad).split(".")[0].lower()[-2:] in said
+
+    def refuse(said: str, *labels: object) -> None:
+        refuses(said, judged_answers, rows_of(*(row | {"label": label} for label in labels)), "x", error=DataError)
+
     for wrong, beside in (("up", "dislike"), ("ok", "up"), ("0", "-1")):
-        with pytest.raises(
-            DataError, match=rf"x, row \d: 'label' is '({wrong}|{beside})', '({wrong}|{beside})' in row \d"
-        ):
-            judged_answers(rows_of(row | {"label": beside}, row | {"label": wrong}), "x")
-    for wrong in (None, "good", 0.5, 2):
-        with pytest.raises(DataError, match=rf"row 2: 'label' is '{str(wrong).lower()}', '1' in row 1; it must"):
-            labels = [1 if isinstance(wrong, int) else 1.0 if isinstance(wrong, float) else "1", wrong]
-            judged_answers(rows_of(*(row | {"label": label} for label in labels)), "x")
+        refuse(rf"x, row \d: 'label' is '({wrong}|{beside})', '({wrong}|{beside})' in row \d", beside, wrong)
+    for right, wrong in (("1", None), ("1", "good"), (1.0, 0.5), (1, 2)):
+        refuse(rf"row 2: 'label' is '{str(wrong).lower()}', '1' in row 1; it must", right, wrong)
 
 
 def test_the_last_answer_of_a_conversation_is_judged():
@@ -141,13 +140,13 @@ def test_what_is_refused(arguments, tmp_path, capsys):
     argv, module = [str(part) for part in arguments], shipped.load(SCRIPT)
     with pytest.raises(ConfigError, match=r"--total_batch_size 1: KTO reads each prompt with the answer of another"):
         parse(module.Args, [*argv, "--total_batch_size", "1", "--per_device_train_batch_size", "1"], world_size=1)
-    with pytest.raises(ConfigError, match=r"--packing .* is not an argument of the recipe: remove it"):
-        parse(module.Args, [*argv, "--packing"], world_size=1)
+    refuses(
+        r"--packing .* is not an argument of the recipe: rem", parse, module.Args, [*argv, "--packing"], world_size=1
+    )
     args = parse(module.Args, argv, world_size=1)
     for weight, good, kind in (("desirable", 7, "good"), ("undesirable", 0, "bad")):
         said = rf"all 7 answers to train on are {kind}, and with --{weight}_weight 0"
-        with pytest.raises(ConfigError, match=said):
-            advice_on_weights(parse(module.Args, [*argv, f"--{weight}_weight", "0"], world_size=1), good, 7)
+        refuses(said, advice_on_weights, parse(module.Args, [*argv, f"--{weight}_weight", "0"], world_size=1), good, 7)
     assert advice_on_weights(args, 4, 7) == "", "a third more good answers than bad ones"
     assert advice_on_weights(args, 3, 7).endswith("--desirable_weight 1.33 to 1.78")
     file = tmp_path / "rows.jsonl"

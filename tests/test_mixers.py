@@ -7,6 +7,7 @@ import pytest
 import torch
 import toy
 from arithmetic import positions
+from helpers import by_time, refuses
 from models_table import ARCHITECTURES, compare_gradients, documents_alone, gradients
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.attention.flex_attention import create_block_mask
@@ -41,8 +42,7 @@ HYBRIDS = list(ARCHITECTURES)[list(ARCHITECTURES).index("Qwen3-Next") : list(ARC
 
 def all_but(*some: str) -> list:
     """List all hybrids, of which only these are tried by the fast tests, and a third by the slow ones."""
-    marks = {name: pytest.mark.slow if i % 3 == 0 else pytest.mark.long for i, name in enumerate(HYBRIDS)}
-    return [name if name in some else pytest.param(name, marks=marks[name]) for name in HYBRIDS]
+    return by_time(HYBRIDS, some, HYBRIDS[::3])
 
 
 def make(name: str, **changes: object) -> PreTrainedModel:
@@ -123,8 +123,7 @@ def test_a_leak_is_found_at_the_start(name, monkeypatch):
 
     for wrong in (lambda _: None, with_a_token_of_the_one_before):
         monkeypatch.setattr(mixers, "documents_of", wrong)
-        with pytest.raises(ConfigError, match="models do not keep attention inside a document"):
-            check_document_mask(model, torch.device("cpu"))
+        refuses("models do not keep attention inside a document", check_document_mask, model, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", all_but("Granite 4", "LFM2"))
@@ -236,8 +235,7 @@ def test_ranks_cannot_share_their_rows(name):
 def test_models_that_are_refused(tmp_path, config):
     """Their padded prompts would be read as texts."""
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=rf"is a {config.model_type}, which does not see the padding of prompts"):
-        load_model(str(tmp_path), "auto")
+    refuses(rf"is a {config.model_type}, which does not see the padding of prompts", load_model, str(tmp_path), "auto")
 
 
 @pytest.mark.slow

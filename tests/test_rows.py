@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import ROOT
+from helpers import ROOT, refuses
 from hypothesis import HealthCheck, given, settings
 
 from accelerate_recipes import ranks
@@ -53,13 +53,10 @@ def test_files_that_cannot_be_read(name, content, message, tmp_path):
     assert str(error.value).startswith(f"{tmp_path}/{message}")
 
 
-@pytest.mark.parametrize(
-    ("content", "moves"),
-    [
-        ('[\n{"Moves": [\n"e2e4",\nnull\n]}\n]\n', ["e2e4", None]),
-        ('{\n"Moves": [\n["e2e4",\nnull\n]]}\n', [["e2e4", None]]),
-    ],
-)
+@pytest.mark.parametrize("content, moves", [
+    ('[\n{"Moves": [\n"e2e4",\nnull\n]}\n]\n', ["e2e4", None]),
+    ('{\n"Moves": [\n["e2e4",\nnull\n]]}\n', [["e2e4", None]]),
+])  # fmt: skip
 def test_one_json_value_on_many_lines_may_have_nulls_inside(content, moves, tmp_path):
     (tmp_path / "a.json").write_text(content)
     assert read_files([str(tmp_path / "a.json")], tmp_path / "cache")["Moves"][:] == [moves]
@@ -137,11 +134,8 @@ def games_of_two_moves() -> bytes:
 def test_bad_games_are_left_out_on_demand(prepare, tmp_path):
     bad = b"".join(b'{"Moves": %s}\n' % value.encode() for value in VALUES)
     assert prepare("a.jsonl", games_of_two_moves() + bad, skip_bad_games=True) == ""
-    (facts,) = (
-        json.loads(file.read_text())
-        for file in (tmp_path / "cache").glob("*/facts.json")
-        if "games" in file.read_text()
-    )
+    every = [json.loads(file.read_text()) for file in (tmp_path / "cache").glob("*/facts.json")]
+    (facts,) = [facts for facts in every if "games" in json.dumps(facts)]
     assert facts["skipped"] == len(VALUES) and facts["train"] + facts["heldout"] == 8
 
 
@@ -180,16 +174,13 @@ def test_pgn_of_normal_chess(tmp_path):
     assert rows[:] == {"Moves": [MATE] * 3, "defect": [""] * 3}
 
 
-@pytest.mark.parametrize(
-    "letters, moves",
-    [
-        ("KQRBN", "1. e4 e5 2. ♘f3 ♞c6 3. ♗b5 ♟a6 4. O-O! $1 ♝e7 (4... ♞x) 5. ♖e1+ {Sf3 (} h6"),
-        ("KQRBN", "1.♙e4 e5 2.♘\ufe0ef3 ; Sc6 (\n% Sd4\n2...♞c6 {a\n\n% b\n} 3.Bb5 a6 4.0-0 Be7 5.Re1 h6"),
-        ("KDTLS", "1. e4 e5 2. Sf3 Sc6 3. Lb5 a6 4. O-O Le7 5. Te1 h6"),
-        ("RDTFC", "1. e4 e5 2. Cf3 Cc6 3. Fb5 a6 4. O-O ♝e7 5. Te1 h6"),
-        ("KDTLP", "1. e4 e5 2. Pf3 Pc6 3. Lb5 a6 4. O-O Le7 5. Te1 h6"),
-    ],
-)
+@pytest.mark.parametrize("letters, moves", [
+    ("KQRBN", "1. e4 e5 2. ♘f3 ♞c6 3. ♗b5 ♟a6 4. O-O! $1 ♝e7 (4... ♞x) 5. ♖e1+ {Sf3 (} h6"),
+    ("KQRBN", "1.♙e4 e5 2.♘\ufe0ef3 ; Sc6 (\n% Sd4\n2...♞c6 {a\n\n% b\n} 3.Bb5 a6 4.0-0 Be7 5.Re1 h6"),
+    ("KDTLS", "1. e4 e5 2. Sf3 Sc6 3. Lb5 a6 4. O-O Le7 5. Te1 h6"),
+    ("RDTFC", "1. e4 e5 2. Cf3 Cc6 3. Fb5 a6 4. O-O ♝e7 5. Te1 h6"),
+    ("KDTLP", "1. e4 e5 2. Pf3 Pc6 3. Lb5 a6 4. O-O Le7 5. Te1 h6"),
+])  # fmt: skip
 def test_figurines_and_letters(letters, moves, tmp_path):
     """Figurines, and letters of a declared language, are the moves that they say, beside comments and variations."""
     file = tmp_path / "a.pgn"
@@ -344,9 +335,8 @@ def test_rows_to_fine_tune_on(content, message, tmp_path, monkeypatch):
     sft = shipped.load(ROOT / "recipes/sft.py")
     argv = ["--model_name_or_path", "none", "--train_files", str(file), "--heldout_share", "0.5"]
     args = parse(sft.Args, argv, world_size=1)
-    tokenizer = new_word_tokenizer(["a"])
     with pytest.raises(DataError) as error:
-        load_sides(args, tokenizer, set())
+        load_sides(args, new_word_tokenizer(["a"]), set())
     assert str(error.value).startswith(f"{file}{message}")
 
 
@@ -362,8 +352,7 @@ def test_what_a_rank_cannot_read_ends_all(monkeypatch):
     on_rank(0, [None])
     on_rank(1, [None])
     assert read == [0, 1]
-    with pytest.raises(DataError, match="broken"):
-        on_rank(1, [DataError("broken")])
+    refuses("broken", on_rank, 1, [DataError("broken")], error=DataError)
     assert read == [0, 1]
     monkeypatch.setattr(json, "loads", lambda text: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -15,7 +15,7 @@ import tiny_images
 import torch
 from conversations import runs_of_targets
 from datasets import Dataset
-from helpers import ROOT, STEPS, losses
+from helpers import ROOT, STEPS, change_json, losses, refuses
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_images import picture
@@ -204,8 +204,7 @@ def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
         assert image in ids
         assert len(found["pixel_values"]) == 1
     rows[0]["messages"][1]["content"].append(IMAGE)
-    with pytest.raises(ConfigError, match=r"2 images, .* 1"):
-        ask(None, [file], TrainedRows(rows, [], {}, [], {}))
+    refuses(r"2 images, .* 1", ask, None, [file], TrainedRows(rows, [], {}, [], {}))
 
 
 MENDED = {"llava": "llava", "llava_next": "llava_next_mistral", "glm4v": "glm4v", "llava_onevision": None}
@@ -307,8 +306,7 @@ def test_images_must_leave_room():
     """Rows without images have it, and do not count."""
     rows = {"image_begins": [[1, 20], [1], []], "image_ends": [[11, 40], [12], []]}
     check_room(Dataset.from_dict(rows), 12)
-    with pytest.raises(ConfigError, match=r"11 to 30 tokens.*--max_length is 11.*--image_max_pixels"):
-        check_room(Dataset.from_dict(rows), 11)
+    refuses(r"11 to 30 tokens.*--max_length is 11.*--image_max_pixels", check_room, Dataset.from_dict(rows), 11)
     check_room(Dataset.from_dict({"image_begins": [[]], "image_ends": [[]]}), 1)
 
 
@@ -332,11 +330,8 @@ def packed_rows(tmp_path, processor) -> PackedDocuments:
     columns = dict(zip(DOCUMENTS, map(list, zip(*tokens, strict=True)), strict=True))
     read = Dataset.from_list([{name: row[name] for name in ("images", "row")} for row in rows])
     pieces = np.array([(number, 0, len(ids)) for number, (ids, *_) in enumerate(tokens)])
-    documents, of_images = (
-        Dataset.from_dict(columns, features=DOCUMENTS),
-        {"read": read, "source": "rows.jsonl", "patches": []},
-    )
-    return PackedDocuments(documents, pieces, np.array([0, 3, 4]), True, OF_IMAGES, **of_images)
+    documents, of_images = Dataset.from_dict(columns, features=DOCUMENTS), {"source": "rows.jsonl", "patches": []}
+    return PackedDocuments(documents, pieces, np.array([0, 3, 4]), True, OF_IMAGES, read=read, **of_images)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -375,8 +370,7 @@ def test_images_in_rows_become_files(tmp_path):
     run.output_dir = tmp_path / "mine"
     run.output_dir.mkdir()
     (run.output_dir / "images").touch()
-    with pytest.raises(ConfigError, match="images is a file"):
-        with_files(run, [{"images": images}])
+    refuses("images is a file", with_files, run, [{"images": images}])
 
 
 def test_the_template_is_that_of_the_processor(tmp_path):
@@ -386,8 +380,7 @@ def test_the_template_is_that_of_the_processor(tmp_path):
     template = (tmp_path / "template").read_text(encoding="utf-8")
     (base / "chat_template.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
     for own in (None, "{% for message in messages %}{{ message['content'] }}{% endfor %}"):
-        settings = json.loads((base / "tokenizer_config.json").read_text())
-        (base / "tokenizer_config.json").write_text(json.dumps(settings | ({"chat_template": own} if own else {})))
+        change_json(base / "tokenizer_config.json", **({"chat_template": own} if own else {}))
         tokenizer = load_image_tokenizer(str(base))
         assert tokenizer.chat_template == template
         for changed in (template, f"{template}!"):
@@ -465,14 +458,12 @@ def test_an_export_is_read_by_transformers(both, folder):
     settings = json.loads((other / "processor_config.json").read_text())
     settings["image_processor"]["size"] = {"shortest_edge": 64, "longest_edge": 256}
     (other / "processor_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match="row 3"):
-        check_export(other, None, 3)
+    refuses("row 3", check_export, other, None, 3)
     shutil.copy(export / "processor_config.json", other)
     settings = json.loads((other / "processor_config.json").read_text())
     settings["image_processor"]["image_mean"] = [0.4] * 3
     (other / "processor_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match=r"row 3.* other pixel values than in training"):
-        check_export(other, None, 3)
+    refuses(r"row 3.* other pixel values than in training", check_export, other, None, 3)
     rows = (other.parent / "rows.json").read_text()
     (other.parent / "rows.json").write_text(rows.replace("/images/", "/gone/"))
     said = check_export(other, ["question 3"], 3)

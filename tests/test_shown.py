@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from helpers import refuses
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs
@@ -19,7 +20,6 @@ from accelerate_recipes.data import shown
 from accelerate_recipes.data.packing import PackedRows, collate, pack_row
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.data.shown import Token
-from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models.tokenizers import new_bpe_tokenizer, new_word_tokenizer
 from accelerate_recipes.run import Run
 from accelerate_recipes.text.text_pairs import Pairs
@@ -166,8 +166,7 @@ def test_a_long_row_is_cut(monkeypatch):
 def test_rows_without_a_target():
     line = shown.count_line(np.array([0, 3]), {"cut": 1})
     assert line == "2 rows; 1 without a target; cut 1; targets a row: mean 1.5, most 3"
-    with pytest.raises(ConfigError, match="none of the 2 rows to train on has a target"):
-        shown.first_rows(None, WORDS, {}, np.array([0, 0]), {}, ())
+    refuses("none of the 2 rows to train on has a target", shown.first_rows, None, WORDS, {}, np.array([0, 0]), {}, ())
 
 
 def test_characters_that_a_tokenizer_lacks(tmp_path, capsys):

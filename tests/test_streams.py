@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, change_json, refuses
 from huggingface_hub import constants
 from streaming import Numbered, Ranks, go_on, no_retry, states_of, tokens_of
 from tokenizers import Tokenizer
@@ -316,8 +316,7 @@ def test_short_documents_are_left_out(text_shards, corpus, tokenizer):
     assert begun + run_steps(second, 23) == rows
     for name in ("documents_left_out", "documents_seen"):
         assert sum(part.counts()[name] for part in second) == counts[name] > 0
-    with pytest.raises(ConfigError, match="min_document_tokens is 0, the checkpoint has 20"):
-        make_loader(text_shards).start_at(7, states)
+    refuses("min_document_tokens is 0, the checkpoint has 20", make_loader(text_shards).start_at, 7, states)
     with pytest.raises(DataError, match="no document of --min_document_tokens 999 or more to train on"):
         run_steps([StreamLoader([text_shards], args, 0, 1, **settings | {"min_document_tokens": 999})], 1)
     with pytest.raises(DataError, match="no document of --min_document_tokens 999 or more to validate on"):
@@ -363,8 +362,7 @@ def test_state_of_other_data_is_refused(text_shards):
         with pytest.raises(ConfigError, match=rf"{name} is \d+, the checkpoint has {then}"):
             make_loader(text_shards).start_at(0, [state | {"order": state["order"] | {name: then}}])
     for then, said in (([7, "0"], r"\d+ shards now, 7 then"), ([len(text_shards.shards), "0"], "with other names")):
-        with pytest.raises(ConfigError, match=said):
-            make_loader(text_shards).start_at(0, [state | {"shards": then}])
+        refuses(said, make_loader(text_shards).start_at, 0, [state | {"shards": then}])
 
 
 def test_streams_follow_the_first_launch_and_stay(tmp_path):
@@ -392,10 +390,8 @@ def test_streams_follow_the_first_launch_and_stay(tmp_path):
             settle_arguments(tmp_path, later)
             assert later.num_streams == 96
         else:
-            with pytest.raises(ConfigError, match=rf"96 .* {world_size} processes.*: 1, 2, 3, 4, 6, 8, "):
-                settle_arguments(tmp_path, later)
-    with pytest.raises(ConfigError, match="--num_streams was 96 and is now 24"):
-        settle_arguments(tmp_path, args_on(8, "--num_streams", "24")[0])
+            refuses(rf"96 .* {world_size} processes.*: 1, 2, 3, 4, 6, 8, ", settle_arguments, tmp_path, later)
+    refuses("--num_streams was 96 and is now 24", settle_arguments, tmp_path, args_on(8, "--num_streams", "24")[0])
 
 
 # Reading
@@ -464,8 +460,7 @@ def test_a_line_without_end(tmp_path, monkeypatch):
 def test_files_that_are_not_what_they_should_be(name, content, message, tmp_path, tokenizer):
     (tmp_path / name).write_bytes(content)
     source = TextShards([str(tmp_path / name)], tokenizer)
-    with pytest.raises(DataError, match=message):
-        list(source.tokens(0, source.read(0, 0, 1, no_retry)))
+    refuses(message, list, source.tokens(0, source.read(0, 0, 1, no_retry)), error=DataError)
 
 
 def test_parquet_that_is_damaged_or_holds_no_text(tmp_path, corpus, tokenizer):
@@ -519,8 +514,7 @@ def test_shards_named_one_by_one(tmp_path, monkeypatch):
         (["https://example.org/a.parquet"], "download it first"),
         (["hf://allenai/c4"], "hf://datasets/ORG/NAME/PATH"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            named_shards(files)
+        refuses(message, named_shards, files)
 
 
 def test_a_folder_is_read_whole(tmp_path):
@@ -532,8 +526,7 @@ def test_a_folder_is_read_whole(tmp_path):
     folder = str(tmp_path / "data")
     assert named_shards([folder]) == [f"{folder}/a.txt", f"{folder}/linked/[1]/c.txt"]
     (tmp_path / "data/B.TXT").write_text("b", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"B\.TXT: its name must end with one of"):
-        named_shards([folder])
+    refuses(r"B\.TXT: its name must end with one of", named_shards, [folder])
 
 
 def test_a_folder_of_texts(tmp_path, tokenizer, corpus):
@@ -548,13 +541,11 @@ def test_a_folder_of_texts(tmp_path, tokenizer, corpus):
     assert list(all_texts(files, "text")) == [corpus[0] + "\n\n" + corpus[1] + "\r\n", corpus[2]]
     assert not list(read_documents(files[0], "text", 1, 2, no_retry)), "there is no second document"
     (tmp_path / "c.txt").write_bytes("Zürich".encode("latin-1"))
-    with pytest.raises(DataError, match=r"c\.txt is not UTF-8 at byte 1"):
-        list(all_texts(files, "text"))
+    refuses(r"c\.txt is not UTF-8 at byte 1", list, all_texts(files, "text"), error=DataError)
     write_shard(tmp_path / "e.jsonl", corpus)
     for folder, said in ((tmp_path, r"several kinds, \.jsonl, \.txt"), (tmp_path / "x", "holds no .json.gz,")):
         folder.mkdir(exist_ok=True)
-        with pytest.raises(ConfigError, match=said):
-            named_shards([str(folder)])
+        refuses(said, named_shards, [str(folder)])
 
 
 @pytest.mark.parametrize("pretokenised", [False, True])
@@ -569,8 +560,9 @@ def test_held_out_documents(split_into, corpus, tokenizer, tmp_path, pretokenise
     held = [text for text in corpus if falls_under(text, 0.3)]
     assert 20 < len(held) < 60
     loader = StreamLoader([source], TrainArgs(total_batch_size=12), 0, 1, **SIZES, heldout_share=0.3)
-    rows = [row for state in range(NUM_STREAMS) for row in epochs_of(source, loader.order, state)]
-    read = {token for row in rows for token in row.tokens.tolist()}
+    streams = [stream_rows(source, loader.order, stream, StreamState(), no_retry) for stream in range(NUM_STREAMS)]
+    first = [itertools.takewhile(lambda row: row.epoch == 0, rows) for rows in streams]
+    read = {token for row in itertools.chain(*first) for token in row.tokens.tolist()}
     eos = {tokenizer.eos_token_id}
     ids = {text: {*tokenizer(text, add_special_tokens=False)["input_ids"]} for text in corpus}
     assert read - eos == set().union(*(ids[text] for text in corpus if text not in held))
@@ -587,12 +579,6 @@ def test_held_out_documents(split_into, corpus, tokenizer, tmp_path, pretokenise
     with pytest.raises(DataError, match=r"no document to train on in .* and 28 more, beside the 100\.0% held out"):
         whole = TextShards(shards, tokenizer, heldout_share=1.0)
         next(stream_rows(whole, loader.order._replace(heldout_share=1.0), 0, StreamState(), no_retry))
-
-
-def epochs_of(source, order, stream: int, epochs: int = 1) -> list:
-    """Return the rows of a stream's first epochs, its remainders too."""
-    rows = stream_rows(source, order, stream, StreamState(), no_retry)
-    return list(itertools.takewhile(lambda row: row.epoch < epochs, rows))
 
 
 def test_named_files_are_looked_at_before_a_launch(tmp_path):
@@ -646,11 +632,9 @@ def shard_server(serve, corpus, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("ignores_range", [False, True])
-@pytest.mark.parametrize(
-    "faults",
-    [[429], [503, 500, 429], ["truncate"], ["truncate", 429, "truncate"], ["stall"], ["damage"], ["damage", "truncate"]],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("faults", [
+    [429], [503, 500, 429], ["truncate"], ["truncate", 429, "truncate"], ["stall"], ["damage"], ["damage", "truncate"],
+], ids=str)  # fmt: skip
 def test_faults_are_overcome_and_counted(shard_server, corpus, faults, ignores_range):
     shard_server.faults = list(faults)
     shard_server.ignores_range = ignores_range
@@ -683,8 +667,7 @@ def test_faults_that_stay_are_an_error(shard_server, fault, message, num_request
     elif fault == "gone":
         shard_server.shutdown()
         shard_server.server_close()
-    with pytest.raises(DataError, match=f"^{url} {message}"):
-        list(read_documents(url, "text", 0, 1, lambda: None))
+    refuses(f"^{url} {message}", list, read_documents(url, "text", 0, 1, lambda: None), error=DataError)
     assert num_requests in (None, len(shard_server.requests))
 
 
@@ -729,8 +712,7 @@ def test_documents_end_and_begin_as_the_tokenizer_says(corpus, tokenizer):
     (tokens,) = TextShards([], with_bos).encode(corpus[:1])
     assert tokens.tolist() == with_bos(corpus[0])["input_ids"], "a prefix of several tokens, and one end"
     with_bos.eos_token = None
-    with pytest.raises(ConfigError, match="no end token"):
-        TextShards([], with_bos)
+    refuses("no end token", TextShards, [], with_bos)
 
 
 @pytest.mark.parametrize("most", [0, 600])
@@ -762,10 +744,8 @@ def test_pretokenised_numbers_above_65535(tmp_path):
         found = [tokens.tokens(0, [i]) for i in range(2)]
         wanted = [[chosen.get(word, 2) for word in text.split()] + [1] for text in ("a b", "b")]
         assert [next(one).tolist() for one in found] == wanted
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"dtype": "<u2"}))
-    with pytest.raises(ConfigError, match=r"dtype was <u2, is <u4.*another folder"):
-        tokens_of(folder, tokenizer, lambda: [file], {})
+    change_json(folder / "manifest.json", dtype="<u2")
+    refuses(r"dtype was <u2, is <u4.*another folder", tokens_of, folder, tokenizer, lambda: [file], {})
 
 
 def test_a_tokenizer_in_python_is_too_slow_for_a_stream(tmp_path):
@@ -783,8 +763,7 @@ def test_pretokenised_shards_are_made_once(text_shards, tokenizer, tmp_path):
     folder = tmp_path / "tokens"
     with pytest.raises(DataError, match="Not a gzipped file"):
         tokens_of(folder, tokenizer, lambda: [*shards_[:2], str(broken), *shards_[3:]], {"subset": "en"})
-    with pytest.raises(ConfigError, match=r"tokens is not whole: --pretokenize has not finished"):
-        TokenShards(folder)
+    refuses(r"tokens is not whole: --pretokenize has not finished", TokenShards, folder)
     finished = {file: file.stat().st_mtime_ns for file in folder.glob("shard-*")}
     assert len(finished) == 4
     (folder / "shard-00009.tokens.partial-elsewhere-1").touch()
@@ -794,16 +773,13 @@ def test_pretokenised_shards_are_made_once(text_shards, tokenizer, tmp_path):
     assert {file: file.stat().st_mtime_ns for file in finished} == finished
     assert not list(folder.glob("*.partial*"))
 
-    def not_called():
-        raise AssertionError("the shards are listed")
-
-    tokens = tokens_of(folder, tokenizer, not_called, {"subset": "en"})
+    tokens = tokens_of(folder, tokenizer, pytest.fail, {"subset": "en"})
     assert tokens.manifest["dtype"] == "<u2"
     assert rows_in_order(tokens, 50) == rows_in_order(text_shards, 50)
     with pytest.raises(ConfigError, match=r"settings was .*'subset': 'en'.*, is .*'subset': 'fr'.*another folder"):
-        tokens_of(folder, tokenizer, not_called, {"subset": "fr"})
+        tokens_of(folder, tokenizer, pytest.fail, {"subset": "fr"})
     with pytest.raises(ConfigError, match="tokenised from something else: tokenizer was"):
-        tokens_of(folder, new_word_tokenizer(["a"]), not_called, {"subset": "en"})
+        tokens_of(folder, new_word_tokenizer(["a"]), pytest.fail, {"subset": "en"})
 
     file = folder / "shard-00001.tokens"
     content = file.read_bytes()
@@ -812,8 +788,7 @@ def test_pretokenised_shards_are_made_once(text_shards, tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"shard-00001.tokens is damaged: .*--pretokenize makes it again"):
         rows_in_order(TokenShards(folder), 24)
     file.write_bytes(content[:-2])
-    with pytest.raises(ConfigError, match=r"shard-00001.tokens is missing, or does not have"):
-        TokenShards(folder)
+    refuses(r"shard-00001.tokens is missing, or does not have", TokenShards, folder)
     # Do what the message says.
     file.with_suffix(".json").unlink()
     token_shards.checksum_once.cache_clear()
@@ -861,22 +836,18 @@ def test_tokens_belong_to_their_text(is_folder, tokenizer, corpus, tmp_path):
         shutil.copy(file, tmp_path / "other" / f"new-{file.name}")
     assert tokens("other").version() == first
     shutil.rmtree(tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"revision.*another folder"):
-        tokens("gone", dataset_name="allenai/c4", dataset_revision="v2")
+    refuses(r"revision.*another folder", tokens, "gone", dataset_name="allenai/c4", dataset_revision="v2")
     file = folder / "b.jsonl"
     stat, content = file.stat(), file.read_bytes()
     file.write_bytes(content[:12] + bytes([content[12] ^ 1]) + content[13:])
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    with pytest.raises(ConfigError, match=r"b\.jsonl is not what .*tokens was tokenised from"):
-        tokens("text")
+    refuses(r"b\.jsonl is not what .*tokens was tokenised from", tokens, "text")
     (tmp_path / "tokens/shard-00000.json").unlink()  # as if killed between two shards
-    with pytest.raises(ConfigError, match=r"b\.jsonl is not what .*tokens was tokenised from"):
-        tokens("text")
+    refuses(r"b\.jsonl is not what .*tokens was tokenised from", tokens, "text")
     file.write_bytes(content)
     assert tokens("text").version() == first
     write_shard(folder / "c.jsonl", corpus[:NUM_STREAMS])
-    with pytest.raises(ConfigError, match="was tokenised from 2 files, now there are 3"):
-        tokens("text")
+    refuses("was tokenised from 2 files, now there are 3", tokens, "text")
     if is_folder:
         shutil.rmtree(folder)
         assert tokens("text").version() == first

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, SHORT_RUN, STEPS, log_of, near, read_metrics, trajectory
+from helpers import ROOT, SHORT_RUN, STEPS, change_json, log_of, near, read_metrics, trajectory
 from tiny import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, GenerationConfig
@@ -65,10 +65,6 @@ def test_it_says_what_it_does(run):
     assert re.search(r"Held-out pairs \(13\), chrf: before [\d.]+, source copied [\d.]+, after [\d.]+", printed)
     assert "from the best chrf to the worst" in printed
     assert (out / "result.png").read_bytes().startswith(b"\x89PNG")
-    assert {path.name for path in (out / "export").iterdir()} == {
-        "README.md", "accelerate_recipes.json", "config.json", "generation_config.json", "model.safetensors",
-        "tokenizer.json", "tokenizer_config.json",
-    }  # fmt: skip
     card = (out / "export/README.md").read_text()
     assert "pairs.jsonl" in card and "chrf" in card
 
@@ -132,8 +128,7 @@ def test_what_a_base_asks_of_generation_is_not_measured(run, tmp_path):
     """Its settings decide neither the texts of an evaluation nor the export, whose texts are those of the evaluation."""
     base = shutil.copytree(run(*EVALUATED) / "export", tmp_path / "base")
     asked = {"min_length": 20, "no_repeat_ngram_size": 1, "suppress_tokens": [*range(9, 300)], "num_beams": 4}
-    file = base / "generation_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | asked))
+    change_json(base / "generation_config.json", **asked)
     args = ("--from_scratch", "false", "--model_name_or_path", base, "--max_steps", 1)
     out = run(*args, config="single", num_processes=1)
     assert re.search(r"without these settings of its base: .*min_length 20.*no_repeat_ngram_size 1", log_of(out))
@@ -143,8 +138,7 @@ def test_what_a_base_asks_of_generation_is_not_measured(run, tmp_path):
 
 def test_a_target_longer_than_the_models_maximum(forks, arguments, run, tmp_path):
     base = shutil.copytree(run(*EVALUATED) / "export", tmp_path / "base")
-    settings = json.loads((base / "tokenizer_config.json").read_text())
-    (base / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 100}))
+    change_json(base / "tokenizer_config.json", model_max_length=100)
     args = ("--from_scratch", "false", "--model_name_or_path", base, "--max_target_length", 101)
     assert forks.run(tmp_path / "out", *arguments, *args) == 2
     log = (tmp_path / "out.log").read_text()
@@ -158,11 +152,8 @@ def test_flops_are_what_a_counter_counts():
     sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 2), ("ffn_dim", 256))}
     config = BartConfig(vocab_size=50, d_model=256, max_position_embeddings=192, **sides)
     bart = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
-    batch = {
-        "input_ids": torch.ones(3, 192, dtype=torch.long),
-        "attention_mask": torch.ones(3, 192, dtype=torch.long),
-        "labels": torch.ones(3, 128, dtype=torch.long),
-    }
+    ids = torch.ones(3, 192, dtype=torch.long)
+    batch = {"input_ids": ids, "attention_mask": ids, "labels": ids[:, :128]}
     for model in (t5, bart):
         with FlopCounterMode(display=False) as counter:
             sequence_to_sequence_loss(model, batch).backward()

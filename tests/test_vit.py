@@ -14,7 +14,7 @@ import pytest
 import torch
 from datasets import Dataset
 from datasets import Image as ImageColumn
-from helpers import ROOT, SHORT_RUN, STEPS, log_of, near, read_metrics, trajectory, write_tar
+from helpers import ROOT, SHORT_RUN, STEPS, by_time, log_of, near, read_metrics, refuses, trajectory, write_tar
 from safetensors.torch import load_file
 from torch.torch_version import TorchVersion
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil, initialization
@@ -22,7 +22,6 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 from accelerate_recipes.args import parse
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.images.classifiers import (
     LAYERS,
     check_classifier,
@@ -193,23 +192,24 @@ def test_reattention_is_the_papers_formula():
     torch.testing.assert_close(rounded.float(), whole, rtol=0.05, atol=0.1)
 
 
-def test_what_no_head_attends_to_does_not_weigh():
-    """The norm takes the mean over the heads away, and leaves a pair that no head attends to small beside the others."""
+@pytest.fixture
+def layer() -> torch.nn.Module:
     torch.manual_seed(0)
     config = DeepViTConfig(image_size=8, patch_size=4, hidden_size=12, intermediate_size=24, num_attention_heads=3)
-    module = DeepViTForImageClassification(config).deepvit.layers[0].attention.reattention
+    return DeepViTForImageClassification(config).deepvit.layers[0].attention
+
+
+def test_what_no_head_attends_to_does_not_weigh(layer):
+    """The norm takes the mean over the heads away, and leaves a pair that no head attends to small beside the others."""
     scores = torch.randn(2, 3, 5, 5)
     scores[..., 0] = -5
-    mixed = module(scores.softmax(-1))
+    mixed = layer.reattention(scores.softmax(-1))
     torch.testing.assert_close(mixed.mean(1), torch.zeros(2, 5, 5))
     assert mixed.square().mean((0, 1, 2)).sqrt()[1:].min() > 0.2 and mixed[..., 0].abs().max() < 0.05
 
 
-def test_the_maps_weight_the_values():
+def test_the_maps_weight_the_values(layer):
     """Softmax(Q K^T / sqrt d), re-attention and the values, one head and one token at a time."""
-    torch.manual_seed(0)
-    config = DeepViTConfig(image_size=8, patch_size=4, hidden_size=12, intermediate_size=24, num_attention_heads=3)
-    layer = DeepViTForImageClassification(config).deepvit.layers[0].attention
     torch.nn.init.normal_(layer.qkv.weight)
     hidden = torch.randn(2, 5, 12)
     maps = []
@@ -269,8 +269,7 @@ def test_new_models_and_their_layers(model_type):
         (found,) = image_size_problems(architecture(model_type, num_channels=number))
         assert "num_channels" in found and f"is {number}," in found and " 3," in found
         (config := new_vision_config(args)).num_channels = number
-        with pytest.raises(ConfigError, match=f"base is {number}"):
-            check_classifier(config, "base")
+        refuses(f"base is {number}", check_classifier, config, "base")
     size = args.config_overrides["image_size"]
     model = new_classifier(args, ["a", "b", "c"], torch.float32)
     (layer,) = model._no_split_modules
@@ -354,9 +353,8 @@ def test_loss_of_mixed_images():
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(name, marks=pytest.mark.slow if name in ("convnext", "swin") else pytest.mark.long) for name in LAYERS if name != "deepvit"],
-)  # fmt: skip
+    "model_type", by_time([name for name in LAYERS if name != "deepvit"], (), ("convnext", "swin"))
+)
 def test_pretrained_models_get_a_new_head(run, tmp_path, model_type):
     """A model of another task is fine-tuned with the same losses on one process and sharded over two, recomputed or not."""
     config = new_vision_config(architecture(model_type))
