@@ -38,8 +38,8 @@ from accelerate_recipes.images.classifiers import (
     new_image_processor,
     new_vision_config,
 )
-from accelerate_recipes.images.image_streams import ImageShards, ImageStreams
 from accelerate_recipes.images.labelled import ImageArgs, Images, collate_images, load_images
+from accelerate_recipes.images.tars import ImageShards, ImageStreams
 from accelerate_recipes.life.picture import Bars, Curves
 from accelerate_recipes.losses import count_labels
 from accelerate_recipes.models.adapters import load_settings

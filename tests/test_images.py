@@ -48,9 +48,8 @@ from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.images import labelled
 from accelerate_recipes.images.augmentation import Augmentation, Preparation, decode, image_size, random_box
 from accelerate_recipes.images.classifiers import ImageEvaluation, new_image_processor
-from accelerate_recipes.images.image_streams import ImageShards, ImageStreams
 from accelerate_recipes.images.labelled import ImageArgs, Images, Labelled, collate_images, load_images, same_images
-from accelerate_recipes.images.tars import stream_images
+from accelerate_recipes.images.tars import ImageShards, ImageStreams, stream_images
 from accelerate_recipes.launch import requirements
 
 pytestmark = pytest.mark.usefixtures("quick_tries", "worker_server")

@@ -18,16 +18,8 @@ from typing import Any, TypeVar
 from huggingface_hub import constants
 from huggingface_hub.utils import build_hf_headers
 
-from accelerate_recipes.data.reading import (
-    MAX_LINE,
-    TOO_LONG,
-    TXT,
-    check_characters,
-    is_remote,
-    open_parquet,
-    reading,
-    record_of,
-)
+from accelerate_recipes.data.reading import MAX_LINE, TOO_LONG, TXT, check_characters, open_parquet, reading, record_of
+from accelerate_recipes.data.shards import is_remote
 from accelerate_recipes.errors import DataError, first_line, other_recipe, suggestion
 
 CHUNK = 2**18  # bytes to read at once; decompressed text may be ten times as large

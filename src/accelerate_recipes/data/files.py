@@ -174,6 +174,10 @@ def class_names(labels: Iterable[str]) -> list[str]:
     return sorted(names)
 
 
+def some_names(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''} ({len(names)})"
+
+
 def falls_under(source: str, share: float) -> bool:
     """Tell whether the hash of a text falls under a share."""
     return text_hash(source) < int(share * 2**64)

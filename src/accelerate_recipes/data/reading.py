@@ -40,10 +40,6 @@ def remedy_of(reason: str) -> str:
     return "; save it as UTF-8" if "codec can't decode" in reason or "UTF8" in reason else ""
 
 
-def is_remote(shard: str) -> bool:
-    return shard.startswith(("http://", "https://"))
-
-
 def files_of_folder(folder: str, suffixes: Sequence[str]) -> list[str]:
     """List the files of a folder that can be read.
 

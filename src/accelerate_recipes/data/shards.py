@@ -19,7 +19,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import EntryNotFoundError
 
-from accelerate_recipes.data.reading import TXT, files_of_folder, is_remote
+from accelerate_recipes.data.reading import TXT, files_of_folder
 from accelerate_recipes.disk import IS_POINTER, is_pointer
 from accelerate_recipes.errors import ConfigError, first_line, near_path
 from accelerate_recipes.hub import cache
@@ -171,6 +171,10 @@ def shards_version(shards: Sequence[str]) -> dict[str, str]:
 def hub_url(dataset_name: str, name: str, revision: str) -> str:
     revision = urllib.parse.quote(revision, safe="")
     return f"{constants.ENDPOINT}/datasets/{dataset_name}/resolve/{revision}/{urllib.parse.quote(name)}"
+
+
+def is_remote(shard: str) -> bool:
+    return shard.startswith(("http://", "https://"))
 
 
 def is_named_elsewhere(file: str) -> bool:

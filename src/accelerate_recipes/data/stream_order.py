@@ -2,7 +2,7 @@
 
 The documents are divided among a fixed number of logical streams, 24 by default. In each epoch a stream goes through its
 own documents and cuts them into rows of `max_length` tokens without padding. The rest of a document that does not fit
-continues in the stream's next row. (An image is a document of one token, and a row of its own: see `image_streams`.)
+continues in the stream's next row. (An image is a document of one token, and a row of its own: see `images.tars`.)
 
 The rows of the run are those of epoch 0, then those of epoch 1, and so on. In an epoch they come in rounds: the first
 row of each stream, the second of each stream that has a second, until none is left. Then come the remainders: each

@@ -1,7 +1,7 @@
 """Images with labels: read from the Hub, folders, Parquet or tar shards, split, and decoded.
 
 This module handles images that lie on a disk, each at its own place: which of them to evaluate on, and which lie on both
-sides. `image_streams` reads shards from the network.
+sides. `tars` reads shards from the network.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.files import class_names, falls_under, other_share, read_split, text_hash
+from accelerate_recipes.data.files import class_names, falls_under, other_share, read_split, some_names, text_hash
 from accelerate_recipes.data.heldout import RowsArgs, check_apart, repeated
 from accelerate_recipes.data.prepared import same_on_machines
 from accelerate_recipes.data.reading import reading
@@ -322,10 +322,6 @@ def numbered(table: "datasets.Dataset", column: str, names: Sequence[str], sourc
         if not 0 <= number < len(names):
             raise DataError(f"{source}, row {row}: the label {label!r} is none of the {len(names)} classes trained on")
     return np.array(numbers, dtype=np.int64)
-
-
-def some_names(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''} ({len(names)})"
 
 
 def read_tars(files: Sequence[str]) -> "datasets.Dataset":

@@ -22,7 +22,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.data.prepared import backend_checksum
-from accelerate_recipes.data.reading import is_remote
+from accelerate_recipes.data.shards import is_remote
 from accelerate_recipes.data.streams import StreamLoader
 from accelerate_recipes.disk import checksum, fsync, naming, own_suffix, read_json, size_and_times, write_atomically
 from accelerate_recipes.errors import ConfigError, DataError
