@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.conversations.supervised import SupervisedRows, columns_said, prepare_supervised
-from accelerate_recipes.conversations.trained_rows import FirstRows, remedy_of_date
+from accelerate_recipes.conversations.trained_rows import remedy_of_date
 from accelerate_recipes.data.files import text_hash
 from accelerate_recipes.data.heldout import MOST_REPEATED, beginning, repeated
 from accelerate_recipes.data.mixture import Mixture, Weights, changed_shares, check_same_sources, continued
@@ -100,10 +100,6 @@ class SourceTable:
         steps = asked if asked > 0 else int(most)
         self.mixture.check_phases(steps)
         return steps
-
-    def changed(self) -> str:
-        """Say which shares hold from now on, if a resumed run has others than it had; "" if not."""
-        return changed_shares(self.before, self.weights, self.begun_at) if self.before else ""
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """Describe each source by what must not change on a resume."""
@@ -217,12 +213,8 @@ class RowsOfSources(SupervisedRows):
     @property
     def first(self) -> dict[str, HasRows]:
         """First rows of both sides of each source. They are not checked again."""
-        sides = {"Training": "train", "Evaluation": "heldout"}
-        return {
-            titled(heading, name): FirstRows(self.run, getattr(part, side), self.collate)
-            for name, part in self.parts.items()
-            for heading, side in sides.items()
-        }
+        firsts: Any = [(name, *first) for name, part in self.parts.items() for first in part.first.items()]
+        return {titled(heading, name): rows._replace(content="") for name, heading, rows in firsts}
 
     @property
     def visits(self) -> np.ndarray:
@@ -345,5 +337,5 @@ def tell_of_sources(run: Run[Any], parts: Mapping[str, SupervisedRows], table: S
             f"Source {name}: {read['train']:,} rows to train on, {read['test']:,} held out; {len(part.train):,} sequences: "
             f"{seen[f'{name}_share']:.2%} of the run's, {seen[f'{name}_epochs']:.3g} epochs in {steps:,} steps"
         )
-    if said := table.changed():
+    if table.before and (said := changed_shares(table.before, table.weights, table.begun_at)):
         run.print(said)

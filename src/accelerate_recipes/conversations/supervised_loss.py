@@ -14,8 +14,7 @@ from accelerate_recipes.conversations.heads import weight_of_balance
 from accelerate_recipes.conversations.packed import Packed
 from accelerate_recipes.conversations.settings import pad_multiple, with_fused_head
 from accelerate_recipes.data.rows import RowLoader
-from accelerate_recipes.engine import batches_to_evaluate, evaluate_loss
-from accelerate_recipes.errors import DataError
+from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.losses import Gathered, count_next_tokens, means_of_sources, sums_by_source
 from accelerate_recipes.metrics import Flops, flops_per_token
 from accelerate_recipes.models.configurations import new_config
@@ -84,17 +83,17 @@ class SupervisedLoss:
             Stopped: between two batches.
             DataError: if there is no target at all.
         """
-        if not self.sources:
-            return {"loss": evaluate_loss(run.accelerator, run.model, batches, nll_sum, count_next_tokens)}
         sums = torch.zeros(2 * len(self.sources), device=run.accelerator.device, dtype=torch.float64)
-        for batch in batches_to_evaluate(run.accelerator, run.model, batches):
-            sums += sums_by_source(batch, -run.model(**inputs_of(batch)).log_probs, len(self.sources))
-        values = sum_over_ranks(sums).tolist()
-        losses, targets = values[: len(self.sources)], values[len(self.sources) :]
-        if not sum(targets):
-            raise DataError("no row to evaluate on has a target of the loss; give others, or hold out a larger share")
-        means = {name: mean for name, mean in means_of_sources(self.sources, values).items() if name.endswith("_loss")}
-        return {"loss": sum(losses) / sum(targets)} | means
+
+        def sum_all(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+            losses = -model(**inputs_of(batch)).log_probs
+            if self.sources:
+                sums.add_(sums_by_source(batch, losses, len(self.sources)))
+            return losses.sum()
+
+        loss = evaluate_loss(run.accelerator, run.model, batches, sum_all, count_next_tokens)
+        means = means_of_sources(self.sources, sum_over_ranks(sums).tolist()) if self.sources else {}
+        return {"loss": loss} | {name: mean for name, mean in means.items() if name.endswith("_loss")}
 
     def values(self, step: int) -> dict[str, float]:
         """Return the means over the targets since the last log line, and the mean balance of the micro-batches."""

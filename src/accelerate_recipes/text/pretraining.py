@@ -115,19 +115,22 @@ class TextArgs(StreamArgs):
         """Share of the documents that is not trained on, by a hash of the text: a source of a mixture may hold it out."""
         return max(self.share_heldout, self.of_others)
 
+    @property
+    def validated(self) -> list[str]:
+        """Files that are named to validate on, or of which a share is held out."""
+        return self.train_files if self.share_heldout else self.validation_files
+
+    def shards_of(self, files: list[str], pattern: str) -> list[str]:
+        """Find the files that are named, or else those of the dataset that match the pattern."""
+        return named_shards(files) if files else find_shards(self.dataset_name, pattern, self.dataset_revision)
+
     def train_shards(self) -> list[str]:
         """Find the files to train on."""
-        if self.train_files:
-            return named_shards(self.train_files)
-        return find_shards(self.dataset_name, self.dataset_files, self.dataset_revision)
+        return self.shards_of(self.train_files, self.dataset_files)
 
     def validation_shards(self) -> list[str]:
         """Find the files to validate on."""
-        if self.share_heldout:
-            return self.train_shards()
-        if self.validation_files:
-            return named_shards(self.validation_files)
-        return find_shards(self.dataset_name, self.validation_dataset_files, self.dataset_revision)
+        return self.shards_of(self.validated, self.validation_dataset_files)
 
     def train_texts(self) -> Iterator[str]:
         """Read the documents to train on, shard by shard."""
@@ -147,9 +150,7 @@ class TextArgs(StreamArgs):
 
     def text_datasets(self, training: bool) -> list[cache.HubDataset]:
         """List the datasets of the Hub that are read for validation and, with `training`, for training."""
-        found = []
-        validated = self.train_files if self.share_heldout else self.validation_files
-        parts = [(validated, self.validation_dataset_files), (self.train_files, self.dataset_files)]
+        found, parts = [], [(self.validated, self.validation_dataset_files), (self.train_files, self.dataset_files)]
         for files, pattern in parts if training else parts[:1]:
             dataset = cache.HubDataset(self.dataset_name, files=pattern, revision=self.dataset_revision, streamed=True)
             found += hub_files(files) if files else [dataset]
@@ -233,11 +234,9 @@ class MixedTextArgs(MixtureArgs, TextArgs):
     @property
     def text_sources(self) -> str:
         """Names of the text of all sources, for messages."""
-        named = ((one, f"{one.source_name}: " if one.source_name else "") for one in self.sources)
-        texts = (
-            (name, ", ".join(one.train_files) or f"{one.dataset_name} ({one.dataset_files})") for one, name in named
-        )
-        return "; ".join(map("".join, texts))
+        texts = [", ".join(one.train_files) or f"{one.dataset_name} ({one.dataset_files})" for one in self.sources]
+        named = zip(self.mix.sources, texts, strict=True)
+        return "; ".join(f"{source.name}: {text}" if source.name else text for source, text in named)
 
 
 def prefix_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
