@@ -22,14 +22,7 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.conversations.chats import check_written, without_controls
 from accelerate_recipes.conversations.exported import as_exported
 from accelerate_recipes.conversations.formats import DPO, PAIR, FormatArgs
-from accelerate_recipes.conversations.preferences import (
-    DPOArgs,
-    PairLoss,
-    evaluate_pairs,
-    outputs_of_loss,
-    preference_trial,
-    to_pairs,
-)
+from accelerate_recipes.conversations.preferences import DPOArgs, PairLoss, evaluate_pairs, preference_trial, to_pairs
 from accelerate_recipes.conversations.settings import make_model, set_up_by_trl, stops_of_run
 from accelerate_recipes.conversations.trained_pairs import compare_pairs, count_pairs, prepare_preferences
 from accelerate_recipes.conversations.trained_rows import compare_finished
@@ -92,8 +85,8 @@ def main(args: Args) -> None:
     run.adapter = add_adapters(model, args)
     args.settle_date(tokenizer)
     stops = stops_of_run(model, tokenizer)
-    base_stops = set_up_by_trl(args, model, tokenizer, outputs_of_loss(args))
     loss = PairLoss(args, model.config, run.accelerator)
+    base_stops = set_up_by_trl(args, model, tokenizer, loss.outputs)
     pairs, num_rows, left_out = local_main_process_first(lambda: load_pairs(args, tokenizer, stops))
 
     # Pairs as the model reads them

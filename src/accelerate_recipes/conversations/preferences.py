@@ -30,7 +30,7 @@ from accelerate_recipes.arguments.declaring import Range
 from accelerate_recipes.conversations.formats import JUDGED, PAIR, SCORES
 from accelerate_recipes.conversations.messages import ANY, CALLS, select
 from accelerate_recipes.conversations.objective import SYNC_REFERENCE, Collectives, Objective, Outputs, reference_of
-from accelerate_recipes.conversations.settings import TrainerArgs, pad_multiple, with_fused_head
+from accelerate_recipes.conversations.settings import TrainerArgs, pad_multiple, trial_of
 from accelerate_recipes.conversations.trained_rows import ReadRows
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.prepared import content_of
@@ -245,6 +245,8 @@ class PairLoss(Objective, DPOTrainer):
 
     def __init__(self, args: Any, config: PreTrainedConfig, accelerator: Any):
         super().__init__(args, config, accelerator)
+        # What trl's loss reads of the forward pass, see `add_head`.
+        self.outputs = ("log_probs", "entropy", "mean_logits", "is_top1") + ("log_sum_sq_probs",) * args.use_weighting
         self.args.max_length = args.max_length or sys.maxsize
         vars(self).update({name: getattr(args, name) for name in READ_BY_LOSS})
         self.precompute_ref_logps = args.precompute_ref_log_probs
@@ -430,11 +432,6 @@ def evaluate_pairs(model: nn.Module, loss: PairLoss, batches: Iterable[dict[str,
     return {name: value / count for name, value in zip(names, means, strict=True)}
 
 
-def outputs_of_loss(args: Any) -> tuple[str, ...]:
-    """Name what the forward pass of a model computes for trl's loss."""
-    return ("log_probs", "entropy", "mean_logits", "is_top1") + ("log_sum_sq_probs",) * args.use_weighting
-
-
 def preference_trial(args: Any) -> Trial:
     """Make the trial of a DPO run: trl's own loss, on pairs whose longer answer with its prompt has --max_length tokens.
 
@@ -455,12 +452,5 @@ def preference_trial(args: Any) -> Trial:
     pair = {"prompt_ids": [0], "chosen_ids": [0] * (length - 1), "rejected_ids": [0] * (length - 2)}
     batch = loss.collator(0)([pair | dict.fromkeys(REFERENCE, 0.0)] * rows)
     batch["completion_mask"][:, 1:] = 1  # the largest possible number of targets
-    return Trial(
-        config,
-        partial(with_fused_head, args, outputs_of_loss(args)),
-        loss.sum_parts,
-        loss.count_parts,
-        batch,
-        2 * rows * (length - 1),
-        keep_reference=None if args.precompute_ref_log_probs else partial(setattr, loss, "ref_model"),
-    )
+    keep = None if args.precompute_ref_log_probs else partial(setattr, loss, "ref_model")
+    return trial_of(args, config, loss, batch, 2 * rows * (length - 1), keep_reference=keep)

@@ -278,8 +278,19 @@ def texts_read(rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase, text_fi
 
 
 def tokenized_parts(tokenizer: PreTrainedTokenizerBase, parts: "Sequence[list[Part]]") -> list[list[Rendering]]:
-    """Tokenise conversations that are written as texts."""
-    tokens = iter(encoded(tokenizer, [part.text for found in parts for part in found]))
+    """Tokenise conversations that are written as texts.
+
+    Raises:
+        ValueError: for a tokenizer that does not say where its tokens stand in a text.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} does not say where its tokens stand in a text, so answers alone cannot be trained; "
+            "give --assistant_only_loss false to train everything"
+        )
+    texts: Any = [part.text for found in parts for part in found]
+    made: Any = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    tokens = zip(made["input_ids"], made.encodings, strict=True)
     return [
         [
             Rendering(ids, part.targets(encoding), part.opened)
@@ -287,21 +298,6 @@ def tokenized_parts(tokenizer: PreTrainedTokenizerBase, parts: "Sequence[list[Pa
         ]
         for found in parts
     ]
-
-
-def encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[tuple[list[int], Any]]:
-    """Tokenise texts; return the tokens of each, and the `tokenizers.Encoding` that says where they stand.
-
-    Raises:
-        ValueError: for a tokenizer that does not say it.
-    """
-    if not tokenizer.is_fast:
-        raise ValueError(
-            f"{type(tokenizer).__name__} does not say where its tokens stand in a text, so answers alone cannot be trained; "
-            "give --assistant_only_loss false to train everything"
-        )
-    found = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)  # pyright: ignore
-    return [*zip(found["input_ids"], found.encodings, strict=True)]  # pyright: ignore[reportArgumentType, reportReturnType]
 
 
 class Part(NamedTuple):

@@ -37,6 +37,7 @@ from accelerate_recipes.models.tokenizers import stops_of
 from accelerate_recipes.models.weights import initialize, seed_of
 from accelerate_recipes.ranks import computes_in_bf16, ranks_a_row
 from accelerate_recipes.run import Run
+from accelerate_recipes.trial import Trial
 
 # Fields of transformers.TrainingArguments that are not arguments here: they would repeat or contradict the engine.
 REPLACED = {field.name for field in fields(TrainingArguments)} - set(TrainArgs.__dataclass_fields__)
@@ -378,6 +379,12 @@ def with_fused_head(
         args.lora_dropout = 0.0  # the model gets its adapters later, by these `args`
     add_head(model, outputs, temperature)
     return model
+
+
+def trial_of(args: TrainerArgs, config: PreTrainedConfig, loss: Any, batch: Any, tokens: int, **more: Any) -> Trial:
+    """Make the trial of a loss and a batch of it, with `tokens` targets; `more` are other fields of the trial."""
+    make = partial(with_fused_head, args, loss.outputs)
+    return Trial(config, make, loss.sum_parts, loss.count_parts, batch, tokens, **more)
 
 
 def switch_off_dropout(model: nn.Module) -> None:

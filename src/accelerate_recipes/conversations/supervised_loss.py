@@ -1,7 +1,6 @@
 """Loss of supervised fine-tuning, by the forward pass of `heads`, its FLOPs, and a step for `plan`."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from accelerate_recipes.conversations.heads import weight_of_balance
 from accelerate_recipes.conversations.packed import Packed
-from accelerate_recipes.conversations.settings import pad_multiple, with_fused_head
+from accelerate_recipes.conversations.settings import pad_multiple, trial_of
 from accelerate_recipes.data.rows import RowLoader
 from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.losses import Gathered, count_next_tokens, means_of_sources, sums_by_source
@@ -155,11 +154,4 @@ def supervised_trial(args: Any) -> Trial:
     batch = collate([row] * rows if args.has_boundaries or rows == 1 else [*[row] * (rows - 1), shorter])
     if rows == 1 and batch.pop("attention_mask", None) is not None:  # one row has no padding, and attention no mask
         batch["position_ids"] = torch.arange(length)[None]
-    return Trial(
-        config,
-        partial(with_fused_head, args, loss.outputs),
-        loss.sum_parts,
-        loss.count_parts,
-        batch,
-        int(count_next_tokens(batch)),
-    )
+    return trial_of(args, config, loss, batch, int(count_next_tokens(batch)))

@@ -4,7 +4,7 @@ A row has a `label`, which is true for a good answer and false for a bad one.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from accelerate_recipes.conversations.formats import KTO, LABEL, LABELS, FormatArgs, label_text
 from accelerate_recipes.conversations.heads import weight_of_balance
-from accelerate_recipes.conversations.settings import check_documents, with_fused_head
+from accelerate_recipes.conversations.settings import check_documents, trial_of
 from accelerate_recipes.conversations.supervised import SupervisedRows
 from accelerate_recipes.conversations.supervised_loss import inputs_of, supervised_trial
 from accelerate_recipes.conversations.whole_steps import WholeSteps
@@ -321,12 +321,5 @@ def unpaired_trial(args: Any) -> Trial:
         with torch.no_grad():
             loss.reference(**inputs_in(batch))
 
-    return replace(
-        trial,
-        make_model=partial(with_fused_head, args, loss.outputs),
-        loss_fn=loss.sum_parts,
-        count_fn=loss.count_parts,
-        batch=trial.batch | foreign | judged,
-        before_fn=read_references,
-        keep_reference=partial(setattr, loss, "reference"),
-    )
+    passes_of_reference = {"before_fn": read_references, "keep_reference": partial(setattr, loss, "reference")}
+    return trial_of(args, trial.config, loss, trial.batch | foreign | judged, trial.tokens, **passes_of_reference)

@@ -30,6 +30,7 @@ from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.text.pretraining import TextArgs, TextShards, prefix_of
 
 MANIFEST = "manifest.json"
+checksum_once = cache(checksum)  # in a process, when a file is first used: this reads the whole file
 
 
 class TokenShards:
@@ -79,12 +80,6 @@ class TokenShards:
     def _opened(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
         file = shard_file(self.folder, shard, "tokens")
         return opened(file, self.manifest["dtype"], self.entries[shard]["tokens"])
-
-
-@cache
-def checksum_once(file: Path) -> str:
-    """Compute a file's checksum once in a process, when the file is first used. This reads the whole file."""
-    return checksum(file)
 
 
 @lru_cache(maxsize=64)
