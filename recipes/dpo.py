@@ -22,7 +22,7 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.conversations.chats import check_written, without_controls
 from accelerate_recipes.conversations.exported import as_exported
 from accelerate_recipes.conversations.formats import DPO, PAIR, FormatArgs
-from accelerate_recipes.conversations.preferences import DPOArgs, PairLoss, evaluate_pairs, preference_trial, to_pairs
+from accelerate_recipes.conversations.preferences import DPOArgs, PairLoss, preference_trial, to_pairs
 from accelerate_recipes.conversations.settings import make_model, set_up_by_trl, stops_of_run
 from accelerate_recipes.conversations.trained_pairs import compare_pairs, count_pairs, prepare_preferences
 from accelerate_recipes.conversations.trained_rows import compare_finished
@@ -107,7 +107,7 @@ def main(args: Args) -> None:
     loader, heldout_loader = rows.make_loader(order_class=WholeSteps), rows.make_heldout_loader()
 
     def evaluate_fn(step: int) -> dict[str, float]:
-        return evaluate_pairs(run.model, loss, heldout_loader)
+        return loss.evaluate_pairs(run.model, heldout_loader)
 
     loss_fn, count_fn, values_fn, mark_fn = loss.sum_and_count, loss.count_parts, loss.values, loss.mark
     records = train(

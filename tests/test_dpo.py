@@ -27,7 +27,7 @@ from accelerate_recipes.arguments import shipped
 from accelerate_recipes.conversations.preferences import (
     HAVE_DIVERGENCES,
     LOSSES,
-    evaluate_pairs,
+    PairLoss,
     keep_values,
     kept_values,
     to_pairs,
@@ -345,7 +345,7 @@ def test_an_evaluation_of_pairs_stops_between_two_batches(monkeypatch):
     loss = SimpleNamespace(accelerator=Accelerator(cpu=True))
     monkeypatch.setattr(stop, "_asked_by", "SIGTERM")
     with pytest.raises(stop.Stopped, match="SIGTERM"):
-        evaluate_pairs(torch.nn.Linear(1, 1), loss, [{}])
+        PairLoss.evaluate_pairs(loss, torch.nn.Linear(1, 1), [{}])
 
 
 def test_prepare(base, arguments, tmp_path, capsys):

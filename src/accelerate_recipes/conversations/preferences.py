@@ -313,6 +313,34 @@ class PairLoss(Objective, DPOTrainer):
             size = size or args.per_device_eval_batch_size
             rows.heldout = with_reference(run, self, rows.heldout, rows.collate, size)
 
+    @torch.no_grad()
+    def evaluate_pairs(self, model: nn.Module, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
+        """Evaluate a model on held-out pairs; `row` of a batch is negative for one that only fills it.
+
+        Returns:
+            `loss`: DPO's original loss (`sigmoid`), whatever --loss_type is trained. `accuracy`: share of the pairs in which
+            the log-probability of the chosen answer has grown more than that of the rejected one, compared with the
+            reference. `margin`: mean of this difference, times beta. `logps_chosen`, `logps_rejected`: mean log-probability
+            of the answers, weighted by --ld_alpha.
+
+        Raises:
+            Stopped: between two batches.
+        """
+        sums = torch.zeros(6, device=self.accelerator.device, dtype=torch.float64)
+        for batch in batches_to_evaluate(self.accelerator, model, batches):
+            is_pair = batch.pop("row") >= 0
+            chosen, rejected = self.compute_ref_log_probs(model, batch)
+            if self.precompute_ref_logps:
+                references = (batch["ref_chosen_logps"], batch["ref_rejected_logps"])
+            else:
+                references = self.compute_ref_log_probs(self.ref_model, batch)
+            margin = self.beta * ((chosen - references[0]) - (rejected - references[1]))
+            values = [-functional.logsigmoid(margin), margin > 0, margin, chosen, rejected, torch.ones_like(margin)]
+            sums += torch.stack([(value.double() * is_pair).sum() for value in values])
+        *means, count = sum_over_ranks(sums).tolist()
+        names = ("loss", "accuracy", "margin", "logps_chosen", "logps_rejected")
+        return {name: value / count for name, value in zip(names, means, strict=True)}
+
 
 def with_reference(
     run: Run[Any], loss: Any, rows: datasets.Dataset, collate: Callable, batch_size: int
@@ -400,36 +428,6 @@ def compute(run: Run[Any], loss: Any, rows: datasets.Dataset, collate: Callable,
         values = torch.stack(loss.compute_ref_log_probs(run.model, batch), 1)
         found.append(accelerator.gather_for_metrics(values).float().cpu())
     return torch.cat(found).T.tolist()
-
-
-@torch.no_grad()
-def evaluate_pairs(model: nn.Module, loss: PairLoss, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Evaluate a model on held-out pairs; `row` of a batch is negative for one that only fills it.
-
-    Returns:
-        `loss`: DPO's original loss (`sigmoid`), whatever --loss_type is trained. `accuracy`: share of the pairs in which the
-        log-probability of the chosen answer has grown more than that of the rejected one, compared with the reference.
-        `margin`: mean of this difference, times beta. `logps_chosen`, `logps_rejected`: mean log-probability of the answers,
-        weighted by --ld_alpha.
-
-    Raises:
-        Stopped: between two batches.
-    """
-    accelerator = loss.accelerator
-    sums = torch.zeros(6, device=accelerator.device, dtype=torch.float64)
-    for batch in batches_to_evaluate(accelerator, model, batches):
-        is_pair = batch.pop("row") >= 0
-        chosen, rejected = loss.compute_ref_log_probs(model, batch)
-        if loss.precompute_ref_logps:
-            references = (batch["ref_chosen_logps"], batch["ref_rejected_logps"])
-        else:
-            references = loss.compute_ref_log_probs(loss.ref_model, batch)
-        margin = loss.beta * ((chosen - references[0]) - (rejected - references[1]))
-        values = [-functional.logsigmoid(margin), margin > 0, margin, chosen, rejected, torch.ones_like(margin)]
-        sums += torch.stack([(value.double() * is_pair).sum() for value in values])
-    *means, count = sum_over_ranks(sums).tolist()
-    names = ("loss", "accuracy", "margin", "logps_chosen", "logps_rejected")
-    return {name: value / count for name, value in zip(names, means, strict=True)}
 
 
 def preference_trial(args: Any) -> Trial:
