@@ -318,18 +318,13 @@ def prepare_to_answer(
     made = {side: cut(datasets.Dataset.from_list([answered(row, []) for row in rows])) for side, rows in ids.items()}
     ends, exported = stops_of_run(model, tokenizer), as_exported(model, tokenizer, base_stops)
     on_first_rank(lambda: compare_prompts(run, exported, tokenizer, sides["train"], ends))
-    rows = SupervisedRows(
-        run,
-        made["train"],
-        made["test"],
-        make_collator(args, tokenizer.pad_token_id),
-        content_of_sides(run, made["train"], made["test"]),
-        lambda rows: tokenizer.pad({"input_ids": [row["input_ids"] for row in rows]}, return_tensors="pt"),  # pyright: ignore
-        sides=sides,
-        num_targets=len(ids["train"]),
-        counts=counts,
-    )
-    return rows, sides["test"]
+    collate, content = make_collator(args, tokenizer.pad_token_id), content_of_sides(run, made["train"], made["test"])
+
+    def show(rows: list[dict]) -> Any:
+        return tokenizer.pad({"input_ids": [row["input_ids"] for row in rows]}, return_tensors="pt")
+
+    counted = {"sides": sides, "num_targets": len(ids["train"]), "counts": counts}
+    return SupervisedRows(run, made["train"], made["test"], collate, content, show, **counted), sides["test"]
 
 
 class OwnAnswers:

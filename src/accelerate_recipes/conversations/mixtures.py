@@ -263,33 +263,21 @@ def prepare_sources(
     check_sources_apart(run, parts)
     states = read_json(run.resumed_from / "data.json") if run.resumed_from else []
     begun_at = step_of(run.resumed_from) if run.resumed_from else 0
-    table = SourceTable(
-        args,
-        mixture,
-        [len(part.train) for part in parts.values()],
-        [part.content for part in parts.values()],
-        states[0].get("weights", ()) if states else (),
-        begun_at,
-    )
-    first, *_ = parts.values()
+    before = states[0].get("weights", ()) if states else ()
+    every = [*parts.values()]
+    sizes, contents = [len(part.train) for part in every], [part.content for part in every]
+    table = SourceTable(args, mixture, sizes, contents, before, begun_at)
     table.check(states, remedy_of_date(run))
     if mixture.names:
         tell_of_sources(run, parts, table)
-    counts = [part.counts for part in parts.values()]
-    summed = {name: sum(count[name] for count in counts) for name in counts[0] if name != "longest"}
-    longest = {"longest": max(count["longest"] for count in counts)}
-    return RowsOfSources(
-        run,
-        ConcatDataset([part.train for part in parts.values()]),
-        ConcatDataset([part.heldout for part in parts.values()]),
-        first.collate,
-        table.state()["content"],
-        sides={side: range(sum(part.num_read[side] for part in parts.values())) for side in first.sides},
-        num_targets=np.concatenate([part.num_targets for part in parts.values()]),
-        counts=summed | longest,
-        parts=parts,
-        table=table,
-    )
+    counts = {name: sum(part.counts[name] for part in every) for name in every[0].counts}
+    counts |= {"longest": max(part.counts["longest"] for part in every)}
+    sides = {side: range(sum(part.num_read[side] for part in every)) for side in every[0].sides}
+    num_targets = np.concatenate([part.num_targets for part in every])
+    counted = {"sides": sides, "num_targets": num_targets, "counts": counts}
+    train, heldout = (ConcatDataset([getattr(part, side) for part in every]) for side in ("train", "heldout"))
+    content = table.state()["content"]
+    return RowsOfSources(run, train, heldout, every[0].collate, content, **counted, parts=parts, table=table)
 
 
 def check_sources_apart(run: Run[Any], parts: Mapping[str, SupervisedRows]) -> None:

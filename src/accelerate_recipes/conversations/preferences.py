@@ -415,13 +415,8 @@ def keep_values(file: Path, values: list[list[float]]) -> None:
 def compute(run: Run[Any], loss: Any, rows: datasets.Dataset, collate: Callable, batch_size: int) -> list[list[float]]:
     """Compute the values of all pairs, on all ranks together: those of the chosen and those of the rejected answers."""
     accelerator, args = run.accelerator, run.args
-    loader = DataLoader(
-        rows,  # pyright: ignore[reportArgumentType]
-        batch_size=batch_size,
-        collate_fn=collate,
-        num_workers=args.dataloader_num_workers,
-        pin_memory=accelerator.device.type == "cuda",
-    )
+    how = {"num_workers": args.dataloader_num_workers, "pin_memory": accelerator.device.type == "cuda"}
+    loader: Any = DataLoader(rows, batch_size, collate_fn=collate, **how)  # pyright: ignore[reportArgumentType]
     found, batches = [], accelerator.prepare(loader)
     for batch in tqdm(batches, desc="Log-probabilities of the reference", disable=None if run.is_first else True):
         stop.raise_if_requested(accelerator)

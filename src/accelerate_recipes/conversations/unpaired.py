@@ -68,16 +68,10 @@ def judged_answers(rows: datasets.Dataset, source: str) -> datasets.Dataset:
     if "messages" not in rows.column_names:
         return rows
     message = rows.features["messages"]
-    features = {name: kind for name, kind in rows.features.items() if name != "messages"}
-    features |= {"prompt": message, "completion": message}
-    return rows.map(
-        before_last_answer,
-        with_indices=True,
-        fn_kwargs={"source": source},
-        remove_columns="messages",
-        features=datasets.Features(features),
-        desc="Finding the answers that are judged",
-    )
+    others = {name: kind for name, kind in rows.features.items() if name != "messages"}
+    features = datasets.Features(others | {"prompt": message, "completion": message})
+    how = {"remove_columns": "messages", "features": features, "desc": "Finding the answers that are judged"}
+    return rows.map(before_last_answer, with_indices=True, fn_kwargs={"source": source}, **how)
 
 
 def before_last_answer(row: dict, index: int, source: str) -> dict:

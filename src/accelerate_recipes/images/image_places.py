@@ -65,17 +65,10 @@ def texts_and_images(rows: datasets.Dataset, args: Any, side: str) -> tuple[data
     said = {name: forms[name] for name in features if name in forms and features[name] != datasets.Value("null")}
     kinds = {name: kind_of_texts(features[name], form) for name, form in said.items()}
     others = {name: feature for name, feature in features.items() if name not in UNUSED}
-    found = map_rows(
-        rows,
-        partial(
-            divided, features=features, said=said, kinds=kinds, folders=args.folders(side), source=args.origins[side]
-        ),
-        datasets.Features(others | kinds | IMAGES),
-        code=(sys.modules[__name__],),
-        num_proc=args.dataset_num_proc,
-        desc="Reading rows",
-        batch=ROWS_IN_MEMORY,
-    )
+    given = {"features": features, "said": said, "kinds": kinds, "source": args.origins[side]}
+    make, made = partial(divided, **given, folders=args.folders(side)), datasets.Features(others | kinds | IMAGES)
+    how = {"num_proc": args.dataset_num_proc, "desc": "Reading rows", "batch": ROWS_IN_MEMORY}
+    found = map_rows(rows, make, made, code=(sys.modules[__name__],), **how)
     having: dict[str, list[int]] = defaultdict(list)  # rows of which the same was made
     for number, some in enumerate(found["notes"], 1):
         for note in {*some}:

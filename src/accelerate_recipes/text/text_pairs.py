@@ -421,11 +421,5 @@ def pairs_trial(args: Any, config: PreTrainedConfig | None) -> Trial:
         "row": torch.arange(rows),
     }
     settings = {"attn_implementation": args.attn_implementation, "dtype": load_settings(args)["dtype"]}
-    return Trial(
-        config,
-        partial(encoder_decoder_on_meta, is_tied=is_tied, **settings),
-        sequence_to_sequence_loss,
-        count_labels,
-        batch,
-        rows * args.max_target_length,
-    )
+    make = partial(encoder_decoder_on_meta, is_tied=is_tied, **settings)
+    return Trial(config, make, sequence_to_sequence_loss, count_labels, batch, rows * args.max_target_length)
