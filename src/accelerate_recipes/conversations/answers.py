@@ -449,12 +449,9 @@ def answers_trial(args: Any) -> Trial:
     )  # fmt: skip
     trainer = AnswerTrainer.__new__(AnswerTrainer)  # it can only compute its loss
     Objective.__init__(trainer, args, config, Collectives())
-    vars(trainer).update(
-        epsilon_low=args.epsilon,
-        epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
-        _entropy_bonus_enabled=False,
-        **{name: getattr(args, name) for name in names},
-    )
+    vars(trainer).update({name: getattr(args, name) for name in names})
+    trainer.epsilon_low, trainer._entropy_bonus_enabled = args.epsilon, False
+    trainer.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     trainer.args.steps_per_generation = 1
 
     def make_model(config: PreTrainedConfig) -> PreTrainedModel:

@@ -8,7 +8,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -459,13 +459,12 @@ def distilled_trial(args: Any) -> Trial:
         ids = batch["input_ids"].new_zeros(args.per_device_eval_batch_size, asked + drawn)
         draw_answers({"temperature": args.temperature}, ids, drawn, passes, model, begin)
 
-    return replace(
-        trial,
-        make_model=lambda config: with_access(trial.make_model(config)),
-        loss_fn=loss.sum_parts,
-        count_fn=count_next_tokens,
-        tokens=int(count_next_tokens(trial.batch)),
-        before_fn=draw if args.lmbda else None,
-        keep_reference=loss.use_teacher,
-        make_reference=lambda: with_access(trial_model(frozen, teacher)),
-    )
+    def make_student(config: PreTrainedConfig) -> PreTrainedModel:
+        return with_access(trial.make_model(config))
+
+    def make_teacher() -> PreTrainedModel:
+        return with_access(trial_model(frozen, teacher))
+
+    tokens, before = int(count_next_tokens(trial.batch)), draw if args.lmbda else None
+    given = trial.config, make_student, loss.sum_parts, count_next_tokens, trial.batch, tokens
+    return Trial(*given, before_fn=before, keep_reference=loss.use_teacher, make_reference=make_teacher)

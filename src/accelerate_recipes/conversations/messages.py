@@ -77,13 +77,9 @@ def without_added_nulls(rows: datasets.Dataset, columns: Collection[str], source
     """
     changes = {name: target(rows.features[name]) for name in columns if is_rewritten(rows, name)}
     if changes:
-        rows = rows.map(
-            rewritten,
-            with_indices=True,
-            fn_kwargs={"kinds": {name: rows.features[name] for name in sorted(changes)}, "source": source},
-            features=datasets.Features(dict(rows.features) | changes),
-            desc="Removing nulls",
-        )
+        given = {"kinds": {name: rows.features[name] for name in sorted(changes)}, "source": source}
+        how = {"features": datasets.Features(dict(rows.features) | changes), "desc": "Removing nulls"}
+        rows = rows.map(rewritten, with_indices=True, fn_kwargs=given, **how)
     return rows
 
 

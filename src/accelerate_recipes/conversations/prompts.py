@@ -289,13 +289,8 @@ class HeldoutAnswers:
         if not isinstance(self.prompts[0], str):
             said = [[{"role": "assistant", "content": text}] for text in texts]
         state = TrainerState(global_step=step, max_steps=self.run.total_steps)
-        given = {
-            "completion_ids": ids,
-            "log_extra": ignore,
-            "log_metric": ignore,
-            "trainer_state": state,
-        } | self.columns
-        values = [reward(self.prompts, said, **given) for reward in self.rewards]
+        given = {"completion_ids": ids, "log_extra": ignore, "log_metric": ignore, "trainer_state": state}
+        values = [reward(self.prompts, said, **given | self.columns) for reward in self.rewards]
         names = [reward.__name__ for reward in self.rewards]
         totals = [weighted(row, self.weights) for row in zip(*values, strict=True)]
         found = {"reward": totals} if names else {}

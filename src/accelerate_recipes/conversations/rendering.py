@@ -10,6 +10,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -288,16 +289,12 @@ def tokenized_parts(tokenizer: PreTrainedTokenizerBase, parts: "Sequence[list[Pa
             f"{type(tokenizer).__name__} does not say where its tokens stand in a text, so answers alone cannot be trained; "
             "give --assistant_only_loss false to train everything"
         )
-    texts: Any = [part.text for found in parts for part in found]
+    every = [part for found in parts for part in found]
+    texts: Any = [part.text for part in every]
     made: Any = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-    tokens = zip(made["input_ids"], made.encodings, strict=True)
-    return [
-        [
-            Rendering(ids, part.targets(encoding), part.opened)
-            for part, (ids, encoding) in zip(found, tokens, strict=False)
-        ]
-        for found in parts
-    ]
+    tokens = zip(every, made["input_ids"], made.encodings, strict=True)
+    renderings = (Rendering(ids, part.targets(encoding), part.opened) for part, ids, encoding in tokens)
+    return [[*islice(renderings, len(found))] for found in parts]
 
 
 class Part(NamedTuple):
@@ -314,7 +311,10 @@ class Part(NamedTuple):
 
     def targets(self, encoding: Any) -> list[bool]:
         """Tell for each token of the text, as `tokenizers.Encoding`, whether it is a target."""
-        return (tokens_touching if self.is_marked else tokens_in)(self.answers, encoding)
+        found = [False] * len(encoding)
+        for first, last in (ranges_touching if self.is_marked else ranges_in)(self.answers, encoding):
+            found[first:last] = [True] * (last - first)
+        return found
 
 
 def parts_of(messages: list[dict], answers: Sequence[int], write: Write, stops: Sequence[str]) -> list[Part]:
@@ -417,14 +417,6 @@ def by_template(
     return tokenizer.apply_chat_template([*conversations], return_dict=True, **given, **settings)  # pyright: ignore
 
 
-def tokens_in(places: Sequence[tuple[int, int]], encoding: Any) -> list[bool]:
-    """Tell for each token of an encoded text, `tokenizers.Encoding`, whether it begins in one of `places`."""
-    found = [False] * len(encoding)
-    for first, last in ranges_in(places, encoding):
-        found[first:last] = [True] * (last - first)
-    return found
-
-
 def ranges_in(places: Sequence[tuple[int, int]], encoding: Any) -> list[list[int]]:
     """Return for each of `places` in an encoded text the numbers of the first token in it and of the first behind it."""
 
@@ -442,11 +434,11 @@ def ranges_in(places: Sequence[tuple[int, int]], encoding: Any) -> list[list[int
     return [[*map(first_from, place)] for place in places]
 
 
-def tokens_touching(places: Sequence[tuple[int, int]], encoding: Any) -> list[bool]:
-    """Tell for each token of an encoded text whether a part of it stands in one of `places`, as transformers does."""
-    numbers, found = range(len(encoding)), [False] * len(encoding)
+def ranges_touching(places: Sequence[tuple[int, int]], encoding: Any) -> list[list[int]]:
+    """Return, like `ranges_in`, the numbers of the tokens of which a part stands in a place, as transformers does."""
+    numbers, found = range(len(encoding)), []
     for begin, end in places:
         first = bisect_right(numbers, begin, key=lambda token: encoding.token_to_chars(token)[1])
         last = bisect_left(numbers, end, key=lambda token: encoding.token_to_chars(token)[0])
-        found[first:last] = [True] * (last - first)
+        found.append([first, last])
     return found

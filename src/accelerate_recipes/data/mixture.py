@@ -254,16 +254,11 @@ def read_mixture(given: str, args_class: type[MixtureArgs]) -> Mixture:
     found += [f"{file}: two sources are called {name}" for name in sorted({n for n in names if names.count(n) > 1})]
     phases = content.get("phases") or []
     phases = phases if isinstance(phases, list) else [phases]
-    mixture = Mixture(
-        file,
-        # By name: what a run trains on does not depend on their order in the file.
-        sorted(sources, key=lambda source: source.name),
-        [
-            read_phase(section, f"{file}, phase {number}", names, args_class.of_phase, found)
-            for number, section in enumerate(phases, 1)
-        ],
-        number_in(content, "temperature", 1.0, file, found, above=0),
-    )
+    numbered = ((f"{file}, phase {number}", section) for number, section in enumerate(phases, 1))
+    phases = [read_phase(section, where, names, args_class.of_phase, found) for where, section in numbered]
+    temperature = number_in(content, "temperature", 1.0, file, found, above=0)
+    # By name: what a run trains on does not depend on their order in the file.
+    mixture = Mixture(file, sorted(sources, key=lambda source: source.name), phases, temperature)
     sizes = [source.name for source in sources if source.weight is None]
     if sizes and len(sizes) < len(sources):
         found.append(f"{file}: {', '.join(sizes)} have weight: {SIZE}, and others a number; give all of them alike")

@@ -116,13 +116,8 @@ def load_image_sides(
             images = images.select(np.asarray(kept["row"][:]) - 1).flatten_indices()
         # It is done again once a file has another size or time.
         make = partial(measure, source=source, files=files_version(images), skips=args.skip_broken_images)
-        given = (
-            datasets.Features(MEASURES),
-            (pictures, sys.modules[__name__]),
-            args.dataset_num_proc,
-            "Measuring images",
-        )
-        measured = map_rows(images, make, *given, batch=ROWS_IN_MEMORY)
+        how = {"num_proc": args.dataset_num_proc, "desc": "Measuring images", "batch": ROWS_IN_MEMORY}
+        measured = map_rows(images, make, datasets.Features(MEASURES), (pictures, sys.modules[__name__]), **how)
         if args.skip_broken_images:
             whole = unbroken(measured, source)
             said, images, measured = (part.select(whole).flatten_indices() for part in (said, images, measured))
