@@ -101,6 +101,10 @@ class SourceTable:
         self.mixture.check_phases(steps)
         return steps
 
+    def changed(self) -> str:
+        """Say which shares hold from now on, if a resumed run has others than it had; "" if not."""
+        return changed_shares(self.before, self.weights, self.begun_at) if self.before else ""
+
     def facts(self) -> dict[str, dict[str, Any]]:
         """Describe each source by what must not change on a resume."""
         parts = zip(self.mixture.sources, self.contents, strict=True)
@@ -325,5 +329,5 @@ def tell_of_sources(run: Run[Any], parts: Mapping[str, SupervisedRows], table: S
             f"Source {name}: {read['train']:,} rows to train on, {read['test']:,} held out; {len(part.train):,} sequences: "
             f"{seen[f'{name}_share']:.2%} of the run's, {seen[f'{name}_epochs']:.3g} epochs in {steps:,} steps"
         )
-    if table.before and (said := changed_shares(table.before, table.weights, table.begun_at)):
+    if said := table.changed():
         run.print(said)

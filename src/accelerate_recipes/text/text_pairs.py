@@ -183,7 +183,8 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
         for name, part in rows.items():
             part = text_columns(part, args.columns[name], args.origins[name])
             share = args.heldout_share if len(rows) == 1 else float(name == "test")
-            make = partial(pairs_of, columns=args.columns[name], tokenizer=tokenizer, args=args, heldout_share=share)
+            how = {"task_prefix": args.task_prefix or "", "lengths": lengths, "heldout_share": share}
+            make = partial(pairs_of, columns=args.columns[name], tokenizer=tokenizer, **how)
             made = map_rows(part, make, features, desc="Tokenising", file=tmp / f"{name}.arrow")
             parts.append(made)
             defects = zip(made["row"][:], made["defect"][:], strict=True)
@@ -302,9 +303,15 @@ def check_ends(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def pairs_of(
-    table: "pa.Table", first: int, columns: tuple[str, str], tokenizer: Any, args: PairArgs, heldout_share: float
+    table: "pa.Table",
+    first: int,
+    columns: tuple[str, str],
+    tokenizer: PreTrainedTokenizerBase,
+    task_prefix: str,
+    lengths: tuple[int, int],
+    heldout_share: float,
 ) -> "pa.Table":
-    """Make `source_ids` and `target_ids`, cut at the longest lengths; `source_is_cut` and `target_is_cut` say whether.
+    """Make `source_ids` and `target_ids`, cut at the longest `lengths`; `source_is_cut` and `target_is_cut` say whether.
 
     For training, each reference makes a pair; a pair that is `heldout` has the first one. `row` is the number of the row,
     `source` and `references` are the texts, `hash` is that of the source, and `defect` says why a pair cannot be used.
@@ -319,8 +326,7 @@ def pairs_of(
     names = ("row", "source", "references", "defect", "heldout", "hash", "target")
     result: dict[str, Any] = {name: [*values] for name, values in zip(names, zip(*pairs, strict=True), strict=True)}
     result["hash"] = np.array(result["hash"], np.uint64)
-    prefix, lengths = args.task_prefix or "", (args.max_source_length, args.max_target_length)
-    texts = {"text": [prefix + text for text in result["source"]]}, {"text_target": result.pop("target")}
+    texts = {"text": [task_prefix + text for text in result["source"]]}, {"text_target": result.pop("target")}
     for side, own, longest in zip(("source", "target"), texts, lengths, strict=True):
         tokens: Any = tokenizer(**own, return_attention_mask=False, verbose=False)["input_ids"]
         result[f"{side}_ids"] = [cut(ids, longest) for ids in tokens]
