@@ -123,12 +123,6 @@ def test_promises_name_their_tests():
     assert missing == []
 
 
-def test_folders_have_a_purpose():
-    folders = [path for path in SRC.rglob("*") if path.is_dir() and any(path.glob("*.py"))]
-    texts = {folder.name: (folder / "__init__.py").read_text() for folder in folders}
-    assert [name for name, text in texts.items() if not ast.get_docstring(ast.parse(text))] == []
-
-
 def test_the_project_only_gets_smaller():
     """Each size of `ratchet.json` is at most its number, and at least 99 % of it: `make ratchet` writes a lower one."""
     most, found = json.loads(ratchet.FILE.read_text()), ratchet.sizes()
