@@ -24,7 +24,6 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.launch.checks import environment_problems, environment_warnings, lever_problems, lever_warnings
 from accelerate_recipes.life import parent
-from accelerate_recipes.upstream import choose_interface
 from recipe_tools.request import launch_environment
 
 FSDP2 = {
@@ -317,44 +316,39 @@ def test_upstream_still_divides_a_tied_embedding(run_python):
     assert "is shared with a parameter already managed by another FSDP group" in said
 
 
+BERT = "model = transformers.{}(transformers.BertConfig(**sizes))"
+LLAMA = "model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)); model."
+BACKWARD = "model(input_ids=ids).logits.sum().backward()"
+FIRST_READS = WRAPPED | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+# A model, how Accelerate alone prepares it, what is done with it, the error, and the environment.
+NEEDED = {
+    "generate, registered in distributed.prepare: an encoder's call gathers the root":
+        (f"{T5}; share_embedding(model)", ALONE, "model.generate(ids, max_new_tokens=2)", "", {}),
+    "upstream.leave_embedding_to_accelerate": (BERT.format("BertForSequenceClassification"), ALONE, BACKWARD, "Invariant encountered", WRAPPED),
+    "upstream.hidden_head": (BERT.format("BertForMaskedLM"), f"upstream.leave_embedding_to_accelerate(model); {ALONE}", BACKWARD,
+        "shared with a parameter", WRAPPED),
+    "upstream.hidden_buffers, as in the router of DeepSeek V3":
+        (f"{LLAMA}model.layers[0].mlp.register_buffer('bias', torch.arange(3.0))", ALONE,
+        "assert model.state_dict()['model.layers.0.mlp.bias'].tolist() == [0, 1, 2]", "no attribute 'device_mesh'", FIRST_READS),
+    "upstream.leave_out_other_layers":
+        (f"{LLAMA}_no_split_modules = ['LlamaDecoderLayer', 'LayerOfATower']", ALONE, "pass", "LayerOfATower", WRAPPED),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-def test_upstream_still_generates_beside_the_forward_pass(run_python):
-    """When this fails, an encoder's call gathers the root: distributed.prepare need not register `generate`."""
-    call = "model.generate(ids, max_new_tokens=2)"
-    said = [run_python(under_fsdp2(f"{T5}; share_embedding(model)", way, call)) for way in (ALONE, OURS)]
-    assert said[0] != "fine" == said[1]
+@pytest.mark.parametrize("workaround", NEEDED)
+def test_upstream_still_needs(run_python, workaround):
+    """When one fails, Accelerate does not need the workaround any more: remove it."""
+    model, alone, act, error, env = NEEDED[workaround]
+    said = run_python(under_fsdp2(model, alone, act), **env)
+    assert error in said and said != "fine"
+    assert run_python(under_fsdp2(model, OURS, act), **env) == "fine"
 
 
 def test_upstream_still_generates_where_the_first_parameter_lies():
     """With CPU offload that is the CPU (`computes_on`); tests/test_plan.py draws answers on a GPU with it, on fake tensors."""
     source = inspect.getsource(GenerationMixin.prepare_inputs_for_generation)
     assert "move_to_device(model_inputs, self.device)" in source
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "before", "error"), [
-    ("BertForSequenceClassification", "", "Invariant encountered"),
-    ("BertForMaskedLM", "upstream.leave_embedding_to_accelerate(model); ", "shared with a parameter"),
-], ids=["leave_embedding_to_accelerate", "hidden_head"])  # fmt: skip
-def test_upstream_still_wraps_embeddings_and_heads_twice(run_python, kind, before, error):
-    """When one fails, Accelerate wraps them once: remove the function of `upstream` that it names."""
-    model = f"model = transformers.{kind}(transformers.BertConfig(**sizes))"
-    act = "model(input_ids=ids).logits.sum().backward()"
-    assert error in run_python(under_fsdp2(model, before + ALONE, act), **WRAPPED)
-    assert run_python(under_fsdp2(model, OURS, act), **WRAPPED) == "fine"
-
-
-@pytest.mark.slow
-def test_upstream_still_takes_saved_buffers_for_parameters(run_python):
-    """When this fails, Accelerate sends buffers to all ranks: remove upstream.hidden_buffers."""
-    model = (  # as in the router of DeepSeek V3
-        "model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)); "
-        "model.model.layers[0].mlp.register_buffer('bias', torch.arange(3.0))"
-    )
-    act = "assert model.state_dict()['model.layers.0.mlp.bias'].tolist() == [0, 1, 2]"
-    settings = WRAPPED | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    assert run_python(under_fsdp2(model, ALONE, act), **settings) == "'Tensor' object has no attribute 'device_mesh'"
-    assert run_python(under_fsdp2(model, OURS, act), **settings) == "fine"
 
 
 @pytest.mark.parametrize(
@@ -380,17 +374,6 @@ def test_upstream_still_keeps_the_layers_of_the_first_model(version, named, wrap
     plugin.set_auto_wrap_policy(second)
     found = [layer.__name__ for layer in plugin.auto_wrap_policy.keywords["transformer_layer_cls"]]
     assert found == plugin.transformer_cls_names_to_wrap == wrapped and "Llama" in kept.__name__
-
-
-@pytest.mark.slow
-def test_upstream_still_looks_for_layers_of_other_models(run_python):
-    """When this fails, Accelerate passes over layers that a model does not have: remove upstream.leave_out_other_layers."""
-    model = (
-        "model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes)); "
-        "model._no_split_modules = ['LlamaDecoderLayer', 'LayerOfATower']"
-    )
-    assert "LayerOfATower" in run_python(under_fsdp2(model, ALONE), **WRAPPED)
-    assert run_python(under_fsdp2(model, OURS), **WRAPPED) == "fine"
 
 
 def test_parts_of_a_mixer_are_no_units(run_python):
@@ -543,6 +526,6 @@ def test_the_interface_of_gloo(given, master, expected, monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     for name, value in (given | ({"MASTER_ADDR": master} if master else {})).items():
         monkeypatch.setenv(name, value)
-    choose_interface()
+    upstream.choose_interface()
     found = os.environ.pop("GLOO_SOCKET_IFNAME", None)
     assert found == expected

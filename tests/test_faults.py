@@ -161,11 +161,19 @@ def test_killed_under_the_launcher(forks, undisturbed, tmp_path, out, point, eve
     assert_resumed(out, newest, log_of(out), undisturbed)
 
 
+BY_4, BY_2 = (
+    {"PARALLELISM_CONFIG_CP_SIZE": "4"},
+    {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
+)  # of 4 ranks that share rows
+# Config and ranks of each run; where ranks share rows, attention and environment.
 CHAINS = {
     "2 -> 1 -> 4 -> 2 ranks": [("fsdp_full", 2), ("fsdp_full", 1), ("fsdp_full", 4), ("fsdp_full", 2)],
     "FSDP2 -> DDP -> FSDP2": [("fsdp_full", 2), ("ddp", 2), ("fsdp_full", 2)],
     "single -> hybrid -> DDP -> single": [("single", 1), ("fsdp_hybrid", 4), ("ddp", 2), ("single", 1)],
-}
+    "rows shared by 4 -> by 2 -> by none": [
+        ("fsdp_long", 4, "sdpa", BY_4), ("fsdp_long", 4, "documents", BY_2), ("single", 1, "documents", {}),
+    ],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -181,13 +189,15 @@ def test_chain_of_resumes(forks, without_dropout, out, name):
     """Each link but the last is killed after its first save; together they train on every row of the epoch once."""
     chain = CHAINS[name]
     args = ("--num_rows", 96, "--num_train_epochs", 1, "--save_steps", 3, "--per_device_train_batch_size", 2)
-    for i, (config, num_processes) in enumerate(chain):
+    for i, (config, num_processes, *shared) in enumerate(chain):
         last = i == len(chain) - 1
-        env = {} if last else killed_in_step(3 * i + 5)
-        code = forks.run(out, *args, "--async_save", "false", config=config, num_processes=num_processes, **env)
+        attention, env = shared or ("sdpa", {})
+        given = (*args, "--attn_implementation", attention, "--async_save", "false")
+        env = env | ({} if last else killed_in_step(3 * i + 5))
+        code = forks.run(out, *given, config=config, num_processes=num_processes, **env)
         assert code == (0 if last else -9), log_of(out)[-3000:]
     assert re.findall(r"\(step (\d+), saved by (\d) x", log_of(out)) == [
-        (str(3 * i + 3), str(num_processes)) for i, (_, num_processes) in enumerate(chain[:-1])
+        (str(3 * i + 3), str(num_processes)) for i, (_, num_processes, *_) in enumerate(chain[:-1])
     ]
     assert losses(out) == pytest.approx(without_dropout, rel=1e-5)
     assert helpers.rows_trained_on(out) == list(range(96))

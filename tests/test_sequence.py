@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from arithmetic import Watch
-from helpers import CHILDREN, CONFIGS, ROOT, log_of, losses, refuses, rows_trained_on
+from helpers import CHILDREN, CONFIGS, ROOT, refuses
 from tiny import tiny_config, tiny_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import GraniteMoeHybridConfig, Mamba2Config, MiniMaxConfig, T5Config
@@ -193,10 +193,8 @@ def test_what_a_launch_says(monkeypatch, at_the_root):
     with pytest.raises(ConfigError, match=r"llama has 4 query heads, .*cp_size 3 "):
         preflight([LONG, "--num_processes", "3", "--parallelism_config_cp_size", "3", *CHESS, "--max_length", "255"])
     c4 = [str(ROOT / "recipes/c4.py"), "--config", str(ROOT / "recipes/configs/c4/laptop.yaml")]
-    with pytest.raises(ConfigError) as caught:
-        preflight([LONG, *shards, *c4, "--total_batch_size", "15", "--num_streams", "25"])
-    text = str(caught.value)
-    assert re.search("15 is not a multiple of .* 4 x 2 groups of 2 .* = 8", text)
+    command = [LONG, *shards, *c4, "--total_batch_size", "15", "--num_streams", "25"]
+    text = refuses("15 is not a multiple of .* 4 x 2 groups of 2 .* = 8", preflight, command)
     assert "totals that work: 8 or 16" in text
     assert "25 is not a multiple of 2 groups of 2 processes that share rows; numbers that work: 1, 5, 25" in text
     for name in ("sft", "dpo"):
@@ -298,23 +296,3 @@ def test_architectures(forks, tmp_path):
         shared, whole = model["losses"]
         assert shared == pytest.approx(whole, rel=1e-5), name
         assert max(model["distances"].values()) < 1e-5, (name, model["distances"])
-
-
-@pytest.mark.slow
-def test_resumed_on_other_meshes(forks, tmp_path):
-    """Rows shared by 4, by 2, and by none follow the losses of one process, and train on every row of the epoch once."""
-    alone, out = tmp_path / "alone/out", tmp_path / "out"
-    alone.parent.mkdir()
-    args = ("--num_rows", 96, "--num_train_epochs", 1, "--save_steps", 3, "--async_save", "false")
-    forks.succeed(alone, *args, config="single", num_processes=1)
-    sizes = ("PARALLELISM_CONFIG_CP_SIZE", "4"), ("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
-    chain = [*(("fsdp_long", 4, {name: size}) for name, size in sizes), ("single", 1, {})]
-    for i, (config, num_processes, env) in enumerate(chain):
-        last = i == len(chain) - 1
-        point = {"rank": 0, "event": "toy.loss", "path": f"step {3 * i + 5}.", "count": 1, "everyone": True}
-        env = env if last else env | {"TOY_FAULT": json.dumps(point)}
-        attention = ("--attn_implementation", "documents" if i else "sdpa")
-        code = forks.run(out, *args, *attention, config=config, num_processes=num_processes, **env)
-        assert code == (0 if last else -9), log_of(out)[-3000:]
-    assert losses(out) == pytest.approx(losses(alone), rel=1e-5)
-    assert rows_trained_on(out) == list(range(96))
