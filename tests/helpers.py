@@ -139,10 +139,11 @@ def refused(*facts: str, error: type[Exception] = ConfigError) -> Iterator[pytes
         assert fact in str(caught.value), str(caught.value)
 
 
-def refuses(said: str, call: Callable, *args: object, error: type[Exception] = ConfigError, **settings: object) -> None:
-    """Check that a call is refused, with a message that matches."""
-    with pytest.raises(error, match=said):
+def refuses(said: str, call: Callable, *args: object, error: type[Exception] = ConfigError, **settings: object) -> str:
+    """Check that a call is refused, with a message that matches; return the message."""
+    with pytest.raises(error, match=said) as caught:
         call(*args, **settings)
+    return str(caught.value)
 
 
 def by_time(names: Iterable, fast: Container = (), slow: Container | None = None, *more: object) -> list:

@@ -17,7 +17,6 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -38,7 +37,6 @@ from tiny import change_weights, composite_config  # noqa: E402
 from tokenizers.processors import TemplateProcessing  # noqa: E402
 
 from accelerate_recipes.arguments.adapters import ALL_LINEAR  # noqa: E402
-from accelerate_recipes.data.packing import PackedRows, collate  # noqa: E402
 from accelerate_recipes.errors import ConfigError  # noqa: E402
 from accelerate_recipes.losses import (  # noqa: E402
     count_labels,
@@ -265,10 +263,9 @@ class Model:
         return beside(self.load(**settings), adapter, merged)
 
     @torch.no_grad()
-    def loss_of(self, net: transformers.PreTrainedModel, num_rows: int = 16) -> float:
+    def loss_of(self, net: transformers.PreTrainedModel) -> float:
         """Compute a model's loss on the rows on which the runs evaluate."""
-        rows = PackedRows(toy.make_rows(num_rows), toy.LENGTH, 0, document_mask=True)
-        batch = collate([rows[i] for i in range(num_rows)])
+        batch = toy.batch_of(16)
         return (next_token_loss(net.eval(), batch) / count_next_tokens(batch)).item()
 
     def texts_of(self, net: transformers.PreTrainedModel) -> list[str]:
@@ -310,11 +307,6 @@ class Model:
     @property
     def sharded(self) -> Path:
         return self.run("fsdp2")
-
-    @cached_property
-    def batch(self) -> dict[str, torch.Tensor]:
-        rows = PackedRows(toy.make_rows(3), toy.LENGTH, 0, document_mask=True)
-        return collate([rows[i] for i in range(3)])
 
 
 class Composite(Model):
@@ -458,7 +450,7 @@ def packed_as_unpacked(model: Model) -> str | None:
     """Loss and gradients of packed rows are those of each document alone, to 1e-5."""
     if isinstance(model, EncoderDecoder):
         return padded_as_alone(model)
-    net, batch = model.load(), model.batch
+    net, batch = model.load(), toy.batch_of(3)
     check_packing(net.config)
     packed = gradients(net, [next_token_loss(net, batch)])
     documents = documents_alone(batch)
@@ -488,9 +480,9 @@ def loss_without_logits(model: Model) -> str | None:
     """Loss and gradients are those of whole logits, to 1e-5."""
     if isinstance(model, EncoderDecoder):
         return "not offered: recipes/t5.py computes whole logits"
-    net = model.load()
-    found = gradients(net, [next_token_loss_without_logits(net, model.batch)])
-    wanted = gradients(net, [next_token_loss(net, model.batch)])
+    net, batch = model.load(), toy.batch_of(3)
+    found = gradients(net, [next_token_loss_without_logits(net, batch)])
+    wanted = gradients(net, [next_token_loss(net, batch)])
     compare_gradients(found, wanted)
 
 

@@ -10,7 +10,6 @@ import re
 import shutil
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,7 +42,6 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.weight_files import saved_tensors
-from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import num_weights
@@ -116,14 +114,13 @@ def run_under(run):
 @torch.no_grad()
 def loss_of(model: torch.nn.Module) -> float:
     """Compute a model's loss on the toy's evaluation data."""
-    rows = PackedRows(toy.make_rows(toy.Args().num_rows), toy.LENGTH, 0, document_mask=True)
-    batch = torch.utils.data.default_collate([rows[i] for i in range(len(rows))])
+    batch = toy.batch_of(toy.Args().num_rows)
     return (next_token_loss(model.eval(), batch) / count_next_tokens(batch)).item()
 
 
 @pytest.mark.parametrize("name, variant", [
     *by_time(STRATEGIES, FAST, SLOW, ()),
-    *by_time(islice(STRATEGIES, 1, None), (), FOUR_BITS, IN_4_BITS),
+    *by_time(itertools.islice(STRATEGIES, 1, None), (), FOUR_BITS, IN_4_BITS),
     *by_time(["fsdp2"], (), None, ("--use_dora",)),
 ], ids=lambda value: value if isinstance(value, str) else " ".join(value))  # fmt: skip
 def test_one_trajectory(run_under, name, variant):

@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,91 +16,81 @@ from helpers import ROOT, by_time, hidden
 from accelerate_recipes.errors import ConfigError
 from recipe_tools import machine
 from recipe_tools.doctor import command, proofs
-from recipe_tools.doctor.command import write_card
 from recipe_tools.doctor.proofs import Figure, Runs, prove
 
-
-class Fault(NamedTuple):
-    """A change of the library's source that a proof must notice."""
-
-    proof: str
-    module: str
-    old: str
-    new: str
-    config: str = "fsdp_full"  # the strategy under which the trajectory shows it
-
-
+# Changes of the library's source that a proof must notice: the proof, the module, what stood there, what stands there now, and the
+# strategy under which the trajectory shows it, if it is not fsdp_full.
 FAULTS = {
-    "each micro-batch is divided by its own targets": Fault(
+    "each micro-batch is divided by its own targets": (
         "trajectory", "engine", "(loss * scale).sum()", "(loss / count_fn(batch).clamp(min=1) / len(micro_batches)).sum()"
     ),
-    "the logged loss is one rank's": Fault(
+    "the logged loss is one rank's": (
         "trajectory", "engine", "loss_sums, norm = sum_over_ranks(torch.cat([losses.sum(0), norm])).split(", "loss_sums, norm = torch.cat([losses.sum(0), norm]).split("
     ),
-    "gradients are an average over the ranks": Fault(
+    "gradients are an average over the ranks": (
         "trajectory", "engine", "scale = accelerator.num_processes / num", "scale = 1 / num"
     ),
-    "shards are not clipped": Fault(
+    "shards are not clipped": (
         "trajectory", "distributed", 'max_norm or float("inf"))', '(max_norm if accelerator.num_processes == 1 else 0) or float("inf"))'
     ),
-    "DDP never reduces": Fault(
+    "DDP never reduces": (
         "trajectory", "distributed", "contextlib.nullcontext() if is_last else accelerator.no_sync(model)", "accelerator.no_sync(model)", "ddp"
     ),
-    "gradients are summed in bf16": Fault(
+    "gradients are summed in bf16": (
         "trajectory", "distributed", '"reduce_dtype": DTYPES[args.reduce_dtype]', '"reduce_dtype": torch.bfloat16'
     ),
-    "all ranks read the same rows": Fault(
+    "all ranks read the same rows": (
         "trajectory", "data/rows", "rows[self.rank * share : (self.rank + 1) * share]", "rows[:share]"
     ),
-    "the order depends on the number of ranks": Fault(
+    "the order depends on the number of ranks": (
         "trajectory", "data/rows", "num_rows, self.args.seed, self.end)", "num_rows, self.args.seed + self.world_size, self.end)"
     ),
-    "first weights depend on the number of ranks": Fault(
+    "first weights depend on the number of ranks": (
         "trajectory", "distributed", "set_seed(args.seed)", "set_seed(args.seed + accelerator.num_processes)"
     ),
-    "a shared row loses the target at its seam": Fault(
+    "a shared row loses the target at its seam": (
         "trajectory", "models/shared_rows", 'F.pad(batch["labels"], (0, 1)', 'F.pad(batch["labels"][:, : start + length], (0, 1)', "fsdp_long"
     ),
-    "the optimizer begins anew": Fault(
+    "the optimizer begins anew": (
         "resume", "checkpoint/checkpointer", "load_state(state, ", 'load_state({"model": state["model"]}, '
     ),
-    "the weights are not read": Fault(
+    "the weights are not read": (
         "resume", "checkpoint/checkpointer", "load_state(state, ", 'load_state({"optimizer": state["optimizer"]}, '
     ),
-    "the schedule begins anew": Fault("resume", "checkpoint/checkpointer", 'seek(self.scheduler, marker["step"])', "pass"),
-    "the rows begin anew": Fault(
+    "the schedule begins anew": ("resume", "checkpoint/checkpointer", 'seek(self.scheduler, marker["step"])', "pass"),
+    "the rows begin anew": (
         "resume", "engine", "train_loader.start_at(step, ", "train_loader.start_at(0, "
     ),
-    "random numbers begin anew": Fault("resume", "checkpoint/checkpointer", "set_rng_state(load_plain", "dict(load_plain"),
-    "the run begins anew": Fault(
+    "random numbers begin anew": ("resume", "checkpoint/checkpointer", "set_rng_state(load_plain", "dict(load_plain"),
+    "the run begins anew": (
         "resume", "checkpoint/resume", "chosen = present[-1] if present else None", "chosen = None; [__import__('shutil').rmtree(path) for path in present]; present = []"
     ),
-    "exported weights are rounded": Fault(
+    "exported weights are rounded": (
         "export", "checkpoint/weight_files", "parts[name].contiguous()", "parts[name].bfloat16().to(parts[name].dtype).contiguous()"
     ),
-    "one exported weight is the first one": Fault(
+    "one exported weight is the first one": (
         "export", "checkpoint/weight_files", "parts[name].contiguous()", "parts[name].clamp(min=1 if name == 'model.norm.weight' else None, max=1 if name == 'model.norm.weight' else 9e9)"
     ),
-    "exported settings differ": Fault(
+    "exported settings differ": (
         "export", "checkpoint/export", 'config, names = read_json(file), {"dtype", "torch_dtype"}',
         'config, names = read_json(file) | {"rms_norm_eps": 0.01}, {"dtype", "torch_dtype"}'
     ),
-    "the tokenizer lacks a word": Fault(
+    "the tokenizer lacks a word": (
         "export", "models/tokenizers", "enumerate([*special.values(), *words])}", "enumerate([*special.values(), *words[1:]])}"
     ),
-    "layers stay gathered": Fault(
+    "layers stay gathered": (
         "plan", "distributed", '{"mixed_precision_policy": MixedPrecisionPolicy(**policy)}', '{"mixed_precision_policy": MixedPrecisionPolicy(**policy), "reshard_after_forward": False}'
     ),
-    "plan leaves out a layer": Fault(
+    "plan leaves out a layer": (
         "plan", "../recipe_tools/plan/simulate", "config = with_layers(trial.config, job.num_layers) if job.num_layers else trial.config", "config = with_layers(trial.config, 3)", "plan"
     ),
-    "the speed counts one rank's tokens": Fault(
+    "the speed counts one rank's tokens": (
         "throughput", "engine", "window.add(done.loss_sums, done.num_targets,", "window.add(done.loss_sums, done.num_targets // 2,"
     ),
-    "the time is measured without the pass": Fault(
+    "the time is measured without the pass": (
         "throughput", "engine", "args.total_batch_size, seconds, data_seconds)", "args.total_batch_size, seconds / 2, data_seconds)"
     ),
-    "rows come slowly": Fault(
+    "rows come slowly": (
         "throughput", "data/rows", "return self.make(self.items[number], number)", "return [self.make(self.items[number], number), __import__('time').sleep(0.1)][0]"
     ),
 }  # fmt: skip
@@ -134,7 +123,7 @@ def test_all_proofs_pass_here(figures, tmp_path):
     assert Counter(figure.proof for figure in figures) == {
         "trajectory": 2, "resume": 3, "export": 2, "plan": 2, "throughput": 3
     }  # fmt: skip
-    text = write_card(tmp_path, "a command", {"CPU": "a|b"}, figures)
+    text = command.write_card(tmp_path, "a command", {"CPU": "a|b"}, figures)
     assert "**passed**: `a command`" in text and "| trajectory | fsdp_long on 2: " in text
     card = json.loads((tmp_path / "card.json").read_text())
     assert card["verdict"] == "passed" and len(card["figures"]) == len(figures)
@@ -168,7 +157,7 @@ def test_a_run_that_fails_is_a_figure(tmp_path, capsys):
     assert [figure.why for figure in figures] == ["single ended with 1: ValueError: a | b", "it was not killed"]
     assert "trajectory: 0 s, FAILED" in capsys.readouterr().out
     figures += [Figure("plan", "bytes", 3.0, 2.0, "GiB"), Figure("plan", "n", 1.0)]
-    text = write_card(tmp_path, "doctor", {}, figures)
+    text = command.write_card(tmp_path, "doctor", {}, figures)
     assert "| trajectory | the runs | single ended with 1: ValueError: a \\| b | 0 | **FAILED** |" in text
     assert "| plan | bytes | 3 GiB | 2 | **FAILED** |" in text and "| plan | n | 1 |  |  |" in text
     assert json.loads((tmp_path / "card.json").read_text())["verdict"] == "FAILED"
@@ -254,19 +243,19 @@ FEW = {"gradients are an average over the ranks"}
 
 @pytest.mark.parametrize("name", by_time(FAULTS, (), FEW))
 def test_a_planted_fault_fails_its_proof(fork_server, tmp_path, monkeypatch, name):
-    fault = FAULTS[name]
+    proof, file, old, new, *strategy = FAULTS[name]
     packages = shutil.copytree(ROOT / "src", tmp_path / "src")
-    module = packages / f"accelerate_recipes/{fault.module}.py"
+    module = packages / f"accelerate_recipes/{file}.py"
     source = module.read_text()
-    assert source.count(fault.old) == 1
-    module.write_text(source.replace(fault.old, fault.new))
+    assert source.count(old) == 1
+    module.write_text(source.replace(old, new))
     env = {"PYTHONPATH": str(packages)}
-    if fault.config == "plan":  # only there
+    if strategy == ["plan"]:  # only there
         monkeypatch.setenv(*next(iter(env.items())))
         env = {}
     runs = Runs(tmp_path / "runs", forked(fork_server, **env))
     runs.folder.mkdir()
-    monkeypatch.setattr(runs, "fitting", lambda: [fault.config])
-    found = prove([fault.proof], runs)
+    monkeypatch.setattr(runs, "fitting", lambda: strategy or ["fsdp_full"])
+    found = prove([proof], runs)
     print(*found, sep="\n")
     assert [f for f in found if f.limit is not None and f.value is not None and not f.passed], found

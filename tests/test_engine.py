@@ -17,7 +17,6 @@ from transformers import Trainer, TrainingArguments
 
 from accelerate_recipes import agenda as agenda_module
 from accelerate_recipes import engine, metrics, upstream
-from accelerate_recipes.agenda import Agenda
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.data.rows import StepLoader, StepOrder, make_train_loader
@@ -248,7 +247,7 @@ def test_observers_are_told_what_has_happened(run, monkeypatch):
 
 def test_a_slow_first_step_raises_the_limit_once(monkeypatch):
     monkeypatch.setattr(stop, "step_took", lambda seconds: None)
-    agenda = Agenda.__new__(Agenda)
+    agenda = agenda_module.Agenda.__new__(agenda_module.Agenda)
     agenda.step_timeout = None
     agenda.args = replace(ARGS, ddp_timeout=300, step_timeout=300)
     agenda.log = SimpleNamespace(completed=lambda step: None)

@@ -13,7 +13,7 @@ import yaml
 from helpers import by_time
 from models_table import COMPOSITES, ENCODER_DECODERS, ROWS, SIZES
 from safetensors.torch import load_file, save_file
-from tiny import change_weights, tiny_composite, tiny_model
+from tiny import change_weights, save_different, tiny_composite, tiny_model
 
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint import files, weight_files
@@ -70,18 +70,9 @@ def saved_by(
     return checkpoint
 
 
-def save_base(model: transformers.PreTrainedModel, folder: Path, **settings: object) -> Path:
-    """Save a model whose values all differ."""
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.copy_(torch.randn(tensor.shape) / 4)
-    model.save_pretrained(folder, **settings)
-    return folder
-
-
 def test_weights_that_the_files_fuse(tmp_path):
     """The export of a class that splits them holds them whole, in one file or several."""
-    start = save_base(transformers.AutoModelForCausalLM.from_config(HRM), tmp_path / "base")
+    start = save_different(transformers.AutoModelForCausalLM.from_config(HRM), tmp_path / "base")
     model = load_model(str(start), "sdpa")
     checkpoint = saved_by(model, tmp_path / "run", start)
     wanted = load_file(start / "model.safetensors")
@@ -99,7 +90,7 @@ def test_weights_that_the_files_fuse(tmp_path):
 )
 def test_adapters_of_weights_that_the_files_fuse(layers, dora, tmp_path):
     """Merged, they compute what the model with adapters computes, though some parts of a tensor may have none."""
-    start = save_base(transformers.AutoModelForCausalLM.from_config(HRM), tmp_path / "base")
+    start = save_different(transformers.AutoModelForCausalLM.from_config(HRM), tmp_path / "base")
     settings = {"lora_dropout": 0.0, "use_peft": True, "merge_adapter": True, "lora_target_modules": layers.split()}
     model = load_model(str(start), "eager")
     config = add_adapters(model, toy.Args(model_name_or_path=str(start), use_dora=dora, **settings)).config
@@ -123,7 +114,7 @@ def test_adapters_of_weights_that_the_files_fuse(layers, dora, tmp_path):
 
 def test_another_form_is_an_error_before_the_first_step_and_at_the_export(tmp_path, monkeypatch):
     """A conversion that loses a part is named with both shapes, by preflight and a launch; the export leaves no files."""
-    start = save_base(transformers.AutoModelForCausalLM.from_config(HRM), tmp_path / "base")
+    start = save_different(transformers.AutoModelForCausalLM.from_config(HRM), tmp_path / "base")
     checkpoint = saved_by(load_model(str(start), "sdpa"), tmp_path / "run", start)
     whole = transformers.core_model_loading.revert_weight_conversion
     monkeypatch.setattr(
@@ -218,7 +209,7 @@ def test_what_is_meant_is_no_difference(name, rows, tmp_path, compared):
     fields, change = DECODERS[name]
     start = tmp_path / "base"
     config = ROWS["Qwen3.5-MoE"] if fields.get("model_type") == "qwen3_5_moe_text" else None
-    save_base(transformers.AutoModelForCausalLM.from_config(config) if config else tiny_model(**fields), start)
+    save_different(transformers.AutoModelForCausalLM.from_config(config) if config else tiny_model(**fields), start)
     change(start)
     check_export_form(check_model(str(start), CAUSAL), str(start))
     model = load_model(str(start), "eager")
@@ -232,7 +223,7 @@ def test_what_is_meant_is_no_difference(name, rows, tmp_path, compared):
 
 def test_more_rows_of_an_encoder_decoder(tmp_path, compared):
     """BART has a bias of its vocabulary, (1, V), and embeddings under several names."""
-    start = save_base(transformers.AutoModelForSeq2SeqLM.from_config(ROWS["BART"]), tmp_path / "base")
+    start = save_different(transformers.AutoModelForSeq2SeqLM.from_config(ROWS["BART"]), tmp_path / "base")
     change_weights(
         start,
         lambda w: (
@@ -248,7 +239,7 @@ def test_more_rows_of_an_encoder_decoder(tmp_path, compared):
 
 @pytest.mark.parametrize("text_only", [False, True])
 def test_a_composite(text_only, tmp_path, compared):
-    start = save_base(tiny_composite("qwen3_5_moe"), tmp_path / "base")
+    start = save_different(tiny_composite("qwen3_5_moe"), tmp_path / "base")
     model = load_model(str(start), "eager")
     checkpoint = saved_by(model, tmp_path / "run", start)
     (checkpoint / "composite").mkdir()
@@ -273,7 +264,7 @@ def test_a_classifier_with_a_new_head(name, tmp_path, compared):
     """Also where its files name weights otherwise, or hold the head of another task."""
     began, ends, change = CLASSIFIERS[name]
     kind, sizes = name.partition(",")[0], {"image_size": 8, "patch_size": 4} if name == "vit" else {}
-    start = save_base(tiny_model(kind, began, num_labels=2, **sizes), tmp_path / "base")
+    start = save_different(tiny_model(kind, began, num_labels=2, **sizes), tmp_path / "base")
     change_weights(start, change)
     names = [f"class {i}" for i in range(5)]
     model = load_image_classifier(str(start), names) if name == "vit" else ends.from_pretrained(start, num_labels=5)
@@ -297,7 +288,7 @@ def test_what_the_base_keeps_in_fp32(name, kept, tmp_path):
     """The export of a run in bf16 keeps it too, exactly, and so does one in fp16; all else is rounded."""
     model = transformers.AutoModelForCausalLM.from_config(ROWS[name])
     kept = kept or tuple(model._keep_in_fp32_modules_strict)
-    start = save_base(model, tmp_path / "base")
+    start = save_different(model, tmp_path / "base")
     in_bf16(start, kept)
     model = load_model(str(start), "eager")
     checkpoint = saved_by(model, tmp_path / "run", start)
@@ -318,7 +309,7 @@ def test_trained_weights_of_two_dtypes(optim, use_fsdp, said, monkeypatch, tmp_p
     """FSDP would refuse them in the first step, with an assertion."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", str(use_fsdp).lower())
     config = transformers.Ernie4_5_MoeConfig(**SIZES, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, head_dim=8)
-    start = save_base(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "base")
+    start = save_different(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "base")
     c4 = shipped.load(models_table.REPOSITORY / "recipes/c4.py")
     args = c4.Args(model_name_or_path=str(start), optim=optim, whole_logits=True, data_only=True)
     _, problems = requirements.check_models(args, c4.requirements(args))
@@ -328,7 +319,7 @@ def test_trained_weights_of_two_dtypes(optim, use_fsdp, said, monkeypatch, tmp_p
 
 def test_merged_adapters_keep_it_too(tmp_path):
     whole = transformers.AutoModelForCausalLM.from_config(ROWS["GLM 4.5 MoE"])
-    start = save_base(whole, tmp_path / "base")
+    start = save_different(whole, tmp_path / "base")
     in_bf16(start, tuple(whole._keep_in_fp32_modules_strict))
     model, checkpoint = load_model(str(start), "eager"), tmp_path / "checkpoint-1"
     settings = {"use_peft": True, "lora_dropout": 0.0, "lora_target_modules": ["q_proj"], "merge_adapter": True}

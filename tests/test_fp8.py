@@ -13,7 +13,6 @@ from tiny import tiny_config
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch import checks
-from accelerate_recipes.launch.checks import fp8_layers
 from accelerate_recipes.models.loading import new_model
 from accelerate_recipes.models.weights import initialize
 from recipe_tools.preflight import preflight
@@ -28,13 +27,13 @@ def test_layers():
     """Not the output layer, nor what a GPU does not multiply, nor adapters."""
     model = new_model(tiny_config(**SIZES), "sdpa")
     wanted = {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
-    assert fp8_layers(model) == wanted
+    assert checks.fp8_layers(model) == wanted
     model = initialize(model, 0, "cpu")
     inject_adapter_in_model(LoraConfig(r=16, target_modules=["q_proj"]), model)
     adapted = "model.layers.0.self_attn.q_proj"
-    assert fp8_layers(model) == wanted - {adapted} | {f"{adapted}.base_layer"}
+    assert checks.fp8_layers(model) == wanted - {adapted} | {f"{adapted}.base_layer"}
     with pytest.raises(ConfigError, match="MixtralForCausalLM keeps the experts"):
-        fp8_layers(new_model(tiny_config("mixtral", **SIZES), "sdpa"))
+        checks.fp8_layers(new_model(tiny_config("mixtral", **SIZES), "sdpa"))
 
 
 def test_what_it_needs(monkeypatch):

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 from helpers import ROOT, refuses
-from tiny import tiny_config
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, LlamaConfig
+from tiny import tiny_config, tiny_model
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from accelerate_recipes.args import parse
 from accelerate_recipes.arguments import shipped
@@ -43,17 +43,10 @@ def test_published_models(name):
     assert model.config.eos_token_id == (128001 if name.startswith("llama3") else 2)
 
 
-TINY = {
-    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("form", ["of transformers 5", "published earlier"])
 def test_a_copy_with_an_edited_config_is_stretched(form, tmp_path):
     """It computes what a model with these fields computes, and is saved with them. The fields are those of the page."""
-    torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
+    plain = tiny_model(max_position_embeddings=64)
     plain.save_pretrained(tmp_path)
     (page,) = (json.loads(text) for text in re.findall(r"```json\n(.*?)```", LONG_CONTEXT, re.DOTALL))
     file = tmp_path / "config.json"
@@ -62,8 +55,7 @@ def test_a_copy_with_an_edited_config_is_stretched(form, tmp_path):
         del fields["rope_parameters"]
     file.write_text(json.dumps(fields | page))
     wanted = {"max_position_embeddings": page["max_position_embeddings"], "rope_parameters": page["rope_parameters"]}
-    by_hand = AutoModelForCausalLM.from_config(LlamaConfig(**TINY | wanted))
-    by_hand.load_state_dict(plain.state_dict())
+    by_hand = tiny_model(**wanted)
     model = load_model(str(tmp_path), "sdpa")
     ids = torch.arange(200)[None] % 100
     assert torch.equal(model(ids).logits, by_hand(ids).logits) and not torch.equal(model(ids).logits, plain(ids).logits)

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -44,6 +45,15 @@ def follow(optimizer: torch.optim.Optimizer, model: nn.Module, gradients: list[l
         optimizer.step()
 
 
+def drawn(shapes: list, powers: Iterable[int], dtype: torch.dtype = torch.float32) -> tuple[list, list[list]]:
+    """Draw parameters, and for each step gradients, which are multiplied by a power of ten."""
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = (
+        [(torch.randn(shape, generator=generator) * 10**power).to(dtype) for shape in shapes] for power in (0, *powers)
+    )
+    return start, gradients
+
+
 def test_kahan_keeps_what_bf16_loses():
     """Each of 400 steps of 1e-4 from 1 is less than half of the distance to the next number in bf16."""
     moved = {}
@@ -66,10 +76,7 @@ def compensated(weight: torch.Tensor, pending: torch.Tensor, decay: float) -> tu
 
 def test_kahan_to_the_bit():
     """Given the updates of AdamW, each weight and its compensation are those of the algorithm; the moments are AdamW's."""
-    shapes = [(32, 16), (0, 16), (16, 1), (64,)]
-    generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
-    gradients = [[torch.randn(shape, generator=generator).bfloat16() for shape in shapes] for _ in range(20)]
+    start, gradients = drawn([(32, 16), (0, 16), (16, 1), (64,)], [0] * 20, torch.bfloat16)
     settings = {"learning_rate": 2**-10, "weight_decay": 0.25}  # decay and its products have no rounding of their own
     model, plain = (nn.ParameterList([tensor.clone() for tensor in start]) for _ in range(2))
     optimizer = build(model, "adamw_bf16_kahan", **settings)
@@ -122,10 +129,7 @@ def test_the_kernel_computes_the_same_bits():
 
 def test_adafactor_is_that_of_transformers():
     """Results equal transformers' with `TrainingArguments(optim="adafactor")`: vectors, matrices, stacks of matrices."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(7,), (5, 3), (2, 5, 3)]
-    start = [torch.randn(shape, generator=generator) for shape in shapes]
-    gradients = [[torch.randn(shape, generator=generator) * 10**i for shape in shapes] for i in (0, -3, 1, 0, -6)]
+    start, gradients = drawn([(7,), (5, 3), (2, 5, 3)], (0, -3, 1, 0, -6))
     gradients[0][1][1] = gradients[2][1][0] = 0.0  # like that of a word which was in no batch
     ours, theirs = (nn.ParameterList([p.clone() for p in start]) for _ in range(2))
     follow(build(ours, "adafactor", learning_rate=1e-2, weight_decay=0.5), ours, gradients)
@@ -138,10 +142,7 @@ def test_adafactor_is_that_of_transformers():
 
 def test_muon_is_that_of_torch():
     """In bf16 to the bit, for wide, tall and square matrices; a stack of matrices is trained as each of them alone."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(6, 9), (9, 6), (8, 8), (3, 6, 9), (7,)]
-    start = [torch.randn(shape, generator=generator) for shape in shapes]
-    gradients = [[torch.randn(shape, generator=generator) * 10**i for shape in shapes] for i in (0, -3, 1)]
+    start, gradients = drawn([(6, 9), (9, 6), (8, 8), (3, 6, 9), (7,)], (0, -3, 1))
     ours, alone, adam = (nn.ParameterList([p.clone() for p in start]) for _ in range(3))
     settings = {"lr": 1e-2, "weight_decay": 0.5}
     matrices = {"params": [*ours[:4]], "weight_decay": 0.5}

@@ -14,7 +14,7 @@ from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs, parse
 from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.files import SaveError
-from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.errors import DataError
 from accelerate_recipes.launch import requirements
 from accelerate_recipes.life import lock, parent, watch
 from accelerate_recipes.life.stop import Stopped
@@ -190,6 +190,5 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize("case", CONTRADICTIONS, ids=lambda case: f"{case[0]} {case[2]}")
 def test_contradictions(case):
     name, argv, *problems = case
-    with pytest.raises(ConfigError) as caught:
-        parse(shipped.load(ROOT / f"recipes/{name}.py").Args, argv.split(), world_size=1)
-    assert [problem for problem in problems if problem not in str(caught.value)] == []
+    said = refuses("", parse, shipped.load(ROOT / f"recipes/{name}.py").Args, argv.split(), world_size=1)
+    assert [problem for problem in problems if problem not in said] == []

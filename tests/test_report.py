@@ -18,14 +18,12 @@ import torch
 from helpers import refuses, write_rows
 
 from accelerate_recipes import agenda
-from accelerate_recipes.agenda import Observer
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import page, status
 from accelerate_recipes.life.picture import Bars
 from accelerate_recipes.life.status import begin_attempt, of_this_run, read_attempts, update_status
 from accelerate_recipes.report import report
-from accelerate_recipes.report.report import StepProfiler
 from recipe_tools.requeue import after_attempt
 
 NASTY = "</td></table><script>alert(1)</script><img src=https://example.com/x.png onerror=alert(2)>\x1b[31m\ud800"
@@ -382,7 +380,7 @@ def test_profile_of_steps(tmp_path, monkeypatch):
 
     def run(rank: int, begun_at: int, total: int) -> list[str] | None:
         monkeypatch.setenv("RANK", str(rank))
-        profiler = StepProfiler(args)
+        profiler = report.StepProfiler(args)
         profiler.began(begun_at)
         for step in range(begun_at + 1, total + 1):
             torch.ones(4, 4) @ torch.ones(4, 4)
@@ -400,10 +398,10 @@ def test_profile_of_steps(tmp_path, monkeypatch):
 def test_a_profile_never_ends_a_run(tmp_path, monkeypatch):
     (tmp_path / "profile").touch()
     args = TrainArgs(output_dir=str(tmp_path), profile_steps="1")
-    monkeypatch.setattr(agenda, "observers", [StepProfiler(args)])
-    agenda.tell(Observer.began, 0)
+    monkeypatch.setattr(agenda, "observers", [report.StepProfiler(args)])
+    agenda.tell(agenda.Observer.began, 0)
     with pytest.warns(UserWarning, match="StepProfiler failed: FileExistsError"):
-        agenda.tell(Observer.completed, 1)
+        agenda.tell(agenda.Observer.completed, 1)
 
 
 def test_problems_of_the_profile():

@@ -14,7 +14,6 @@ from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.distributed import prepare
 from accelerate_recipes.losses import next_token_loss
 from accelerate_recipes.models import rotary
-from accelerate_recipes.models.rotary import embed_by_length
 
 LONG = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 5.0, 9.0],
@@ -49,7 +48,7 @@ def models(request) -> tuple[PreTrainedModel, PreTrainedModel]:
             parameter.copy_(torch.randn(parameter.shape) / 4)
     plain = AutoModelForCausalLM.from_config(CONFIGS[request.param], attn_implementation="sdpa").eval()
     plain.load_state_dict(model.state_dict())
-    assert embed_by_length(model)
+    assert rotary.embed_by_length(model)
     return model, plain
 
 

@@ -6,35 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from loaded import CPU, compare, loaded, on_ranks, sharded, values_of
+from models_table import ROWS
 from safetensors.torch import load_file
-from tiny import SIZES, change_weights, tiny_composite, tiny_model
-from transformers import AutoModelForCausalLM, DeepseekV3Config, KimiLinearConfig, PreTrainedModel
+from tiny import change_weights, save_different, tiny_composite, tiny_model
+from transformers import AutoModelForCausalLM
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import slices
 from accelerate_recipes.ranks import rank
-
-# Its convolutions are three tensors in the files, joined in the dimension that ranks share.
-KIMI = KimiLinearConfig(
-    **SIZES | {"num_key_value_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}, moe_intermediate_size=16, num_local_experts=4, num_experts_per_tok=2,
-    kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, linear_head_dim=8, linear_num_heads=4,
-    layer_types=["linear_attention", "full_attention"],
-)  # fmt: skip
-# Its router has a buffer that is saved.
-DEEPSEEK = DeepseekV3Config(
-    **SIZES | {"num_key_value_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
-    topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
-    v_head_dim=8,
-)  # fmt: skip
-
-
-def saved(model: PreTrainedModel, folder: Path, **settings: object) -> str:
-    """Save a model whose values all differ, so that none can be taken for another."""
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.copy_(torch.rand(tensor.shape))
-    model.save_pretrained(folder, **settings)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +23,14 @@ def folders(tmp_path_factory) -> dict[str, str]:
         "tied": tiny_model(tie_word_embeddings=True),
         "experts": tiny_model("qwen3_moe"),  # each is a tensor in the files
         "experts in one": tiny_model("gpt_oss"),
-        "joined": AutoModelForCausalLM.from_config(KIMI),
-        "buffers": AutoModelForCausalLM.from_config(DEEPSEEK),
+        # Its convolutions are three tensors in the files, joined in the dimension that ranks share.
+        "joined": AutoModelForCausalLM.from_config(ROWS["Kimi-Linear"]),
+        "buffers": AutoModelForCausalLM.from_config(ROWS["DeepSeek V3"]),  # its router has one that is saved
         "part": tiny_composite("gemma3"),
         "untied part": tiny_composite("qwen3_5_moe"),
     }
-    found = {name: saved(model, root / name) for name, model in models.items()}
-    found["many files"] = saved(tiny_model(), root / "many files", max_shard_size="20KB")
+    found = {name: str(save_different(model, root / name)) for name, model in models.items()}
+    found["many files"] = str(save_different(tiny_model(), root / "many files", max_shard_size="20KB"))
     assert len(list((root / "many files").glob("*.safetensors"))) > 5
     return found
 
@@ -98,7 +78,7 @@ def test_files_that_hold_a_tied_weight_twice(tmp_path):
     cases = []
     for factor in (1, 2):
         folder = tmp_path / str(factor)
-        cases.append((saved(tiny_model(tie_word_embeddings=True), folder),))
+        cases.append((str(save_different(tiny_model(tie_word_embeddings=True), folder)),))
         change_weights(folder, lambda w, n=factor: w | {"lm_head.weight": n * w["model.embed_tokens.weight"]})
     assert on_ranks(2, twice, cases) == [[True, True, True], [False, False, True]]
 

@@ -4,9 +4,16 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import ROOT
+
+
+def write_programs(folder: Path, programs: dict[str, str]) -> None:
+    for name, commands in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{commands}\n")
+        (folder / name).chmod(0o755)
 
 
 @pytest.fixture(scope="module")
@@ -18,9 +25,7 @@ def asked(tmp_path_factory):
     (folder / "slurm/site.sh").touch()
     python = f"""[[ $2 != *.gpus ]] || PYTHONPATH={ROOT / "src"} exec {sys.executable} "$@"
 echo "$@" >"$ASKED"; echo "COMMAND=(recipes/chess.py)\""""
-    for name, said in (("python", python), ("sbatch", 'echo "sbatch $@" >>"$ASKED"')):
-        (folder / name).write_text(f"#!/bin/bash\n{said}\n")
-        (folder / name).chmod(0o755)
+    write_programs(folder, {"python": python, "sbatch": 'echo "sbatch $@" >>"$ASKED"'})
 
     def submit(*flags: str, **env: str) -> str:
         paths = {"PATH": f"{folder}:{os.environ['PATH']}", "ASKED": str(folder / "asked")}
@@ -138,9 +143,7 @@ def job(tmp_path):
         '[[ ${SLURM_EXPORT_ENV-ALL} == *ALL* ]] || PATH=/usr/bin:/bin\nwhile [[ $1 != bash ]]; do shift; done; "$@"',
         "accelerate": "echo launched in $PWD: $*",
     }  # fmt: skip
-    for name, said in stand_ins.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{said}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+    write_programs(tmp_path / "bin", stand_ins)
 
     def run(**env: str) -> subprocess.CompletedProcess:
         slurm = {"SLURM_JOB_ID": "8", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_CPUS_ON_NODE": "1"}

@@ -13,7 +13,7 @@ import toy
 
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import step_of
-from accelerate_recipes.data.packing import PackedRows, collate
+from accelerate_recipes.data.packing import collate
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.losses import check_document_mask, count_next_tokens, next_token_loss
@@ -22,7 +22,7 @@ from accelerate_recipes.models.adapters import load_settings
 from accelerate_recipes.models.generation import generate_texts
 from accelerate_recipes.models.loading import load_model
 from accelerate_recipes.models.tokenizers import load_tokenizer
-from accelerate_recipes.recipe import Requirements, run_recipe
+from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import start
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
@@ -35,13 +35,9 @@ class Args(toy.Args):
     num_rows: int = 16
 
 
-def requirements(args: Args) -> Requirements:
-    return Requirements()
-
-
 def main(args: Args) -> None:
     run = start(args)
-    rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, document_mask=True)
+    rows = toy.packed_rows(args.num_rows)
     tokenizer = load_tokenizer(args.model_name_or_path)
     model = load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
     run.prepare(model, tokenizer, args.max_steps, lambda model: Flops(1.0))
@@ -74,4 +70,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     faults.arm()
-    run_recipe(main, Args, requirements)
+    run_recipe(main, Args, toy.requirements)

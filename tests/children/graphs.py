@@ -20,7 +20,6 @@ from accelerate_recipes.losses import count_next_tokens, next_token_loss_without
 from accelerate_recipes.models.documents import boundaries
 from accelerate_recipes.models.generation import generate_texts
 from accelerate_recipes.models.loading import new_model
-from accelerate_recipes.models.tokenizers import new_word_tokenizer
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
 
@@ -83,15 +82,11 @@ def count_graphs(run: Run, tokenizer, has_attention: list[bool]) -> dict[str, tu
 
 def main(args: Args) -> None:
     accelerator = make_accelerator(args)
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    settings = dict(vars(plugin)) if plugin else {}
-    tokenizer = new_word_tokenizer([f"w{i}" for i in range(96)])
+    tokenizer = toy.make_tokenizer()
     result = {}
     for num_layers in (2, 3):
         set_seed(args.seed)
         accelerator.free_memory()
-        if plugin:
-            vars(plugin).update(settings)  # which remembers the layer class of the first model
         torch._dynamo.reset()
         has_attention = note_graphs()
         run = Run(args, accelerator)

@@ -46,8 +46,6 @@ def fill(model, seed, device, storage=None):
 def ledger_of(accelerator, command: list[str]) -> dict:
     args, trial = load_trial(Job(dict(os.environ), command))
     run = Run(args, accelerator)
-    if accelerator.is_fsdp2:  # else Accelerate looks for the layers of the model before
-        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None
     run.shard(trial.make_model(trial.config))
     reference = run.shard_reference(trial.make_reference()) if trial.make_reference else None
     if reference is not None:

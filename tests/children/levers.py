@@ -11,13 +11,10 @@ import toy
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.data.rows import make_train_loader
-from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.recipe import run_recipe
-from accelerate_recipes.run import Run
 
 STEPS = 3
 
@@ -31,10 +28,7 @@ requirements = toy.requirements
 
 
 def main(args: Args) -> None:
-    accelerator = make_accelerator(args)
-    model, _ = toy.make_model(args)
-    run = Run(args, accelerator)
-    run.shard(model)
+    run = toy.new_run(args, toy.make_model(args)[0])
     model = run.model
     calls = []
     layers = [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]
@@ -53,8 +47,7 @@ def main(args: Args) -> None:
         return reduce_scatter(output, input, *args, **kwargs)
 
     setattr(dist, name, record)
-    rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, document_mask=True)
-    batches = iter(make_train_loader(rows, args, accelerator.process_index, accelerator.num_processes))
+    batches = iter(make_train_loader(toy.packed_rows(args.num_rows), args, run.rank, run.world_size))
     losses = [train_step(run, [next(batches)], next_token_loss, count_next_tokens).loss for _ in range(STEPS)]
     result = {
         "losses": losses,
@@ -63,7 +56,7 @@ def main(args: Args) -> None:
         "reduced": sorted(set(reduced)),
         "stored": sorted({str(parameter.dtype) for parameter in model.parameters()}),
     }
-    toy.finish(args, accelerator, result)
+    toy.finish(args, run.accelerator, result)
 
 
 if __name__ == "__main__":

@@ -57,15 +57,9 @@ def main(args: Args) -> None:
     rows = {"input_ids": ids, "position_ids": torch.arange(96).expand_as(ids), "labels": labels}
     batch = {name: tensor.chunk(world_size)[rank] for name, tensor in rows.items()}
 
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    settings = dict(vars(plugin)) if plugin else {}
-
     def new(values: dict, prefetch: int = 0) -> Run:
         set_seed(args.seed)
-        # Use one model at a time: the plugin remembers the layer class of the first model.
         accelerator.free_memory()
-        if plugin:
-            vars(plugin).update(settings)
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
         sizes |= {"vocab_size": len(tokenizer), "initializer_range": 0.2, "num_key_value_heads": 4}
         config = CONFIG_MAPPING[values.get("model_type", "llama")](**sizes | values)

@@ -12,14 +12,11 @@ from accelerate.utils import gather_object
 from transformers import Qwen3MoeConfig
 
 from accelerate_recipes import optim
-from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.data.rows import make_train_loader
-from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models.loading import new_model
 from accelerate_recipes.recipe import run_recipe
-from accelerate_recipes.run import Run
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=100, hidden_size=20, intermediate_size=28, moe_intermediate_size=12, num_hidden_layers=2,
@@ -40,8 +37,7 @@ requirements = toy.requirements
 
 
 def main(args: Args) -> None:
-    run = Run(args, make_accelerator(args))
-    run.shard(new_model(CONFIG, "sdpa"))
+    run = toy.new_run(args, new_model(CONFIG, "sdpa"))
     made, orthogonal = [], optim.orthogonal
 
     def record(matrix: torch.Tensor) -> torch.Tensor:
@@ -49,12 +45,10 @@ def main(args: Args) -> None:
         return orthogonal(matrix)
 
     optim.orthogonal = record
-    rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, document_mask=True)
-    rank, world_size = run.accelerator.process_index, run.accelerator.num_processes
-    batches = iter(make_train_loader(rows, args, rank, world_size))
+    batches = iter(make_train_loader(toy.packed_rows(args.num_rows), args, run.rank, run.world_size))
     losses = []
     for _ in range(4):
-        step = [next(batches) for _ in range(args.accumulation_steps(world_size))]
+        step = [next(batches) for _ in range(args.accumulation_steps(run.world_size))]
         losses.append(train_step(run, step, next_token_loss, count_next_tokens).loss)
     of_ranks = gather_object([sum(made)])
     toy.finish(args, run.accelerator, {"losses": losses, "made orthogonal": of_ranks})

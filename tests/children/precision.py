@@ -11,12 +11,10 @@ import toy
 from tiny import tiny_config
 from toy import requirements
 
-from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import evaluate_loss, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models.loading import new_model
 from accelerate_recipes.recipe import run_recipe
-from accelerate_recipes.run import Run
 
 LENGTHS = (32, 32, 4096)
 
@@ -28,32 +26,29 @@ class Args(toy.Args):
 
 
 def main(args: Args) -> None:
-    accelerator = make_accelerator(args)
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
     config = tiny_config(**sizes, max_position_embeddings=max(LENGTHS), initializer_range=0.5)
-    run = Run(args, accelerator)
-    run.shard(new_model(config, "sdpa"))
-    model = run.model
+    run = toy.new_run(args, new_model(config, "sdpa"))
     generator = torch.Generator().manual_seed(0)
 
     def micro_batches(length: int) -> list[dict[str, torch.Tensor]]:
         ids = torch.randint(4, 100, (args.total_batch_size, length), generator=generator)
         batch = {"input_ids": ids, "position_ids": torch.arange(length).expand_as(ids), "labels": ids}
-        mine = {name: rows[accelerator.process_index :: accelerator.num_processes] for name, rows in batch.items()}
+        mine = {name: rows[run.rank :: run.world_size] for name, rows in batch.items()}
         parts = [rows.split(args.per_device_train_batch_size) for rows in mine.values()]
         return [dict(zip(mine, part, strict=True)) for part in zip(*parts, strict=True)]
 
     long = micro_batches(4096)
-    losses = [evaluate_loss(accelerator, model, long, next_token_loss, count_next_tokens)]
+    losses = [evaluate_loss(run.accelerator, run.model, long, next_token_loss, count_next_tokens)]
     norms = []
     for length in LENGTHS:
         batches = micro_batches(length)
         done = train_step(run, batches, next_token_loss, count_next_tokens)
         losses.append(done.loss)
         norms.append(done.grad_norm.item())
-    buffers = {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers()}
+    buffers = {name.rpartition(".")[2]: buffer for name, buffer in run.model.named_buffers()}
     of_buffers = {name: [str(buffer.dtype), buffer.tolist()] for name, buffer in buffers.items()}
-    toy.finish(args, accelerator, {"losses": losses, "norms": norms, "buffers": of_buffers})
+    toy.finish(args, run.accelerator, {"losses": losses, "norms": norms, "buffers": of_buffers})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from toy import requirements
 from transformers import AutoModelForCausalLM
 
-from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.losses import next_token_loss
 from accelerate_recipes.models.attention import choose
@@ -53,14 +52,11 @@ def loss_and_gradients(model: torch.nn.Module, batch: dict) -> tuple[torch.Tenso
 
 def main(args: Args) -> None:
     accelerator = make_accelerator(args)
-    settings = dict(vars(accelerator.state.fsdp_plugin))
-    batch = collate([PackedRows(toy.make_rows(8), toy.LENGTH, 0, document_mask=True)[i] for i in range(8)])
+    batch = toy.batch_of(8)
     result = {}
     for name, config in MODELS.items():
         set_seed(args.seed)
-        # Use one model at a time: the plugin remembers the layer class of the first model.
         accelerator.free_memory()
-        vars(accelerator.state.fsdp_plugin).update(settings)
         run = Run(args, accelerator)
         attention, _ = choose(args.attn_implementation, config, torch.float32, True, is_shared=True)
         run.shard(AutoModelForCausalLM.from_config(config, attn_implementation=attention))

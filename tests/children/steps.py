@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from toy import requirements
 
-from accelerate_recipes.data.packing import PackedRows, collate
+from accelerate_recipes.data.packing import collate
 from accelerate_recipes.data.rows import make_train_loader
 from accelerate_recipes.distributed import fsdp_units, make_accelerator
 from accelerate_recipes.engine import on_this_rank, train_step
@@ -32,7 +32,6 @@ STEPS = 4
 class Args(toy.Args):
     num_train_epochs: float = 1.5  # 20 rows an epoch: the last of 4 batches is not full
     num_rows: int = 20
-    document_mask: bool = True
 
 
 def checksums(model: nn.Module) -> dict[str, list[float]]:
@@ -54,8 +53,8 @@ def main(args: Args) -> None:
     run.prepare(model, tokenizer, 2 * STEPS)
     model, checkpointer = run.model, run.checkpointer
     start = checksums(model)
-    rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, args.document_mask)
-    loader = make_train_loader(rows, args, run.data_rank, run.data_world_size, collate_fn=collate)
+    place = (toy.packed_rows(args.num_rows), args, run.data_rank, run.data_world_size)
+    loader = make_train_loader(*place, collate_fn=collate)
 
     def steps(first: int) -> tuple[list[float], list[float]]:
         loader.start_at(first, checkpointer.data_states)

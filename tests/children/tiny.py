@@ -123,6 +123,15 @@ def tiny_model(
         return kind.from_config(config, attn_implementation=attention)
 
 
+def save_different(model: transformers.PreTrainedModel, folder: Path, **settings: object) -> Path:
+    """Save a model whose values all differ, so that none can be taken for another."""
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape) / 4)
+    model.save_pretrained(folder, **settings)
+    return folder
+
+
 def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
     """Give a saved model, which has its weights in one file, others."""
     file = folder / "model.safetensors"

@@ -33,6 +33,7 @@ from accelerate_recipes.arguments import shipped
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.data.rows import RowLoader, StepLoader, make_eval_loader, make_train_loader
+from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import Batch, LossFn, evaluate_loss, train
 from accelerate_recipes.errors import DataError
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
@@ -82,6 +83,15 @@ def make_rows(num_rows: int) -> Dataset:
     )
 
 
+def packed_rows(num_rows: int) -> PackedRows:
+    return PackedRows(make_rows(num_rows), LENGTH, 0, document_mask=True)
+
+
+def batch_of(num_rows: int) -> Batch:
+    rows = packed_rows(num_rows)
+    return collate([rows[i] for i in range(num_rows)])
+
+
 def make_tokenizer() -> PreTrainedTokenizerFast:
     return new_word_tokenizer([f"w{i}" for i in range(96)])
 
@@ -108,14 +118,20 @@ def make_model(args: Args) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 def make_data(run: Run[Args]) -> tuple[PreTrainedTokenizerBase, StepLoader, RowLoader, list[str]]:
     look_at_data(run, 0)
-    rows = PackedRows(make_rows(run.args.num_rows), LENGTH, 0, document_mask=True)
-    place = (rows, run.args, run.data_rank, run.data_world_size)
+    place = (packed_rows(run.args.num_rows), run.args, run.data_rank, run.data_world_size)
     loaders = make_train_loader(*place, collate_fn=collate), make_eval_loader(*place, collate_fn=collate)
     return make_tokenizer(), *loaders, []
 
 
 def evaluate(run: Run[Args], heldout: RowLoader) -> dict[str, float]:
     return {"loss": evaluate_loss(run.accelerator, run.model, heldout, next_token_loss, count_next_tokens)}
+
+
+def new_run(args: TrainArgs, model: torch.nn.Module) -> Run:
+    """Shard a model as the environment asks, for a run of another child."""
+    run = Run(args, make_accelerator(args))
+    run.shard(model)
+    return run
 
 
 def finish(args: TrainArgs, accelerator: Accelerator, result: dict) -> None:

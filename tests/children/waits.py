@@ -12,13 +12,11 @@ import toy
 from tiny import tiny_config
 from toy import requirements
 
-from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import to_device, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models.documents import boundaries
 from accelerate_recipes.models.loading import new_model
 from accelerate_recipes.recipe import run_recipe
-from accelerate_recipes.run import Run
 
 
 @dataclass
@@ -40,16 +38,14 @@ def count_waits(work: Callable[[], object]) -> int:
 
 
 def main(args: Args) -> None:
-    accelerator = make_accelerator(args)
-    run = Run(args, accelerator)
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 3, "max_position_embeddings": 16}
-    run.shard(new_model(tiny_config(**sizes), args.attn_implementation, args.param_dtype))
+    run = toy.new_run(args, new_model(tiny_config(**sizes), args.attn_implementation, args.param_dtype))
     ids, positions = torch.arange(8)[None] + 4, torch.arange(8)[None]
     batch = {"input_ids": ids, "position_ids": positions, "labels": ids} | boundaries(positions)
-    batch = to_device(batch, accelerator.device)
+    batch = to_device(batch, run.accelerator.device)
     train_step(run, [batch], next_token_loss, count_next_tokens)  # makes the moments
     waits = count_waits(lambda: train_step(run, [batch, batch], next_token_loss, count_next_tokens))
-    toy.finish(args, accelerator, {"waits": waits})
+    toy.finish(args, run.accelerator, {"waits": waits})
 
 
 if __name__ == "__main__":
