@@ -24,10 +24,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from accelerate_recipes.args import TrainArgs, arg
+from accelerate_recipes.arguments.gpus import bf16_peak
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import Step, to_device, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss_without_logits
-from accelerate_recipes.metrics import decoder_flops, peak_flops, trained_share
+from accelerate_recipes.metrics import decoder_flops, device_name, trained_share
 from accelerate_recipes.models.adapters import add_adapters
 from accelerate_recipes.models.attention import use_flash_3
 from accelerate_recipes.models.document_attention import documents
@@ -181,7 +182,8 @@ def measure_steps(step: Callable[[], Step], batch: Batch, flops, attended: float
         torch.cuda.reset_peak_memory_stats()
     times = seconds_of(lambda: done.append(step()), 2 if tiny else 5, 0)
     tokens = batch.rows * batch.length * batch.micro_batches
-    speed, peak = tokens / median(times), peak_flops(torch.accelerator.current_accelerator(True) or CPU)
+    device = torch.accelerator.current_accelerator(True) or CPU
+    speed, peak = tokens / median(times), bf16_peak(device_name(device))
     found = {
         "what": "steps", "tokens_per_second": speed, "range": [tokens / max(times), tokens / min(times)],
         "seconds": times, "first_seconds": first, "attended_length": attended,

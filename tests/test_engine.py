@@ -260,7 +260,7 @@ def test_a_slow_first_step_raises_the_limit_once(monkeypatch):
 
 def test_every_target_counts_in_the_log(run, monkeypatch, capsys):
     """Mean loss, tokens/s and MFU are right for one step and for several with unequal numbers of targets."""
-    monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e9)
+    monkeypatch.setattr(metrics, "bf16_peak", lambda name: 1e9)
     batches = itertools.islice(make_train_loader(make_rows(), ARGS, 0, 1), 2 * ARGS.max_steps)
     micro = [count_next_tokens(batch).item() for batch in batches]
     counts = np.add(micro[::2], micro[1::2])

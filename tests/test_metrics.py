@@ -62,13 +62,13 @@ def test_flops_by_two_conventions():
 ])  # fmt: skip
 def test_peak_is_dense_bf16_or_unknown(monkeypatch, name, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    peak = metrics.peak_flops(torch.device("cuda"))
+    peak = metrics.bf16_peak(metrics.device_name(torch.device("cuda")))
     assert peak == (tflops and pytest.approx(tflops * 1e12))
 
 
 def test_log_line_and_record(tmp_path, capsys, monkeypatch):
     """Job controllers look for the line's beginning; the file has the same values."""
-    monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e9)
+    monkeypatch.setattr(metrics, "bf16_peak", lambda name: 1e9)
     log = metrics.MetricsLog(Accelerator(cpu=True), tmp_path, total_steps=1000, flops=metrics.Flops(1e4, 2e4, 120))
     log.restore(None)
     window = metrics.Window()

@@ -26,11 +26,6 @@ from accelerate_recipes.models.attention import of_layers, width_of_heads
 from accelerate_recipes.models.composites import sees_images, weights_by_part
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Return the dense bf16 peak of this device in FLOP/s, or None if it is not known."""
-    return bf16_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
 class Flops(NamedTuple):
     """Training FLOPs per target token, for MFU by two conventions."""
 
@@ -184,9 +179,9 @@ class MetricsLog:
         self.total_steps = total_steps
         self.flops = flops
         self.targets = targets  # what the targets of the loss are, for the line of a step
-        self.peak_flops = None if flops is None else peak_flops(accelerator.device)
+        device = device_name(accelerator.device)
+        self.peak_flops = None if flops is None else bf16_peak(device)
         if flops is not None and self.peak_flops is None:
-            device = device_name(accelerator.device)
             accelerator.on_main_process(print)(f"MFU is left out: the bf16 peak of {device} is not known")
         self.records: list[dict] = []
         self.first: tuple[int, float] | None = None  # first step that this process completed, and when

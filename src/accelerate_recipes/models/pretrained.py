@@ -82,6 +82,25 @@ class Kind:
         return getattr(transformers, self.auto)
 
 
+@contextlib.contextmanager
+def explained(what: str, failure: str) -> Iterator[None]:
+    """Turn any error of transformers in this context into a ConfigError: a `failure`, or that `what` needs code of its own.
+
+    Each class of configurations checks its fields in its own way, and the library `tokenizers` raises plain Exceptions.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"{what} needs Python code that lies beside its files (auto_map), and code of a model is never run here; "
+                "give a model whose class is part of transformers"
+            ) from error
+        raise ConfigError(f"{failure}: {first_line(error)}") from error
+
+
 def load_config(name: str) -> PreTrainedConfig:
     """Read the configuration of a pretrained model.
 
@@ -90,16 +109,10 @@ def load_config(name: str) -> PreTrainedConfig:
     """
     if cache.is_path(name) and not Path(name).is_dir():
         raise ConfigError(f"model {name!r}: no such folder{near_path(name)}")
-    try:
-        settings, _ = PreTrainedConfig.get_config_dict(name, **cache.pinned(name))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the config.json of {name} cannot be read: {first_line(error)}") from error
-    try:
+    with explained(f"model {name}", f"the config.json of {name} cannot be read"):
+        PreTrainedConfig.get_config_dict(name, **cache.pinned(name))
+    with explained(f"model {name}", f"the config.json of {name} cannot be used"):
         config = transformers.AutoConfig.from_pretrained(name, **cache.pinned(name), trust_remote_code=False)
-    except Exception as error:  # each class of configurations checks its fields in its own way
-        if "auto_map" in settings and settings.get("model_type") not in transformers.CONFIG_MAPPING:
-            raise ConfigError(needs_code(f"model {name}")) from error
-        raise ConfigError(f"the config.json of {name} cannot be used: {first_line(error)}") from error
     if Path(cache.folder("model", name) or "", "adapter_config.json").is_file():
         raise ConfigError(
             f"{name} holds adapters (adapter_config.json), so transformers would load their base model with them. To train "
@@ -168,25 +181,14 @@ def check_length(
         )
 
 
-def needs_code(what: str) -> str:
-    return (
-        f"{what} needs Python code that lies beside its files (auto_map), and code of a model is never run here; give "
-        "a model whose class is part of transformers"
-    )
-
-
 def read_tokenizer(name: str) -> Tokenizer:
     """Load a tokenizer.
 
     Raises:
         ConfigError: if it cannot be loaded, or needs code that is not in transformers.
     """
-    try:
+    with explained(f"the tokenizer of {name}", f"the tokenizer of {name} cannot be loaded"):
         return transformers.AutoTokenizer.from_pretrained(name, **cache.pinned(name), trust_remote_code=False)
-    except Exception as error:  # the library `tokenizers` raises plain Exceptions
-        if "trust_remote_code" in str(error):
-            raise ConfigError(needs_code(f"the tokenizer of {name}")) from error
-        raise ConfigError(f"the tokenizer of {name} cannot be loaded: {first_line(error)}") from error
 
 
 def check_model(name: str, kind: Kind) -> transformers.PreTrainedModel:
@@ -203,19 +205,13 @@ def check_model(name: str, kind: Kind) -> transformers.PreTrainedModel:
     """
     config = kind.part(load_config(name), name)
     kind.check(config, name)
-    try:
+    with explained(f"model {name}", f"model {name} cannot be made by {kind.auto}"):
         config.architectures = config.architectures or []  # transformers 5.23 reads it to choose a class of a DeiT
         with torch.device("meta"):
             model = kind.auto_class.from_config(config, trust_remote_code=False)
         if not cache.lacking(cache.HubModel(name)):
             with silence():
                 model = loaded_on_meta(model, name, kind)
-    except ConfigError:
-        raise
-    except (ValueError, AttributeError, RuntimeError, TypeError) as error:
-        if "trust_remote_code" in str(error):
-            raise ConfigError(needs_code(f"model {name}")) from error
-        raise ConfigError(f"model {name} cannot be made by {kind.auto}: {first_line(error)}") from error
     if model.can_generate():
         settings = generation_config(model, name)
         if config.is_encoder_decoder:
@@ -399,10 +395,8 @@ def generation_config(model: transformers.PreTrainedModel, name: str) -> Generat
     """
     if not Path(cache.folder("model", name) or "", "generation_config.json").is_file():
         return model.generation_config
-    try:
+    with explained(f"model {name}", f"the generation_config.json of {name} cannot be used"):
         return GenerationConfig.from_pretrained(name, **cache.pinned(name))
-    except Exception as error:  # fields of any type
-        raise ConfigError(f"the generation_config.json of {name} cannot be used: {first_line(error)}") from error
 
 
 def check_generation_config(settings: GenerationConfig, name: str) -> None:
