@@ -18,7 +18,7 @@ from accelerate_recipes.arguments import shipped
 from accelerate_recipes.arguments.declaring import Merge, Range
 from accelerate_recipes.arguments.help import recipe_parser
 from accelerate_recipes.data.rows import permutation
-from accelerate_recipes.launch.checks import sharing_problems
+from accelerate_recipes.launch.checks import lever_problems
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
 from recipe_tools.commands import command_parser
 from recipe_tools.kubernetes import JobArgs
@@ -120,7 +120,8 @@ def test_none_where_none_is_a_value(given, said, length, tmp_path):
     assert args.max_length == length and (said in problems[0] if said else not problems)
     args.save(tmp_path / "args.yaml")
     assert resolve(args_class, ["--config", str(tmp_path / "args.yaml")], world_size=1)[0].max_length == length
-    assert not sharing_problems(args, 2) or not args.shares_rows
+    found = lever_problems(args, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}, 0)
+    assert not args.shares_rows or not any("parallelism_config_cp_size" in problem for problem in found)
 
 
 def test_all_problems_at_once(tmp_path):

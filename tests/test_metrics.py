@@ -62,8 +62,7 @@ def test_flops_by_two_conventions():
 ])  # fmt: skip
 def test_peak_is_dense_bf16_or_unknown(monkeypatch, name, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    peak = metrics.bf16_peak(metrics.device_name(torch.device("cuda")))
-    assert peak == (tflops and pytest.approx(tflops * 1e12))
+    assert metrics.bf16_peak(metrics.device_name(torch.device("cuda"))) == (tflops and pytest.approx(tflops * 1e12))
 
 
 def test_log_line_and_record(tmp_path, capsys, monkeypatch):

@@ -183,7 +183,15 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
     is_ddp = not use_fsdp and int(env.get("WORLD_SIZE", 1)) > 1
     uses_mesh, replicas = is_on(env, "ACCELERATE_USE_PARALLELISM_CONFIG"), "PARALLELISM_CONFIG_DP_REPLICATE_SIZE"
     is_hybrid = uses_mesh and int(env.get(replicas, 1)) > 1
+    size, length = ranks_a_row(env), args.max_length or 0
+    near = " or ".join(str(n) for n in (length // size * size, (length // size + 1) * size) if n)
     problems = {
+        f"parallelism_config_cp_size is {size}, but in this recipe a row is whole on each process; set it to 1. If "
+        "activations do not fit, set fsdp_activation_checkpointing to true, then fsdp_activation_checkpointing_offload too. "
+        "recipes/chess.py and recipes/c4.py share rows, and recipes/sft.py with --packing, or "
+        "with --padding_free and --max_length none": size > 1 and not args.shares_rows,
+        f"--max_length {length} is not a multiple of parallelism_config_cp_size {size}, the ranks that share a row; lengths "
+        f"that work: {near}": args.shares_rows and length % size and not args.pads_rows,
         "--load_in_4bit needs a GPU, and there is none: a CPU would unpack each weight in each pass; leave it out, "
         "which trains adapters beside the model in bf16": args.load_in_4bit and not num_devices,
         f"--prefetch_layers {args.prefetch_layers} needs fsdp_version: 2 with fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP "
@@ -214,21 +222,6 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
         "--optim adamw_bf16_kahan keeps the weights in bf16, mixed_precision: bf16 in the accelerate YAML keeps them in "
         "fp32; set `mixed_precision: no`, or choose another "
         "--optim": precision == "bf16" and args.optim == "adamw_bf16_kahan",
-    }
-    return [*sharing_problems(args, ranks_a_row(env)), *that_apply(problems)]
-
-
-def sharing_problems(args: TrainArgs, size: int) -> list[str]:
-    """List the arguments that do not work where `size` ranks share each row, one sentence each."""
-    length = args.max_length or 0
-    near = " or ".join(str(n) for n in (length // size * size, (length // size + 1) * size) if n)
-    problems = {
-        f"parallelism_config_cp_size is {size}, but in this recipe a row is whole on each process; set it to 1. If "
-        "activations do not fit, set fsdp_activation_checkpointing to true, then fsdp_activation_checkpointing_offload too. "
-        "recipes/chess.py and recipes/c4.py share rows, and recipes/sft.py with --packing, or "
-        "with --padding_free and --max_length none": size > 1 and not args.shares_rows,
-        f"--max_length {length} is not a multiple of parallelism_config_cp_size {size}, the ranks that share a row; lengths "
-        f"that work: {near}": args.shares_rows and length % size and not args.pads_rows,
     }
     return that_apply(problems)
 
