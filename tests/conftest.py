@@ -256,6 +256,17 @@ def serve():
 
 
 @pytest.fixture
+def preset(tmp_path):
+    """Write a preset; return the flags that give it."""
+
+    def write(content: str) -> list[str]:
+        (tmp_path / "preset.yaml").write_text(content)
+        return ["--config", str(tmp_path / "preset.yaml")]
+
+    return write
+
+
+@pytest.fixture
 def command(monkeypatch, capfd):
     """Run `python -m accelerate_recipes ...` in this process."""
     from recipe_tools.commands import main

@@ -109,12 +109,11 @@ def test_help_of_a_job(capsys):
     ("sft", "galore_rank", set()),
     ("sft", "use_unsloth", set()),
 ])  # fmt: skip
-def test_names_of_other_programs(recipe, typed, meant, tmp_path):
+def test_names_of_other_programs(recipe, typed, meant, preset):
     args_class = shipped.load(ROOT / f"recipes/{recipe}.py").Args
-    (tmp_path / "preset.yaml").write_text(f"{typed}:\n- path: x\n  type: y\n")
-    in_preset = (["--config", tmp_path / "preset.yaml"], f"in {tmp_path}/preset.yaml")
-    for given, where in (([f"--{typed}", "1"], "on the command line"), in_preset):
-        _, problems = resolve(args_class, [*map(str, given)], world_size=1)
+    flags = preset(f"{typed}:\n- path: x\n  type: y\n")
+    for given, where in (([f"--{typed}", "1"], "on the command line"), (flags, f"in {flags[1]}")):
+        _, problems = resolve(args_class, given, world_size=1)
         (problem,) = [problem for problem in problems if typed in problem]
         said, _, hint = problem.partition("; ")
         assert said == f"unknown argument {typed!r} {where}" and {*re.findall(r"--\w+", hint)} == meant, problem
@@ -207,12 +206,11 @@ def test_what_an_unread_preset_may_give_is_not_missing(given, monkeypatch):
     [(["--assistant_only_loss"], "true"), (["--assistant_only_loss", "True"], "true"),
      (["--assistant_only_loss", "--packing"], "true"), (["--assistant_only_loss=FALSE"], "false"), ([], "auto")],
 )  # fmt: skip
-def test_a_choice_of_true_and_false_is_a_switch_too(words, value, tmp_path):
+def test_a_choice_of_true_and_false_is_a_switch_too(words, value, preset):
     """As in trl, where it is a bool; a preset may hold it as YAML's bool."""
     args_class = shipped.load(ROOT / "recipes/sft.py").Args
     assert resolve(args_class, words, world_size=1)[0].assistant_only_loss == value
-    (tmp_path / "preset.yaml").write_text(f"assistant_only_loss: {value.capitalize()}\n")
-    args, _ = resolve(args_class, ["--config", str(tmp_path / "preset.yaml")], world_size=1)
+    args, _ = resolve(args_class, preset(f"assistant_only_loss: {value.capitalize()}\n"), world_size=1)
     assert args.assistant_only_loss == value
     jsonschema.validate({"assistant_only_loss": value == "true"}, schema(args_class, "sft"))
 

@@ -111,9 +111,9 @@ def test_any_architecture(model_type, overrides, expected, tmp_path):
     assert again.values() == args.values() and new_config(again) == new_config(args)
 
 
-def test_values_are_yaml(tmp_path):
+def test_values_are_yaml(preset):
     """Nested fields are dotted, in a preset a section; both give the same numbers, lists, switches and nulls."""
-    (tmp_path / "preset.yaml").write_text(
+    given = preset(
         "max_steps: 1\nmodel_type: mistral\nfrom_scratch: true\nconfig_overrides:\n  rms_norm_eps: 1e-5\n  sliding_window: ~\n"
         "  hidden_act: gelu\n  tie_word_embeddings: no\n  eos_token_id: [2, 3]\n  rope_parameters:\n    rope_type: linear\n"
         "    factor: 2.0\n"
@@ -123,7 +123,7 @@ def test_values_are_yaml(tmp_path):
         "rope_parameters.rope_type=linear", "rope_parameters={factor: 2.0}",
     )  # fmt: skip
     flags = ("--from_scratch", "--model_type", "mistral", "--max_steps", "1", "--config_overrides", *typed)
-    args = parsed("--config", str(tmp_path / "preset.yaml"))
+    args = parsed(*given)
     assert args.values() == parsed(*flags).values() and args.config_overrides == {
         "rms_norm_eps": 1e-5, "sliding_window": None, "hidden_act": "gelu", "tie_word_embeddings": False,
         "eos_token_id": [2, 3], "rope_parameters.rope_type": "linear", "rope_parameters.factor": 2.0,
