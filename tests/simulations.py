@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import BartConfig, ConvNextConfig, PreTrainedTokenizerFast, SwinConfig
 
-from recipe_tools.plan.simulate import Job
+from recipe_tools.plan.simulate import Job, Outcome
 from recipe_tools.request import launch_environment
 
 # A Llama of two layers with grouped heads and sizes that do not divide.
@@ -128,7 +128,7 @@ def job(config: str, command: list[str], *flags: str, num_processes: int = 2, **
 
 def real_and_simulated(
     forks, simulator, out: Path, name: str, args: list[str], *more: object, flags: list[str], micro_batches: int
-):
+) -> tuple[dict, Outcome]:
     """Run a recipe on trl under the ledger, and simulate a step of it; return both, with equal FLOPs and gradients."""
     script = CHILDREN / "ledger_of_trl.py"
     forks.succeed(out, *args, *more, "--heldout_share", 0.2, script=script, flags=flags, RECIPE=name)

@@ -49,10 +49,6 @@ def undisturbed(run) -> Path:
     return run()
 
 
-# SIGKILL all ranks when rank 0 would log step 7: it has opened the file for the evaluation, for 6 steps and for a copy.
-AFTER_STEP_6 = killed_at_opening(11)
-
-
 def test_it_says_what_it_does(undisturbed):
     printed = log_of(undisturbed)
     assert "Data: 4 shards, in rows of 64 tokens; validation on 10 rows" in printed
@@ -77,7 +73,8 @@ def test_it_learns_and_what_it_learnt_is_exported(undisturbed):
 
 def test_killed_and_resumed_is_as_if_it_had_not_been(forks, arguments, undisturbed, out):
     """A killed and resumed run is equal bit for bit, although workers had read ahead."""
-    assert forks.run(out, *arguments, **AFTER_STEP_6) == -9, log_of(out)[-3000:]
+    # When rank 0 would log step 7: it has opened the file for the evaluation, for 6 steps and for a copy.
+    assert forks.run(out, *arguments, **killed_at_opening(11)) == -9, log_of(out)[-3000:]
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-4"] and max(losses(out)) == 6
     assert re.search(r"Resumed .*checkpoint-4 \(step", forks.succeed(out, *arguments))
     assert losses(out) == losses(undisturbed)

@@ -25,7 +25,7 @@ from conversations import (
     TOOL,
     call,
     conversation,
-    delivered,
+    heldout_batches,
     prepare,
     refuse,
     save_base,
@@ -550,7 +550,7 @@ def test_which_rows_are_held_out(tmp_path, form):
     rows = [{"text": f"Question {i}?"} for i in range(60)]
     if form == "messages":
         rows = [conversation(i, tools=i % 2 > 0, system=i % 3 > 0) for i in range(60)]
-    _, batches = delivered(folder, rows, "--heldout_share", "0.1")
+    batches = heldout_batches(folder, rows, "--heldout_share", "0.1")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     said = "".join(tokenizer.decode(row) for batch in batches for row in batch["input_ids"])
     assert sorted(map(int, re.findall(r"Question (\d+)", said))) == HELD_OUT[form]

@@ -123,8 +123,8 @@ def test_every_row_once_in_each_epoch_on_any_number_of_ranks(num_rows):
     args = TrainArgs(total_batch_size=8, per_device_train_batch_size=2, num_train_epochs=3)
     lengths, found = np.random.default_rng(0).integers(1, 100, num_rows), []
     for world_size, by_length in itertools.product((1, 2, 4), (False, True)):
-        given = (num_rows, args), (world_size, lengths if by_length else None)
-        orders = [iter(StepOrder(*given[0], rank, *given[1])) for rank in range(world_size)]
+        grouped = lengths if by_length else None
+        orders = [iter(StepOrder(num_rows, args, rank, world_size, grouped)) for rank in range(world_size)]
         turns = [order for _ in range(args.accumulation_steps(world_size)) for order in orders]
         steps = [[row for order in turns for row in next(order)] for _ in range(num_steps(args, num_rows))]
         found.append([sorted(step) for step in steps])

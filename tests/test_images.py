@@ -160,8 +160,7 @@ def test_mixtures_have_the_share_that_is_said(parquet):
 
 
 def test_rand_augment_is_a_function_of_seed_epoch_and_row(parquet, monkeypatch):
-    """torchvision's, which draws from torch's one generator: the same again, and from several threads, as a stream without
-    workers has them; nothing else is drawn otherwise."""
+    """torchvision's, which draws from torch's one generator: the same again, from several threads too; nothing else changes."""
 
     class RandAugment:
         def __init__(self, num_ops: int):

@@ -21,8 +21,6 @@ SIZES = (
     "--config_overrides", "vocab_size=300", "hidden_size=32", "intermediate_size=64", "num_hidden_layers=2",
     "num_attention_heads=2", "max_position_embeddings=64",
 )  # fmt: skip
-# SIGKILL all ranks when rank 0 would log step 6.
-AFTER_STEP_5 = killed_at_opening(11)
 # In each stream, `few` ends before step 10; the phase begins after the step at which a killed run goes on.
 PHASE = {"from": 8, "weights": {"few": 1, "notes": 3, "web": 1}, "lr_factor": 0.5}
 
@@ -95,7 +93,8 @@ def test_sources_in_the_log(undisturbed):
 @pytest.fixture(scope="module")
 def killed(forks, arguments, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("killed") / "out"
-    assert forks.run(out, *arguments, **AFTER_STEP_5) == -9, log_of(out)[-3000:]
+    # When rank 0 would log step 6.
+    assert forks.run(out, *arguments, **killed_at_opening(11)) == -9, log_of(out)[-3000:]
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-4"] and max(losses(out)) == 5
     return out
 

@@ -386,7 +386,8 @@ def test_each_source_is_seen(whole, folder):
         assert record["loss"] == pytest.approx(mean, rel=1e-5)
     assert [record["learning_rate"] for record in read_metrics(whole) if "loss" in record] == [1e-2] * 4 + [5e-3] * 2
     assert {"eval_alpaca_loss", "eval_chats_loss", "eval_few_loss"} < after.keys()
-    log, report, shown = log_of(whole), *((whole / name).read_text() for name in ("report.html", "rows.html"))
+    log = log_of(whole)
+    report, shown = ((whole / name).read_text() for name in ("report.html", "rows.html"))
     assert "Source few: 7 rows to train on, 3 held out; 7 sequences: 20.83% of the run's, 1.43 epochs in 6 steps" in log
     assert ", chats_loss: " in log and "The export renders the first" in log
     for name in names:

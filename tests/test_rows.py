@@ -25,7 +25,6 @@ from chess_games import rules
 from chess_games.games import GamesArgs, load_games, prepare_games
 
 GAME = b'{"Moves": ["e2e4", "e7e5"]}\n'
-MATE = ["f2f3", "e7e5", "g2g4", "d8h4"]
 UNREADABLE = [
     ("a.jsonl", b"", "a.jsonl cannot be read: it has 0 rows"),
     ("a.jsonl", b"\n \n\n", "a.jsonl cannot be read: it has 0 rows"),
@@ -171,7 +170,7 @@ def test_pgn_of_normal_chess(tmp_path):
     games = [f'[Event "?"]\n{header}\n\n1. f3 {{ [%clk 0:03:00] }} e5 2. g4 $4 Qh4# 0-1\n\n' for header in headers]
     (tmp_path / "a.pgn").write_bytes(b"\xef\xbb\xbf" + "".join(games).replace("\n", "\r\n").encode())
     rows = load_games(str(tmp_path / "a.pgn"), tmp_path / "cache")
-    assert rows[:] == {"Moves": [MATE] * 3, "defect": [""] * 3}
+    assert rows[:] == {"Moves": [["f2f3", "e7e5", "g2g4", "d8h4"]] * 3, "defect": [""] * 3}
 
 
 @pytest.mark.parametrize("letters, moves", [

@@ -94,5 +94,9 @@ if NAME == "grpo":
 
     answers.AnswerTrainer = WatchedAnswers
 else:
-    module.PairLoss = type("WatchedPairs", (Watched, module.PairLoss), {})
+
+    class WatchedPairs(Watched, module.PairLoss):
+        pass
+
+    module.PairLoss = WatchedPairs
 module.train = watched
