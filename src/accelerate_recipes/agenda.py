@@ -14,8 +14,7 @@ from accelerate.utils import set_seed
 from accelerate_recipes.bad_steps import check_replicas
 from accelerate_recipes.checkpoint.resume import check_not_beyond
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.life import stop, watch
-from accelerate_recipes.life.status import read_status, update_status
+from accelerate_recipes.life import status, stop, watch
 from accelerate_recipes.metrics import Flops, MetricsLog, Window, peak_memory_gib
 from accelerate_recipes.ranks import is_first, max_over_ranks
 from accelerate_recipes.upstream import forget_evaluated_shapes
@@ -66,9 +65,9 @@ def tracker_settings(output_dir: Path, resumed: int | None) -> dict[str, dict[st
     trackio, which finds a run by its name: names of directories are not unique. TensorBoard finds a run by its folder, and
     drops what a killed run has logged after the step that is `resumed`.
     """
-    known = read_status(output_dir).get("run") if resumed is not None else None
+    known = status.read_status(output_dir).get("run") if resumed is not None else None
     number = known or uuid.uuid4().hex[:8]
-    update_status(output_dir, run=number)
+    status.update_status(output_dir, run=number)
     name = output_dir.resolve().name
     trackio = {"name": f"{name}-{number}", "resume": "allow" if known else "never"}
     tensorboard = {} if resumed is None else {"purge_step": resumed + 1}
@@ -151,7 +150,7 @@ class Agenda:
                     tracker.store_init_configuration(config)
         if self.accelerator.is_main_process:
             newest = str(self.checkpointer.newest or "")
-            update_status(self.output_dir, state="running", step=self.step, checkpoint=newest, reason="")
+            status.update_status(self.output_dir, state="running", step=self.step, checkpoint=newest, reason="")
         # An evaluation is due before the first step. After a resume it may be due again: skip it if it is in the log.
         if self.evaluation_is_due and not self.log.has_evaluation(self.step):
             self.evaluate()

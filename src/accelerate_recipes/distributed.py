@@ -27,13 +27,7 @@ from accelerate_recipes.args import DTYPES, TrainArgs
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.checks import environment_warnings, fp8_layers, lever_warnings, num_accelerators
 from accelerate_recipes.life import parent
-from accelerate_recipes.models import slices
-from accelerate_recipes.models.attention import keep_cudnn_from_masks
-from accelerate_recipes.models.mixers import check_units, recompute_documents, unpack_documents
-from accelerate_recipes.models.probes import mixers_in
-from accelerate_recipes.models.rotary import embed_by_length
-from accelerate_recipes.models.shared_rows import share_attention
-from accelerate_recipes.models.weights import initialize
+from accelerate_recipes.models import attention, mixers, probes, rotary, shared_rows, slices, weights
 from accelerate_recipes.optim import local_shard, optimizer_fn
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name
@@ -61,9 +55,9 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
     upstream.let_torch_choose_dynamic_shapes()
     upstream.resolve_vector_math()
     keep_memory_in_one_piece()
-    keep_cudnn_from_masks()
+    attention.keep_cudnn_from_masks()
     if ranks.ranks_a_row() > 1:
-        share_attention()
+        shared_rows.share_attention()
     if args.full_determinism:
         make_deterministic()
     upstream.choose_interface()
@@ -171,8 +165,8 @@ def prepare(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # A reference or a teacher is not trained: the optimizer that Accelerate wants is never used.
     make_optimizer = optimizer_fn(model, args) if trained else lambda held: torch.optim.SGD(held.parameters())
-    mixers = unpack_documents(model, mixers_in(model))
-    embed_by_length(model)
+    unpacked = mixers.unpack_documents(model, probes.mixers_in(model))
+    rotary.embed_by_length(model)
     functorch_config.activation_memory_budget = args.activation_memory_budget
     if accelerator.mixed_precision == "fp8":
         layers = fp8_layers(model)
@@ -181,7 +175,7 @@ def prepare(
     source = slices.source_of(model)
     is_new = not source and ranks.on_first_rank(lambda: all(parameter.is_meta for parameter in model.parameters()))
     if is_new and not accelerator.is_fsdp2:
-        initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
+        weights.initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
     upstream.leave_out_other_layers(model)
     upstream.count_cached_tokens(model)
     if accelerator.distributed_type == DistributedType.FSDP:
@@ -195,7 +189,7 @@ def prepare(
             model, _ = accelerator.prepare(model, placeholder)
         accelerator._optimizers.clear()
         if is_new:
-            initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
+            weights.initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
         elif source:
             slices.read_slices(model, source, accelerator.device, parameter_device(accelerator))
         upstream.restore_rng_in_recompute(model)
@@ -212,7 +206,7 @@ def prepare(
         model = accelerator.prepare(model)
     else:  # DDP would refuse a model that is not trained
         model = accelerator.prepare_model(model, evaluation_mode=True)
-    recompute_documents(model)
+    mixers.recompute_documents(model)
     recompute_every(model, args.checkpoint_every_n_layers)
     local = sum(local_shard(p).numel() for p in model.parameters())
     units = fsdp_units(model)
@@ -224,7 +218,7 @@ def prepare(
             raise ConfigError(
                 "FSDP is on, but no module was wrapped; check fsdp_auto_wrap_policy in the accelerate YAML"
             )
-        check_units(mixers, units)
+        mixers.check_units(unpacked, units)
         strategy = getattr(accelerator.state.fsdp_plugin.sharding_strategy, "name", "")  # of FSDP1
         if shards > 1 and local >= total and strategy != "NO_SHARD":
             raise ConfigError(f"this rank holds all {total:,} parameters although {shards} ranks should share them")

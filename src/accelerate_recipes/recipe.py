@@ -24,9 +24,7 @@ import yaml
 from accelerate_recipes.agenda import observers
 from accelerate_recipes.args import Args, TrainArgs, parse, resolve
 from accelerate_recipes.arguments import shipped
-from accelerate_recipes.checkpoint.export import exported_files
-from accelerate_recipes.checkpoint.files import MARKER, SaveError, candidates
-from accelerate_recipes.checkpoint.mirror import finish_copies
+from accelerate_recipes.checkpoint import export, files, mirror
 from accelerate_recipes.disk import is_full, print_any_text
 from accelerate_recipes.errors import ConfigError, DataError, NonFiniteError, ReplicaError, printable, raise_problems
 from accelerate_recipes.hub.push import push
@@ -37,9 +35,7 @@ from accelerate_recipes.launch.requirements import (
     provide,
     write_problems,
 )
-from accelerate_recipes.life import lock, parent, watch, workers
-from accelerate_recipes.life.status import attempt, is_wish_of_a_person, update_status
-from accelerate_recipes.life.stop import Stopped, requested
+from accelerate_recipes.life import lock, parent, status, stop, watch, workers
 from accelerate_recipes.ranks import is_first, is_first_of_machine
 from accelerate_recipes.report.report import Report, StepProfiler, write_report
 from accelerate_recipes.run import DataReady
@@ -104,12 +100,13 @@ def run_recipe(
             main(args)
             if args.push_to_hub and is_first():  # last, and the other ranks do not wait for it
                 out = Path(args.output_dir) / "export"
-                push(out, exported_files(out), args.push_to_hub)
+                push(out, export.exported_files(out), args.push_to_hub)
             end_with(args, state="finished")
-    except (Stopped, KeyboardInterrupt) as end:
+    except (stop.Stopped, KeyboardInterrupt) as end:
         reason = str(end) or "Ctrl-C"
         end_with(args, state="stopped", reason=reason)
-        has_saved = args is not None and any((c / MARKER).is_file() for c in candidates(Path(args.output_dir)))
+        begun = files.candidates(Path(args.output_dir)) if args is not None else ()
+        has_saved = any((checkpoint / files.MARKER).is_file() for checkpoint in begun)
         said = f"Stopped by {reason}; the same command goes on from the newest checkpoint"
         if not has_saved:
             said = f"Stopped by {reason} before the first checkpoint; the same command begins again"
@@ -117,20 +114,20 @@ def run_recipe(
             code = 128 + signal.SIGINT
         # A supervisor that restarts by exit codes takes 0 for the end of the run. Only a `stop` file, which a person wrote,
         # means this end.
-        elif not is_wish_of_a_person(reason):
+        elif not status.is_wish_of_a_person(reason):
             code = int(os.environ.get("STOPPED_EXIT_CODE", 0))
         if is_first():
             say(said, sys.stdout)
         if code:
             parent.tell_launcher(said)
-    except (ConfigError, DataError, NonFiniteError, ReplicaError, SaveError) as error:
+    except (ConfigError, DataError, NonFiniteError, ReplicaError, files.SaveError) as error:
         told = watched is not None and watched.tell_first_rank(str(error))
         if told or not is_first_of_machine():
             # Another process prints the error: rank 0, which this process has told, or the first process of the machine,
             # which has the same error. If this process ended first, the launcher would end the other one before it has
             # printed. So this process waits until the launcher ends it.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if requested():  # the launcher sends SIGTERM only once, and it came before the line above
+            if stop.requested():  # the launcher sends SIGTERM only once, and it came before the line above
                 leave(2)
             time.sleep(30)
         fail(args, str(error))
@@ -179,7 +176,7 @@ def fail(args: TrainArgs | None, reason: str) -> NoReturn:
     message = f"error: {printable(reason)}"
     if not parent.tell_launcher(message):
         say(message)
-    if args is not None and attempt()["job"] and is_first():
+    if args is not None and status.attempt()["job"] and is_first():
         # status.json must tell the job script, also before training begins, that a restart would not help.
         with contextlib.suppress(ConfigError, OSError):
             lock.take(Path(args.output_dir))
@@ -207,10 +204,10 @@ def end_with(args: TrainArgs | None, **changes: str) -> None:
     """Write to status.json and the report how the run ended, if the run owns its output directory."""
     if is_first() and lock.is_taken() and not lock.is_lost():
         try:
-            update_status(Path(args.output_dir), **changes)
+            status.update_status(Path(args.output_dir), **changes)
         except OSError as error:  # a full disk must not hide how the run ended
             say(f"warning: status.json could not be written: {error}")
         write_report(Path(args.output_dir))
     if args is not None:
         with contextlib.suppress(OSError):  # a copy must not change how a run ends
-            finish_copies(Path(args.output_dir), changes["state"])
+            mirror.finish_copies(Path(args.output_dir), changes["state"])

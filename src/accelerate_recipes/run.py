@@ -45,12 +45,9 @@ from accelerate_recipes.hub import cache
 from accelerate_recipes.life.picture import Chart, Curves, draw_run, spoken
 from accelerate_recipes.life.status import begin_attempt
 from accelerate_recipes.metrics import Flops, device_name, is_evaluation
-from accelerate_recipes.models.adapters import Adapter, add_adapters
-from accelerate_recipes.models.attention import choose, use_flash_3
+from accelerate_recipes.models import adapters, attention, loading, probes
 from accelerate_recipes.models.base import described, is_decoder, name_untrained, open_base
 from accelerate_recipes.models.documents import DOCUMENTS
-from accelerate_recipes.models.loading import keep_frozen, tie_as_read
-from accelerate_recipes.models.probes import check_shared_masks, mixers_in, own_balance
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.upstream import library_versions
 
@@ -73,7 +70,7 @@ class Run(Generic[Args]):
 
     model: nn.Module = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
-    adapter: Adapter | None = field(init=False, default=None)
+    adapter: adapters.Adapter | None = field(init=False, default=None)
     first_units: list[nn.Module] = field(init=False)  # modules whose parameters a forward pass gathers first
     scheduler: torch.optim.lr_scheduler.LambdaLR = field(init=False)
     artifacts: list[Any] = field(init=False)  # configuration, tokenizer, ... to save and export
@@ -177,9 +174,9 @@ class Run(Generic[Args]):
 
     def shard(self, model: transformers.PreTrainedModel) -> None:
         """Add the adapters of --use_peft to a model, shard it as the strategy says, and make its optimizer."""
-        self.adapter = self.adapter or add_adapters(model, self.args)
+        self.adapter = self.adapter or adapters.add_adapters(model, self.args)
         if not self.adapter:
-            keep_frozen(model)
+            loading.keep_frozen(model)
         self.model, self.optimizer, self.first_units = prepare(self.accelerator, model, self.args)
 
     def shard_reference(self, model: transformers.PreTrainedModel) -> nn.Module:
@@ -225,13 +222,13 @@ class Run(Generic[Args]):
         """
         args, is_shared = self.args, ranks.ranks_a_row() > 1
         if is_shared:
-            check_shared_masks(model.config, model.config._attn_implementation, args.longest_row)
+            probes.check_shared_masks(model.config, model.config._attn_implementation, args.longest_row)
         weight = getattr(model.config, "router_aux_loss_coef", 0)
         has_experts = any(name.endswith("experts") for name, _ in model.named_modules())
-        if weight and has_experts and own_balance(model.config) is None:
+        if weight and has_experts and probes.own_balance(model.config) is None:
             self.print(f"Experts are not balanced: {type(model).__name__} computes no loss for that")
-        tie_as_read(model)  # again, since a recipe may load its model without `models.loading`
-        self.adapter = self.adapter or add_adapters(model, args)
+        loading.tie_as_read(model)  # again, since a recipe may load its model without `models.loading`
+        self.adapter = self.adapter or adapters.add_adapters(model, args)
         # A pretrained model may be loaded as another class, with a new head.
         model.config.architectures = [type(model).__name__]
         rest = self.rest_of_base(model)
@@ -241,12 +238,14 @@ class Run(Generic[Args]):
         ranks.on_first_rank(lambda: self.artifacts.append(BaseForm(self.artifacts[0], tokenizer, files)))
         self.flops = flops_fn(model) if flops_fn else None
         self.shard(model)
-        kernel, why = choose(args.attn_implementation, model.config, args.param_dtype, args.has_boundaries, is_shared)
+        kernel, why = attention.choose(
+            args.attn_implementation, model.config, args.param_dtype, args.has_boundaries, is_shared
+        )
         if why:
             self.print(f"Attention: {kernel}, since {why}")
-        if (args.document_mask or args.packing) and (mixers := mixers_in(model)):
+        if (args.document_mask or args.packing) and (mixers := probes.mixers_in(model)):
             self.print(f"Packed rows: each document is computed by itself in {', '.join(sorted(mixers))}")
-        if kernel == DOCUMENTS and use_flash_3():
+        if kernel == DOCUMENTS and attention.use_flash_3():
             self.print("Attention: by FlashAttention 3")
         self.total_steps = total_steps
         self.scheduler = make_scheduler(self.optimizer, args, total_steps)

@@ -34,8 +34,7 @@ from accelerate_recipes.checkpoint.weight_files import saved_tensors, write_adap
 from accelerate_recipes.disk import fsync, read_json, read_json_lines, readable
 from accelerate_recipes.distributed import strategy_name
 from accelerate_recipes.errors import ConfigError, first_line
-from accelerate_recipes.life import lock, stop
-from accelerate_recipes.life.status import update_status
+from accelerate_recipes.life import lock, status, stop
 from accelerate_recipes.models import adapters
 from accelerate_recipes.models.pretrained import check_generation_config, model_checksum
 from accelerate_recipes.models.weights import WRAPPERS
@@ -179,7 +178,7 @@ class Checkpointer:
         longest = stop.save_took(time.perf_counter() - start)
         if rank == 0:
             step = files.step_of(final)
-            update_status(final.parent, step=step, checkpoint=str(final), longest_save_seconds=round(longest, 2))
+            status.update_status(final.parent, step=step, checkpoint=str(final), longest_save_seconds=round(longest, 2))
         try:
             self.kept = on_first_rank(lambda: steps_to_keep(final.parent, self.args), self.group)
             if mirror.is_first_of_disk():

@@ -22,8 +22,7 @@ from typing import Any
 
 from accelerate_recipes.checkpoint import files, store
 from accelerate_recipes.disk import readable, size_and_times, write_atomically
-from accelerate_recipes.life import parent
-from accelerate_recipes.life.status import UNKNOWN, is_known_dead
+from accelerate_recipes.life import parent, status
 
 LEASE = 180.0  # seconds without a renewal after which a lease has expired; it is renewed each third of them
 LOOK = 1.0  # seconds between two looks at the output directory
@@ -148,7 +147,7 @@ class Uploader:
         """Wait until the lease of another process has expired, then write ours, and look whether it stays."""
         before, until = None, time.monotonic() + LEASE
         while (lease := self.store.lease()) and (other := lease["owner"]):
-            if is_known_dead(other, self.owner) or time.monotonic() > until:
+            if status.is_known_dead(other, self.owner) or time.monotonic() > until:
                 break
             who = f"process {other['process']} on {other['host']}"
             if before is None:
@@ -175,7 +174,7 @@ class Uploader:
         """Raise StoreError unless this run has the lease. If another one has it, this one stops."""
         if (found := self.store.lease()) is None:
             raise store.StoreError(f"{self.url} has lost its {store.LEASE_FILE}: is its disk mounted?")
-        if found["owner"] not in (self.owner, UNKNOWN) and not self.is_lost:
+        if found["owner"] not in (self.owner, status.UNKNOWN) and not self.is_lost:
             self.is_lost = True
             self.tell(say="another run has taken over the mirror: no more copies are made there")
         self.check()
@@ -348,7 +347,7 @@ class Uploader:
 
     def turn_of_other(self) -> None:
         """Send this machine's part of the copy that the first machine has chosen."""
-        if (lease := self.store.lease()) is None or lease["owner"] == UNKNOWN:
+        if (lease := self.store.lease()) is None or lease["owner"] == status.UNKNOWN:
             return
         if self.heard != lease["beat"]:
             self.heard, self.heard_at = lease["beat"], time.monotonic()

@@ -24,13 +24,9 @@ from accelerate_recipes.hub import cache, push
 from accelerate_recipes.hub.download import download
 from accelerate_recipes.launch.checks import fp8_layers, launch_problems, num_accelerators, wrap_problems
 from accelerate_recipes.launch.settings import launcher_problems
-from accelerate_recipes.models.adapters import targets
-from accelerate_recipes.models.attention import choose
-from accelerate_recipes.models.base import check_export_form, check_one_dtype
-from accelerate_recipes.models.head_probe import check_head
+from accelerate_recipes.models import adapters, attention, base, head_probe, probes
 from accelerate_recipes.models.loading import CAUSAL
 from accelerate_recipes.models.pretrained import Kind, check_model
-from accelerate_recipes.models.probes import check_packing, check_shared_masks, model_sharing_problems
 from accelerate_recipes.models.tokenizers import load_tokenizer
 from accelerate_recipes.ranks import is_first, is_first_of_machine, ranks_a_row
 
@@ -147,9 +143,9 @@ def check_models(
                 if name != args.base_model or args.use_peft:
                     continue
                 if args.param_dtype == torch.bfloat16 and os.environ.get("ACCELERATE_USE_FSDP") == "true":
-                    check_one_dtype(model, name)
+                    base.check_one_dtype(model, name)
                 if not cache.lacking(cache.HubModel(name)):
-                    check_export_form(model, name)
+                    base.check_export_form(model, name)
     load = load_tokenizer if needed.tokenizers else needed.kind.reader
     for name in needed.tokenizers or needed.models:
         if not problems and not cache.lacking(cache.HubModel(name, weights=not needed.tokenizers)):
@@ -176,7 +172,7 @@ def model_problems(
     found = wrap_problems(model, {**env, **of_trained}) + attention_problems(args, model, env)
     with collecting_errors(found):
         if args.use_peft and is_trained:
-            targets(model, args)
+            adapters.targets(model, args)
         if env.get("ACCELERATE_MIXED_PRECISION") == "fp8":
             fp8_layers(model)
     return found
@@ -188,17 +184,17 @@ def attention_problems(args: TrainArgs, model: transformers.PreTrainedModel, env
     if not name or model.config.is_encoder_decoder:
         return []
     size = ranks_a_row(env)
-    if problems := model_sharing_problems(model.config, size) if size > 1 else []:
+    if problems := probes.model_sharing_problems(model.config, size) if size > 1 else []:
         return problems
     with collecting_errors(problems):
-        attention, _ = choose(name, model.config, args.param_dtype, args.has_boundaries, size > 1)
-        model.config._attn_implementation = attention
+        kernel, _ = attention.choose(name, model.config, args.param_dtype, args.has_boundaries, size > 1)
+        model.config._attn_implementation = kernel
         if size > 1:
-            check_shared_masks(model.config, attention, args.longest_row)
+            probes.check_shared_masks(model.config, kernel, args.longest_row)
         if args.document_mask:
-            check_packing(model.config)
+            probes.check_packing(model.config)
         if args.whole_logits is False:
-            check_head(model.config)
+            head_probe.check_head(model.config)
     return problems
 
 

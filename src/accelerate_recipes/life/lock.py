@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.life import stop
-from accelerate_recipes.life.status import UNKNOWN, is_known_dead, is_owner, this_owner
+from accelerate_recipes.life import status, stop
 
 HEARTBEAT = 5.0  # seconds between two touches of the file
 SILENCE = 3 * HEARTBEAT  # seconds without a touch after which the owner counts as dead
@@ -28,7 +27,7 @@ def take(output_dir: Path) -> None:
     file = output_dir / "lock.json"
     if _mine is not None and _mine[0] == file:
         return
-    owner = this_owner()
+    owner = status.this_owner()
     output_dir.mkdir(parents=True, exist_ok=True)
     if other := acquire(file, owner):
         job = f" (job {other['job']})" if other["job"] else ""
@@ -80,7 +79,7 @@ def is_lost() -> bool:
 def living_owner(file: Path, me: dict) -> dict | None:
     """Return the owner of the lock if its run is still alive. This takes up to SILENCE seconds."""
     other = read(file)
-    if other is not None and is_known_dead(other, me):
+    if other is not None and status.is_known_dead(other, me):
         return None
     # The owner's clock may differ from ours, so only a change of the time counts.
     first = touched(file)
@@ -88,7 +87,7 @@ def living_owner(file: Path, me: dict) -> dict | None:
     while time.monotonic() < deadline:
         time.sleep(HEARTBEAT / 10)
         if (now := touched(file)) != first:
-            return None if now is None else read(file) or UNKNOWN
+            return None if now is None else read(file) or status.UNKNOWN
     return None
 
 
@@ -98,7 +97,7 @@ def read(file: Path) -> dict | None:
         owner = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    return owner if is_owner(owner) else None
+    return owner if status.is_owner(owner) else None
 
 
 def touched(file: Path) -> int | None:
