@@ -28,13 +28,7 @@ from accelerate_recipes.conversations.drawing_trial import draw_answers
 from accelerate_recipes.conversations.exported import as_exported
 from accelerate_recipes.conversations.heads import add_head, difference_by_trl
 from accelerate_recipes.conversations.objective import SYNC_REFERENCE, Collectives, Objective, Outputs, reference_of
-from accelerate_recipes.conversations.prompts import (
-    PromptArgs,
-    as_object,
-    compare_prompts,
-    room_for_prompts,
-    tokenize_prompts,
-)
+from accelerate_recipes.conversations.prompts import PromptArgs, compare_prompts, room_for_prompts, tokenize_prompts
 from accelerate_recipes.conversations.settings import pad_multiple, refused_by_trl, switch_off_dropout, with_fused_head
 from accelerate_recipes.conversations.trained_rows import ReadRows, content_of_sides
 from accelerate_recipes.errors import ConfigError, that_apply
@@ -134,7 +128,7 @@ class GRPOArgs(PromptArgs):
     )
 
     def problems(self, world_size: int) -> list[str]:
-        answers, given = self.total_batch_size // world_size, as_object(self.generation_kwargs)
+        answers, given = self.total_batch_size // world_size, self.object_in("generation_kwargs")
         number, leaves_out = answers // self.per_device_train_batch_size, self.top_entropy_quantile < 1
         problems = {
             f"--total_batch_size {self.total_batch_size} is not a multiple of --num_generations {self.num_generations}, the "
@@ -158,7 +152,7 @@ class GRPOArgs(PromptArgs):
         """Settings of `generate` with which answers are drawn; vLLM has others of its own in --generation_kwargs."""
         given: Any = self
         own = {name: getattr(given, name) for name in OWN_FLAGS}
-        return own | ({} if given.use_vllm else as_object(given.generation_kwargs) or {})
+        return own | ({} if given.use_vllm else self.object_in("generation_kwargs") or {})
 
 
 class AnswerTrainer(Objective, GRPOTrainer):

@@ -42,7 +42,7 @@ class PromptArgs(TrainerArgs):
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
         given: Any = self
-        if as_object(given.chat_template_kwargs) is None:
+        if self.object_in("chat_template_kwargs") is None:
             found.append(
                 f"--chat_template_kwargs is {given.chat_template_kwargs!r}; it must be a JSON object, such as "
                 "'{\"enable_thinking\": false}'"
@@ -54,17 +54,16 @@ class PromptArgs(TrainerArgs):
     @property
     def template_settings(self) -> dict[str, Any]:
         """Settings that the chat template gets for every prompt."""
-        given: Any = self
-        return as_object(given.chat_template_kwargs)  # pyright: ignore[reportReturnType]  `problems` refuses None
+        return self.object_in("chat_template_kwargs")  # pyright: ignore[reportReturnType]  `problems` refuses None
 
-
-def as_object(given: str | dict | None) -> dict[str, Any] | None:
-    """Return the JSON object that an argument is, or was parsed to; None for another value."""
-    try:
-        found = json.loads(given) if isinstance(given, str) and given else given or {}
-    except json.JSONDecodeError:
-        return None
-    return found if isinstance(found, dict) else None
+    def object_in(self, name: str) -> dict[str, Any] | None:
+        """Return the JSON object that an argument is, or was parsed to; None for another value."""
+        given = getattr(self, name)
+        try:
+            found = json.loads(given) if isinstance(given, str) and given else given or {}
+        except json.JSONDecodeError:
+            return None
+        return found if isinstance(found, dict) else None
 
 
 def load_prompts(args: Any, tokenizer: Any, model: Any) -> tuple[dict[str, datasets.Dataset], dict[str, int]]:
