@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ class Exported(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig | None
     stops: set[int]  # tokens at which generation stops
-    base_stops: set[int] = frozenset()  # pyright: ignore[reportAssignmentType]  # likewise with the settings of the base, as it is published
+    base_stops: Set[int] = frozenset()  # likewise, by the settings of the base, as it is published
     render: Render | None = None  # renders a row with images, by the exported processor
 
 
@@ -51,7 +51,7 @@ def read_exported(folder: Path) -> Exported:
 
 
 def as_exported(
-    model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base_stops: Collection[int]
+    model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base_stops: Set[int]
 ) -> Exported:
     """Return a model's tokenizer and settings as users of its export get them: saved, then loaded by transformers.
 
@@ -205,7 +205,7 @@ def compare_rows(
     return f"The export renders the first {len(first.rows)} rows as they were trained"
 
 
-def ends_of_adapters(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], stops: set[int]) -> str:
+def ends_of_adapters(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], stops: Set[int]) -> str:
     """Say that adapters learn to end with a token at which generation, by the settings of their model, does not stop."""
     lost, known = (shown_ends(tokenizer, sorted(tokens)) for tokens in ({*ends} - stops, stops))
     said = f"Rows end with {lost}, but adapters are loaded with the settings of their model, which stop at {known}"

@@ -235,19 +235,13 @@ class StreamLoader:
         return sizes, limits
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self._batches(*self._start())
-
-    def _start(self) -> tuple[Order, Lookahead]:
-        """Start workers that read the rows of the next step, and what follows."""
-        return self.current, Lookahead(heapq.merge(*self._start_workers()))
-
-    def _batches(self, order: Order, ahead: Lookahead) -> Iterator[dict[str, Any]]:
         size = self.args.per_device_train_batch_size
         # The ranks have not agreed on anything yet. Streams that run on are even.
-        self.is_uneven, last = not order.runs_on, None
+        self.is_uneven, last = not self.order.runs_on, None
+        order = ahead = None
         while True:
-            if self.current != order:
-                order, ahead = self._start()
+            if ahead is None or self.current != order:  # workers read the rows of the next step, and what follows
+                order, ahead = self.current, Lookahead(heapq.merge(*self._start_workers()))
             if self.is_uneven:
                 mine, gone = self._divide(ahead)
             else:
