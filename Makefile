@@ -43,7 +43,7 @@ test: .venv/dev
 	$(PYTEST) -m "not slow and not long and not hub and not slurm and not image"
 
 # For the inner loop of an editor: the tests that start no runs.
-FAST := args arguments attention changed_data checkpoint chess_rules configs core data engine errors layout metrics \
+FAST := args arguments attention checkpoint chess_rules configs core data engine errors layout metrics \
 	metrics_of_texts models optim recipe report requeue rows upstream weights
 test-fast: .venv/dev
 	$(BIN)/python -m pytest -q -m "not slow and not long" $(FAST:%=tests/test_%.py)
