@@ -71,7 +71,7 @@ def prepared(job: Job, limit: int = 0) -> tuple[Run, Any, list[dict[str, Any]]]:
         most = status("VmData") + limit
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     if args.base_model:  # a pretrained one, of which there is the configuration alone
-        distributed.initialize = fill
+        distributed.weights.initialize = fill
     run.shard(trial.make_model(trial.config))
     run.model.train()
     number = args.accumulation_steps(data_world_size())

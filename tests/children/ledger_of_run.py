@@ -65,7 +65,7 @@ def ledger_of(accelerator, command: list[str]) -> dict:
 
 
 def main(args: Args) -> None:
-    distributed.initialize = fill
+    distributed.weights.initialize = fill
     accelerator = distributed.make_accelerator(args)
     found = [ledger_of(accelerator, command) for command in json.loads(args.trials)]
     if accelerator.is_main_process:

@@ -29,9 +29,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import masking_utils
 
-from accelerate_recipes import distributed
 from accelerate_recipes.losses import TILES, LinearCrossEntropy
-from accelerate_recipes.models import mixers
+from accelerate_recipes.models import mixers, weights
 
 aten = torch.ops.aten
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
@@ -231,7 +230,7 @@ def of_gpu() -> list[Any]:
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         mock.patch.object(nn.functional, "scaled_dot_product_attention", fake_sdpa),
         *(truthful(FSDPParamGroup, name) for name in of_units),
-        truthful(distributed, "initialize"),
+        truthful(weights, "initialize"),
         *of_trl(),
     ]
 
@@ -271,7 +270,7 @@ def pretend(world_size: int, device: str, use_fsdp: bool, is_packed: bool) -> It
         if device == "cuda":  # with gloo, Accelerate gathers in another way, into lists
             PartialState._shared_state["backend"] = "nccl"
     patches = [
-        mock.patch.object(distributed, "initialize", initialize),
+        mock.patch.object(weights, "initialize", initialize),
         mock.patch.object(masking_utils, "find_packed_sequence_indices", partial(packed_sequence_indices, is_packed)),
         mock.patch.object(mixers, "documents_of", partial(documents_of_trial, is_packed)),
         # FSDP2 makes its mesh for this device.
