@@ -126,6 +126,13 @@ def read_json(file: Path) -> Any:
         raise ValueError(f"{file} is nested too deeply") from error
 
 
+def json_or_none(file: Path) -> Any:
+    """Read a JSON file; None if it is not there, or damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(file)
+    return None
+
+
 def read_json_lines(file: Path) -> list[Any]:
     """Read a file with one JSON value in each line; an incomplete last line is left out.
 

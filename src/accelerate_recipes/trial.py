@@ -15,11 +15,7 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.errors import ConfigError, that_apply
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import count_next_tokens
-from accelerate_recipes.models import IGNORE_INDEX
-from accelerate_recipes.models.adapters import load_settings
-from accelerate_recipes.models.documents import boundaries
-from accelerate_recipes.models.loading import new_model
-from accelerate_recipes.models.pretrained import load_text_config
+from accelerate_recipes.models import IGNORE_INDEX, adapters, documents, loading, pretrained
 
 
 class NotSimulatedError(Exception):
@@ -81,7 +77,7 @@ def config_of(args: TrainArgs) -> PreTrainedConfig:
         NotSimulatedError: if it is not here, and cannot be downloaded.
     """
     try:
-        return load_text_config(args.base_model)
+        return pretrained.load_text_config(args.base_model)
     except ConfigError as error:
         place = cache.folder("model", args.base_model)
         is_here = place and (place / "config.json").is_file()
@@ -101,12 +97,12 @@ def packed_trial(args: Any, config: PreTrainedConfig | None, loss_fn: Callable) 
     labels = torch.zeros_like(positions)
     labels[:, [0, -1]] = IGNORE_INDEX
     batch = {"input_ids": torch.zeros_like(positions), "position_ids": positions, "labels": labels}
-    settings = {"attn_implementation": args.attn_implementation, "dtype": load_settings(args)["dtype"]}
+    settings = {"attn_implementation": args.attn_implementation, "dtype": adapters.load_settings(args)["dtype"]}
     return Trial(
         config or config_of(args),
-        partial(new_model, **settings),
+        partial(loading.new_model, **settings),
         loss_fn,
         count_next_tokens,
-        batch | {"row": torch.zeros(rows, dtype=torch.int64)} | boundaries(positions),
+        batch | {"row": torch.zeros(rows, dtype=torch.int64)} | documents.boundaries(positions),
         rows * (length - 2),
     )

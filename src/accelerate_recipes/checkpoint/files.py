@@ -16,7 +16,7 @@ import xxhash
 import yaml
 from safetensors import SafetensorError
 
-from accelerate_recipes.disk import checksum, fsync, read_json
+from accelerate_recipes.disk import checksum, fsync, json_or_none, read_json
 from accelerate_recipes.errors import ConfigError
 
 # torch warns when a single process saves, which is intended here. With FSDP1, which always saves this way, it warns dozens
@@ -54,10 +54,7 @@ def checkpoint_of(copy: str) -> str:
 
 def noted(output_dir: Path) -> dict[str, Any]:
     """Read mirror.json in an output directory; empty if there is none."""
-    try:
-        found = read_json(output_dir / MIRROR)
-    except (OSError, ValueError):
-        return {}
+    found = json_or_none(output_dir / MIRROR)
     return found if isinstance(found, dict) else {}
 
 

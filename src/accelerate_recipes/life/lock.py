@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+from accelerate_recipes.disk import json_or_none
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import status, stop
 
@@ -93,10 +94,7 @@ def living_owner(file: Path, me: dict) -> dict | None:
 
 def read(file: Path) -> dict | None:
     """Read the owner; None if there is no file, or if the owner has not yet written it."""
-    try:
-        owner = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
+    owner = json_or_none(file)
     return owner if status.is_owner(owner) else None
 
 

@@ -21,12 +21,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 
 from accelerate_recipes.life import stop
-from accelerate_recipes.models.attention import with_padding
-from accelerate_recipes.models.pretrained import max_positions
-from accelerate_recipes.models.probes import unwrapped
-from accelerate_recipes.models.shared_rows import whole_rows
-from accelerate_recipes.models.tokenizers import stops_of
-from accelerate_recipes.models.weights import seed_of
+from accelerate_recipes.models import attention, pretrained, probes, shared_rows, tokenizers, weights
 from accelerate_recipes.ranks import is_compiled, on_all_ranks, rng_state, set_rng_state
 
 KEPT = "the export keeps them"
@@ -82,7 +77,7 @@ def generate_texts(
     rank, world_size = accelerator.process_index, accelerator.num_processes
     generator = accelerator.unwrap_model(model, keep_torch_compile=False)
     if not generator.config.is_encoder_decoder:
-        room = max_positions(generator.config)
+        room = pretrained.max_positions(generator.config)
         max_new_tokens = min(max_new_tokens, room - 1)
         prompts = [prompt[-(room - max_new_tokens) :] for prompt in prompts]
     # Deal the prompts to the ranks by length, so that batches need little padding. Repeat the last prompt until all ranks
@@ -91,7 +86,7 @@ def generate_texts(
     missing = -len(by_length) % (world_size * batch_size)
     mine = (by_length + by_length[-1:] * missing)[rank::world_size]
     answers: dict[int, tuple[str, list[int]]] = {}
-    ends = sorted(stops_of(tokenizer) | stops_of(generator.generation_config))
+    ends = sorted(tokenizers.stops_of(tokenizer) | tokenizers.stops_of(generator.generation_config))
     how: dict[str, Any] = {"do_sample": False, **settings}
     if sampling:
         how = {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0, **sampling.settings}
@@ -100,8 +95,8 @@ def generate_texts(
     # Even where a number decides, `generate` draws, which must not change what training draws. Compiled layers would be
     # compiled again for every length.
     with (
-        whole_rows(),
-        with_padding(generator),
+        shared_rows.whole_rows(),
+        attention.with_padding(generator),
         torch.compiler.set_stance("force_eager") if is_compiled() else contextlib.nullcontext(),
         whole_root(model),
         by_model_alone(generator, tokenizer),
@@ -120,7 +115,7 @@ def generate_texts(
             drawing = contextlib.nullcontext()
             if sampling:  # by the place of a prompt, on any number of ranks
                 places = [*map(sampling.places.__getitem__, indices)] if sampling.places else indices
-                numbers = numbers_of(seed_of("texts", sampling.seed), 0, places, max_new_tokens)
+                numbers = numbers_of(weights.seed_of("texts", sampling.seed), 0, places, max_new_tokens)
                 drawing = drawn_by(generator, numbers.to(accelerator.device))
             with drawing:
                 tokens = generator.generate(
@@ -168,7 +163,7 @@ def drawn_by(model: nn.Module, numbers: torch.Tensor) -> contextlib.AbstractCont
 
     A processor that is passed to `generate` of transformers 5.23 would be applied before these.
     """
-    return with_processors(unwrapped(model), lambda found: found.append(ByOwnNumbers(numbers)))
+    return with_processors(probes.unwrapped(model), lambda found: found.append(ByOwnNumbers(numbers)))
 
 
 @contextlib.contextmanager
@@ -214,7 +209,7 @@ def by_model_alone(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Iter
 
     transformers fills what a call leaves open from the model's settings, so these are replaced.
     """
-    inner, only = unwrapped(model), TokensAlone(sorted(tokenizer.get_vocab().values()))
+    inner, only = probes.unwrapped(model), TokensAlone(sorted(tokenizer.get_vocab().values()))
     before, inner.generation_config = inner.generation_config, settings_alone(inner.generation_config)
     try:
         # Before top_k and others that leave tokens out.
