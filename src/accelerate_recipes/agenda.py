@@ -54,8 +54,8 @@ def tell(moment: Callable[[Observer, Any], None], value: Any) -> None:
         try:
             getattr(observer, moment.__name__)(value)
         except Exception as error:
-            said = f"{type(observer).__name__} failed: {type(error).__name__}: {error}"
-            warnings.warn(said, stacklevel=2)
+            message = f"{type(observer).__name__} failed: {type(error).__name__}: {error}"
+            warnings.warn(message, stacklevel=2)
 
 
 def tracker_settings(output_dir: Path, resumed: int | None) -> dict[str, dict[str, Any]]:
@@ -156,8 +156,8 @@ class Agenda:
             self.evaluate()
             forget_evaluated_shapes()
         best = args.metric_for_best_model
-        found = {name for record in self.log.records for name in record if name.startswith("eval_")}
-        measured = {name.removeprefix("eval_") for name in found}
+        eval_names = {name for record in self.log.records for name in record if name.startswith("eval_")}
+        measured = {name.removeprefix("eval_") for name in eval_names}
         if best and best not in measured:
             known = ", ".join(sorted(measured))
             raise ConfigError(f"--metric_for_best_model {best}: the evaluation gives {known}; choose one of them")

@@ -314,20 +314,20 @@ class TrainArgs(AdapterArgs):
 
     def file_problems(self, name: str, suffixes: Collection[str], files: Sequence[str] | None = None) -> list[str]:
         """List the files of an argument, or of `files`, that are missing or of an unknown kind, one sentence each."""
-        found, said = [], getattr(self, name) if files is None else files
-        for given in [said] if isinstance(said, str) else said:
+        problems, paths = [], getattr(self, name) if files is None else files
+        for given in [paths] if isinstance(paths, str) else paths:
             file = Path(given)
             if "://" in str(given):
-                found.append(f"--{name} {given} is a URL, which is not read here; copy it to a disk")
+                problems.append(f"--{name} {given} is a URL, which is not read here; copy it to a disk")
             elif not file.is_file() and not self.is_elsewhere(file):
-                found.append(f"--{name} {file}: no such file{near_path(file)}")
+                problems.append(f"--{name} {file}: no such file{near_path(file)}")
             elif not file.name.endswith(tuple(suffixes)):
                 recipe = READ_BY.get(file.suffix)
                 other = f"; {recipe} reads {file.suffix}" if recipe else ""
-                found.append(f"--{name} {file}: its name must end with one of {', '.join(suffixes)}{other}")
+                problems.append(f"--{name} {file}: its name must end with one of {', '.join(suffixes)}{other}")
             elif is_pointer(file):
-                found.append(f"--{name} {file} {IS_POINTER}")
-        return found
+                problems.append(f"--{name} {file} {IS_POINTER}")
+        return problems
 
     def is_elsewhere(self, file: str | Path) -> bool:
         """Tell whether a file lies in a folder that this machine cannot see."""
@@ -366,8 +366,8 @@ class TrainArgs(AdapterArgs):
         def is_fixed(name: str) -> bool:
             is_shared = name in TrainArgs.__dataclass_fields__
             owners = declarations(TrainArgs if is_shared else cls, name)
-            found = [said["fixed"] for _, said in owners if "fixed" in said]  # the first class that declares it decides
-            return bool(found) and (found[0] if is_shared else found[0] is not False)
+            fixed = [meta["fixed"] for _, meta in owners if "fixed" in meta]  # the first class that declares it decides
+            return bool(fixed) and (fixed[0] if is_shared else fixed[0] is not False)
 
         return {*cls.fixed, *(f.name for f in fields(cls) if is_fixed(f.name))}
 
@@ -445,7 +445,7 @@ def resolve(
     # A flag after the preset overrides it.
     namespace, _, wrong = parse_groups(parser, args_class.owned_elsewhere, groups)
     if wrong and script:
-        errors += [said for values in presets for file in values for said in shipped.preset_of_another(script, file)]
+        errors += [error for values in presets for file in values for error in shipped.preset_of_another(script, file)]
     errors += wrong
     args = args_class(**{f.name: getattr(namespace, f.name) for f in fields(args_class)})
     args.elsewhere, args.num_launched, args.row_size = elsewhere, world_size, row_size

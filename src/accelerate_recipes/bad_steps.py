@@ -102,8 +102,8 @@ class Spikes:
             reason = self.reason(step)
         if reason and self.in_a_row + 1 >= self.fatal:
             many = f" (as in {self.in_a_row} steps before it, which were skipped)" if self.in_a_row else ""
-            said = f"{reason}{many}; computed again, the same: rows or weights did it, and no passing fault of hardware"
-            raise NonFiniteError(said, step.micro_losses.tolist())
+            line = f"{reason}{many}; computed again, the same: rows or weights did it, and no passing fault of hardware"
+            raise NonFiniteError(line, step.micro_losses.tolist())
         self.in_a_row = self.in_a_row + 1 if reason else 0
         if step.has_targets and not reason:
             self.past["loss"].append(step.loss)
@@ -148,10 +148,10 @@ class Spikes:
         ]
         where = f"the loss of rank {', '.join(named)} differs" if named else "gradients differ"
         numbers = "; ".join(f"loss {step.loss:.9g}, gradient norm {step.norm:.9g}" for step in computed)
-        said = f"{reason}; computed again from the same state, it has other numbers: hardware or a race; {where} ({numbers})"
+        line = f"{reason}; computed again from the same state, it has other numbers: hardware or a race; {where} ({numbers})"
         if not any(self.agree(computed[-1], earlier) for earlier in computed[:-1]):
-            raise NonFiniteError(f"{said}; no two of three computations agree", first.micro_losses.tolist())
-        print_first(f"warning: {said}; the numbers that came twice count")
+            raise NonFiniteError(f"{line}; no two of three computations agree", first.micro_losses.tolist())
+        print_first(f"warning: {line}; the numbers that came twice count")
         return computed[-1]
 
     def agree(self, one: Any, other: Any) -> bool:
@@ -181,8 +181,8 @@ class Spikes:
 
     def counts(self) -> dict[str, int]:
         """Count what went wrong so far, for the log; without what never did."""
-        found = {"skipped_steps": len(self.skipped), "unstable_steps": self.num_unstable}
-        return {name: number for name, number in found.items() if number}
+        numbers = {"skipped_steps": len(self.skipped), "unstable_steps": self.num_unstable}
+        return {name: number for name, number in numbers.items() if number}
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs, on rank 0; it is the same on all ranks."""
@@ -230,8 +230,8 @@ def stop_run(
     if is_first():
         record |= {"last_good_step": step, "checkpoint": str(newest or "")}
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    said = f"step {step + 1}: {error}. The weights were not changed; the rows of the batch are in {file}"
-    return NonFiniteError(f"{said}. Last good checkpoint: {newest or 'none yet'}", error.micro_losses)
+    message = f"step {step + 1}: {error}. The weights were not changed; the rows of the batch are in {file}"
+    return NonFiniteError(f"{message}. Last good checkpoint: {newest or 'none yet'}", error.micro_losses)
 
 
 def check_replicas(checkpointer: "Checkpointer", step: int) -> None:
@@ -271,12 +271,12 @@ def checksums(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.
 
     Nothing but the sums is allocated. This waits for the device once.
     """
-    found = dict(tensors_of(model, optimizer))
-    if not found:
+    tensors = dict(tensors_of(model, optimizer))
+    if not tensors:
         return {}
-    sums = [tensor.view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in found.values()]
+    sums = [tensor.view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors.values()]
     stacked = torch.stack([value.to(device, non_blocking=True) for value in sums])
-    return dict(zip(found, stacked.tolist(), strict=True))
+    return dict(zip(tensors, stacked.tolist(), strict=True))
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

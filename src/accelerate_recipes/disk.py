@@ -52,14 +52,14 @@ def fsync(path: Path) -> None:
 
 def existing(path: Path) -> Path:
     """Return the path, or the deepest folder above it that exists."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    return next(candidate for candidate in (path.absolute(), *path.absolute().parents) if candidate.exists())
 
 
 def refusal(directory: str | Path) -> str | None:
     """Return why a directory, or its nearest existing parent, cannot be written to; None if it can."""
     path = Path(directory).absolute()
     try:
-        links = (place for place in (path, *path.parents) if place.is_symlink() and not place.exists())
+        links = (folder for folder in (path, *path.parents) if folder.is_symlink() and not folder.exists())
         if broken := next(links, None):
             return f"{broken} is a link to {os.readlink(broken)}, which is not there"
         with tempfile.TemporaryFile(dir=existing(Path(directory))):
@@ -142,13 +142,13 @@ def read_json_lines(file: Path) -> list[Any]:
         ValueError: naming the file and the line, for one that is not JSON.
     """
     *lines, _ = file.read_bytes().split(b"\n")
-    found = []
+    values = []
     for number, line in enumerate(lines, start=1):
         try:
-            found.append(json.loads(line.decode()))
+            values.append(json.loads(line.decode()))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}, line {number} is no JSON: {error}") from error
-    return found
+    return values
 
 
 def write_atomically(path: Path, text: str, suffix: str = ".partial") -> None:

@@ -52,9 +52,9 @@ def next_token_loss(
     logits, targets = output.logits.flatten(0, 1), next_tokens(batch)
     if losses is None:
         return summed_cross_entropy(logits, targets) + balance
-    found = F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="none")
-    losses.copy_(found.detach())
-    return found.sum() + balance
+    token_losses = F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="none")
+    losses.copy_(token_losses.detach())
+    return token_losses.sum() + balance
 
 
 def next_token_loss_without_logits(
@@ -395,7 +395,7 @@ def sums_by_source(batch: dict[str, torch.Tensor], losses: torch.Tensor, num_sou
 
 def means_of_sources(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
     """Return the loss and the number of targets of each source, from summed `sums_by_source`; no loss without a target."""
-    found = {}
+    metrics = {}
     for name, loss, targets in zip(names, sums[: len(names)], sums[len(names) :], strict=True):
-        found |= ({f"{name}_loss": loss / targets} if targets else {}) | {f"{name}_targets": int(targets)}
-    return found
+        metrics |= ({f"{name}_loss": loss / targets} if targets else {}) | {f"{name}_targets": int(targets)}
+    return metrics

@@ -49,9 +49,9 @@ def flops_per_token(model: transformers.PreTrainedModel, document_length: float,
 
 def size_and_share(parameters: Iterable[nn.Parameter]) -> tuple[int, float]:
     """Count the elements of parameters, each once, and return the share of them that are trained."""
-    found = {id(parameter): parameter for parameter in parameters}.values()
-    size = sum(map(num_weights, found))
-    return size, sum(parameter.numel() for parameter in found if parameter.requires_grad) / max(size, 1)
+    unique = {id(parameter): parameter for parameter in parameters}.values()
+    size = sum(map(num_weights, unique))
+    return size, sum(parameter.numel() for parameter in unique if parameter.requires_grad) / max(size, 1)
 
 
 def decoder_flops(
@@ -205,11 +205,11 @@ class MetricsLog:
 
         The time is that of the steps so far, with evaluations and saves. The first step is left out: it may compile.
         """
-        said = f"done: {step / self.total_steps:.1%}"
+        progress = f"done: {step / self.total_steps:.1%}"
         if self.first is None or step == self.first[0]:
-            return said
+            return progress
         seconds = (time.perf_counter() - self.first[1]) / (step - self.first[0]) * (self.total_steps - step)
-        return f"{said}, left: {tqdm.format_interval(seconds)}"
+        return f"{progress}, left: {tqdm.format_interval(seconds)}"
 
     def log_step(
         self, step: int, window: Window, grad_norm: float, lr: float, gib: float, counts: dict[str, float]

@@ -44,19 +44,19 @@ def trained_by_muon(model: nn.Module, args: TrainArgs) -> dict[str, nn.Parameter
     if args.optim != "muon":
         return {}
     routers = tuple(f"{name}." for name, module in model.named_modules() if "Router" in type(module).__name__)
-    found = {}
+    matrices = {}
     for name, module in model.named_modules():
         is_hidden = any(part.isdecimal() for part in name.split(".")) and not f"{name}.".startswith(routers)
         for key, parameter in module.named_parameters(recurse=False) if is_hidden else ():
             is_linear = isinstance(module, (nn.Linear, Conv1D)) and parameter.ndim == 2 and min(parameter.shape) > 1
             is_stack = parameter.ndim == 3 and min(parameter.shape) > 1 and not isinstance(module, nn.Conv1d)
             if parameter.requires_grad and (is_linear or is_stack):
-                found[f"{name}.{key}"] = parameter
-    if not found:
+                matrices[f"{name}.{key}"] = parameter
+    if not matrices:
         raise ConfigError(
             "--optim muon trains the matrices of hidden layers, and this run trains none; choose another --optim"
         )
-    return found
+    return matrices
 
 
 def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -179,11 +179,11 @@ def grid_of(parameter: torch.Tensor) -> Grid:
     if not is_sharded(parameter):  # one process, or DDP
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         return Grid() if is_alone else Grid(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
-    mesh, found = parameter.device_mesh, {}
+    mesh, dims = parameter.device_mesh, {}
     for dim, placement in enumerate(parameter.placements):
         group = mesh.get_group(dim) if mesh.size(dim) > 1 else None
-        found[placement.is_shard()] = (mesh.size(dim), mesh.get_local_rank(dim), group)
-    return Grid(*found.get(False, (1, 0, None)), *found.get(True, (1, 0, None)))
+        dims[placement.is_shard()] = (mesh.size(dim), mesh.get_local_rank(dim), group)
+    return Grid(*dims.get(False, (1, 0, None)), *dims.get(True, (1, 0, None)))
 
 
 class Muon(torch.optim.AdamW):

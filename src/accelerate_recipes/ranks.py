@@ -131,16 +131,16 @@ def on_first_rank(compute: Callable[[], T], group: dist.ProcessGroup | None = No
     """Call `compute` on rank 0. Return its result on every rank, or raise its error on every rank."""
     if not dist.is_initialized():
         return compute()
-    found: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            found[0] = compute()
+            outcome[0] = compute()
         except Exception as error:
-            found[1] = error
-    dist.broadcast_object_list(found, src=0, group=group)
-    if found[1] is not None:
-        raise found[1]
-    return found[0]
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0, group=group)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 def raise_on_all(error: BaseException | None) -> None:

@@ -107,9 +107,9 @@ def run_recipe(
         end_with(args, state="stopped", reason=reason)
         begun = files.candidates(Path(args.output_dir)) if args is not None else ()
         has_saved = any((checkpoint / files.MARKER).is_file() for checkpoint in begun)
-        said = f"Stopped by {reason}; the same command goes on from the newest checkpoint"
+        message = f"Stopped by {reason}; the same command goes on from the newest checkpoint"
         if not has_saved:
-            said = f"Stopped by {reason} before the first checkpoint; the same command begins again"
+            message = f"Stopped by {reason} before the first checkpoint; the same command begins again"
         if isinstance(end, KeyboardInterrupt):
             code = 128 + signal.SIGINT
         # A supervisor that restarts by exit codes takes 0 for the end of the run. Only a `stop` file, which a person wrote,
@@ -117,9 +117,9 @@ def run_recipe(
         elif not status.is_wish_of_a_person(reason):
             code = int(os.environ.get("STOPPED_EXIT_CODE", 0))
         if is_first():
-            say(said, sys.stdout)
+            say(message, sys.stdout)
         if code:
-            parent.tell_launcher(said)
+            parent.tell_launcher(message)
     except (ConfigError, DataError, NonFiniteError, ReplicaError, files.SaveError) as error:
         told = watched is not None and watched.tell_first_rank(str(error))
         if told or not is_first_of_machine():
@@ -157,8 +157,8 @@ def as_problem_of_the_machine() -> Iterator[None]:
     except OSError as error:
         if is_full(error):
             # `datasets` names no file in its errors while it writes.
-            places = f"--output_dir, {cache_of_library('HF_DATASETS_CACHE')} or {tempfile.gettempdir()}"
-            where = "" if error.filename else f": a file below {places}"
+            folders = f"--output_dir, {cache_of_library('HF_DATASETS_CACHE')} or {tempfile.gettempdir()}"
+            where = "" if error.filename else f": a file below {folders}"
             raise ConfigError(f"{error}{where}; make room, and the same command goes on") from error
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:
             raise ConfigError(str(error)) from error

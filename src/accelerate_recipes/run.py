@@ -308,7 +308,7 @@ def before_and_after(before: dict, after: dict) -> Result:
     lines = [
         f"Held out, {name.removeprefix('eval_')}: before {before[name]:.4f}, after {after[name]:.4f}" for name in names
     ]
-    sources = [found[1] for name in names if (found := re.fullmatch("eval_(.+)_loss", name))]
+    sources = [match[1] for name in names if (match := re.fullmatch("eval_(.+)_loss", name))]
     panels = [Curves({"held out": name}, spoken(name).capitalize()) for name in names if not name.endswith("_loss")]
     shares = {}
     for name in sources:

@@ -28,8 +28,8 @@ def refuse(what: str, settings: dict[str, Any]) -> None:
     Raises:
         NotSimulatedError: naming them.
     """
-    if found := that_apply(settings):
-        raise NotSimulatedError(f"{what} with {', '.join(found)}")
+    if enabled := that_apply(settings):
+        raise NotSimulatedError(f"{what} with {', '.join(enabled)}")
 
 
 @dataclass
@@ -79,8 +79,8 @@ def config_of(args: TrainArgs) -> PreTrainedConfig:
     try:
         return pretrained.load_text_config(args.base_model)
     except ConfigError as error:
-        place = cache.folder("model", args.base_model)
-        is_here = place and (place / "config.json").is_file()
+        folder = cache.folder("model", args.base_model)
+        is_here = folder and (folder / "config.json").is_file()
         hint = "" if is_here else "; a folder with the model's config.json alone is enough here"
         raise NotSimulatedError(f"this run: {error}{hint}") from error
 

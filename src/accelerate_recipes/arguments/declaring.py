@@ -92,8 +92,8 @@ class Parser(HfArgumentParser):
         """Add an argument without the metadata of its field that argparse does not know; HfArgumentParser passes on all."""
         dest = settings.get("dest", names[0].removeprefix("--"))
         for args_class in self.dataclass_types:
-            said = next((found for _, found in declarations(args_class, dest) if "help" in found), {})
-            settings = {key: said[key] for key in ("help", "choices") if key in said} | settings
+            metadata = next((meta for _, meta in declarations(args_class, dest) if "help" in meta), {})
+            settings = {key: metadata[key] for key in ("help", "choices") if key in metadata} | settings
         settings = {key: value for key, value in settings.items() if key not in ("fixed", "group")}
         if "true" in (settings.get("choices") or ()):
             settings |= {"nargs": "?", "const": "true", "type": str.lower}  # as a switch: without a value, and True

@@ -83,14 +83,14 @@ def known_as(name: str) -> str:
     size = re.search(r"_(\d\d+)(_?gi?b?)?(_|$)", words)  # a100_40, a100-40gb, a100_40_gb
     if re.search(r"(^|_)\dg[._]|rtx4090_(d|laptop)", words):  # a slice by MIG, such as 1g.10gb
         return ""
-    found = [
+    matches = [
         gpu
         for gpu in GPUS.values()
         if f"_{gpu.name.partition('_')[0]}_" in f"_{words}_"
         # Programs can allocate up to 8 % less than the name says.
         and (size is None or 0.92 * int(size[1]) <= gpu.memory / GIB <= int(size[1]))
     ]
-    return max(found, key=lambda gpu: gpu.memory).name if found else ""
+    return max(matches, key=lambda gpu: gpu.memory).name if matches else ""
 
 
 if __name__ == "__main__":

@@ -70,16 +70,16 @@ class Argument:
 
     def text(self, *, everything: bool) -> str:
         """Write the help with choices and default; without `everything` only its first sentence, and no range of numbers."""
-        said, choices, default = self.action.help or "", self.action.choices, self.action.default
+        description, choices, default = self.action.help or "", self.action.choices, self.action.default
         if not everything:
-            said = re.split(r"(?<=\.) (?=[A-Z`-])", said)[0]
+            description = re.split(r"(?<=\.) (?=[A-Z`-])", description)[0]
         notes = []
         if choices and (everything or not isinstance(choices, Range)):
             notes.append(str(choices) if isinstance(choices, Range) else ", ".join(map(str, choices)))
         if default not in (None, "", [], {}) and default is not False:
             shown = " ".join(map(str, default)) if isinstance(default, list) else default
             notes.append(f"default: {'true' if default is True else shown}")
-        return said + (f" ({'; '.join(notes)})" if notes else "")
+        return description + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def recipe_parser(args_class: type) -> Parser:
@@ -101,9 +101,9 @@ def group_of(args_class: type, name: str) -> str:
 
     A recipe's own arguments belong to the task; fields of another library that `groups` does not name are rare.
     """
-    owners = [(owner, said) for owner, said in declarations(args_class, name) if "group" in said]
-    if said := [said["group"] for _, said in owners if said["group"]]:
-        return said[0]
+    owners = [(owner, meta) for owner, meta in declarations(args_class, name) if "group" in meta]
+    if groups := [meta["group"] for _, meta in owners if meta["group"]]:
+        return groups[0]
     if name in args_class.groups:
         return args_class.groups[name]
     return next((vars(owner)["group"] for owner, _ in owners if "group" in vars(owner)), "task" if owners else "rare")

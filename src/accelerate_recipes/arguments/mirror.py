@@ -27,9 +27,9 @@ def mirror_problems(args: Any) -> Iterator[str]:
         yield "--resume_from_checkpoint mirror has no effect without --mirror; add that, or give `latest`"
     if args.mirror:
         yield from (f"--mirror: {problem}" for problem in url_problems(args.mirror))
-        place = args.mirror.removeprefix("file://")
-        here, there = os.path.realpath(args.output_dir), os.path.realpath(place)
-        if "://" not in place and os.path.commonpath([here, there]) in (here, there):
+        path = args.mirror.removeprefix("file://")
+        here, there = os.path.realpath(args.output_dir), os.path.realpath(path)
+        if "://" not in path and os.path.commonpath([here, there]) in (here, there):
             yield f"--mirror {args.mirror} and --output_dir {args.output_dir}: neither may contain the other"
 
 

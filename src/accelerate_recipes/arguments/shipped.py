@@ -49,8 +49,8 @@ def names(folder: str) -> list[str]:
 
 def other_presets(recipe: str, path: Path) -> str:
     """Return "; ..." with the presets of a shipped recipe, for one that is not there; "" for another recipe."""
-    place = Path("recipes/configs", Path(recipe).stem)
-    folder = place if place.is_dir() else HOME / place
+    relative = Path("recipes/configs", Path(recipe).stem)
+    folder = relative if relative.is_dir() else HOME / relative
     names = sorted(file.name for file in folder.glob("*.yaml"))
     if f"{path.stem}.yaml" in names:
         return f"; did you mean {folder}/{path.stem}.yaml?"

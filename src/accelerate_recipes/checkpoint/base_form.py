@@ -116,8 +116,8 @@ def template_file(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, by
 
 def files_of_base(name: str, wanted: Iterable[str]) -> dict[str, bytes]:
     """Return those of the wanted files that a model has, by name."""
-    place = cache.folder("model", name)
-    return {file: (place / file).read_bytes() for file in wanted if (place / file).is_file()} if place else {}
+    folder = cache.folder("model", name)
+    return {file: (folder / file).read_bytes() for file in wanted if (folder / file).is_file()} if folder else {}
 
 
 def whole_content(config: PreTrainedConfig) -> dict:
@@ -167,15 +167,15 @@ def read_otherwise(settings: dict, now: dict, part: Callable = lambda whole: who
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / CONFIG).write_bytes(as_bytes(settings))
         try:
-            found = whole_content(part(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)))
+            content = whole_content(part(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)))
         except Exception as error:  # each class of configurations checks its fields in its own way
             return dict.fromkeys(now, f"an error ({one_line(error)})")
 
     def compared(value: Any) -> Any:
         return {n: compared(v) for n, v in value.items() if n not in left_out} if isinstance(value, dict) else value
 
-    theirs = compared(found)
-    return {name: found.get(name) for name, value in compared(now).items() if theirs.get(name) != value}
+    theirs = compared(content)
+    return {name: content.get(name) for name, value in compared(now).items() if theirs.get(name) != value}
 
 
 def check_read_alike(settings: dict, now: dict, **how: Any) -> None:
@@ -194,18 +194,18 @@ def check_read_alike(settings: dict, now: dict, **how: Any) -> None:
 
 def older_rope(rope: dict) -> dict:
     """Convert `rope_parameters` to the fields of transformers 4."""
-    found = {}
+    fields = {}
     if all(rope.get(kind) for kind in ("sliding_attention", "full_attention")):  # two kinds of layers, as in Gemma 3
-        found["rope_local_base_freq"], rope = rope["sliding_attention"]["rope_theta"], rope["full_attention"]
+        fields["rope_local_base_freq"], rope = rope["sliding_attention"]["rope_theta"], rope["full_attention"]
     apart = ("rope_theta", "partial_rotary_factor")
     scaling = {name: value for name, value in rope.items() if name not in apart}
     if scaling.get("rope_type") not in OLD_ROPES:  # version 4 does not know the model
         return {}
     if scaling["rope_type"] == "longrope":  # in version 4, a Phi-3 has only these names
-        found["original_max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
+        fields["original_max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
         scaling["type"] = scaling.pop("rope_type")
-    found["rope_scaling"] = None if scaling.get("rope_type") == "default" else scaling
-    return found | {name: rope[name] for name in apart if name in rope}
+    fields["rope_scaling"] = None if scaling.get("rope_type") == "default" else scaling
+    return fields | {name: rope[name] for name in apart if name in rope}
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
@@ -217,8 +217,8 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
         return files | {TOKENIZER_CONFIG: as_bytes(with_older_class(settings, settings))}
     original = transformers.AutoTokenizer.from_pretrained(name, **cache.pinned(name))
     before = json.loads(written(original, TOKENIZER_CONFIG)[TOKENIZER_CONFIG])
-    said = {file: json.loads(base[file]) for file in (TOKENIZER_CONFIG, SPECIAL) if file in base}
-    config = with_changes(said.get(TOKENIZER_CONFIG, {}), before, settings)
+    contents = {file: json.loads(base[file]) for file in (TOKENIZER_CONFIG, SPECIAL) if file in base}
+    config = with_changes(contents.get(TOKENIZER_CONFIG, {}), before, settings)
     if "chat_template" in config and tokenizer.chat_template != original.chat_template:
         config["chat_template"] = template = tokenizer.chat_template
         if isinstance(template, dict):  # several templates are a list in this file
@@ -232,8 +232,8 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     # Write special tokens explicitly: the defaults of a class may differ between versions.
     config = {name: settings[name] for name in tokenizer.special_tokens_map if name in settings} | config
     changed = {n: settings[n] for n in tokenizer.special_tokens_map if before.get(n) != settings.get(n)}
-    if changed and SPECIAL in said:
-        base[SPECIAL] = as_bytes(said[SPECIAL] | changed)
+    if changed and SPECIAL in contents:
+        base[SPECIAL] = as_bytes(contents[SPECIAL] | changed)
     if TOKENIZER in files:
         base[TOKENIZER] = as_at_rest(files[TOKENIZER], base.get(TOKENIZER))
         # Whether a text gets a begin and an end token: classes of version 4 use only these fields.
@@ -274,11 +274,11 @@ def with_older_class(config: dict, written: dict) -> dict:
 
     `written` is the content that transformers 5 writes; it always names a class.
     """
-    found = dict(config)
-    named = found.get("tokenizer_class") or written["tokenizer_class"]
+    content = dict(config)
+    named = content.get("tokenizer_class") or written["tokenizer_class"]
     # This path is from the machine that saved the base. Version 4 would read it instead of the file in the same folder.
-    found.pop("tokenizer_file", None)
-    found["tokenizer_class"] = "PreTrainedTokenizerFast" if named == "TokenizersBackend" else named
-    if isinstance(found.get("extra_special_tokens"), list):
-        found["additional_special_tokens"] = found.pop("extra_special_tokens")
-    return found
+    content.pop("tokenizer_file", None)
+    content["tokenizer_class"] = "PreTrainedTokenizerFast" if named == "TokenizersBackend" else named
+    if isinstance(content.get("extra_special_tokens"), list):
+        content["additional_special_tokens"] = content.pop("extra_special_tokens")
+    return content

@@ -207,8 +207,8 @@ class Checkpointer:
                 shutil.rmtree(files.unfinished(final), ignore_errors=True)
             if failure is not None and not files.is_of_the_disk(failure):
                 raise failure
-            said = ", ".join(f"rank {rank}: {problem}" for rank, problem in sorted(problems.items()))
-            raise SaveError(f"{final} could not be written: {said}. {self.last_good()}")
+            reasons = ", ".join(f"rank {rank}: {problem}" for rank, problem in sorted(problems.items()))
+            raise SaveError(f"{final} could not be written: {reasons}. {self.last_good()}")
 
     def last_good(self) -> str:
         """Write a sentence that names the last good checkpoint."""
@@ -356,8 +356,8 @@ def check_shapes(checkpoint: Path, model_state: dict[str, torch.Tensor]) -> None
     for name in sorted(there.keys() | here.keys()):
         was, now = there.get(name, "of nothing"), here.get(name, "of nothing")
         if was != now:
-            said = f"{checkpoint} holds another model: {name} has the shape {was} there and {now} here"
-            raise ConfigError(f"{said}; resume with the model it was saved from, or give another --output_dir")
+            problem = f"{checkpoint} holds another model: {name} has the shape {was} there and {now} here"
+            raise ConfigError(f"{problem}; resume with the model it was saved from, or give another --output_dir")
 
 
 def ask_to_stop_if_failed(save: Future) -> None:

@@ -64,13 +64,13 @@ def export(
     if merge_adapter and not is_adapter:
         raise ConfigError(f"{checkpoint} holds a whole model: there is no adapter to merge")
     if merge_adapter and arguments.get("load_in_4bit"):
-        said = f"{checkpoint} holds adapters of a model in 4 bits: they do not fit unrounded weights"
-        raise ConfigError(f"{said}; PEFT loads them beside a model in 4 bits")
+        problem = f"{checkpoint} holds adapters of a model in 4 bits: they do not fit unrounded weights"
+        raise ConfigError(f"{problem}; PEFT loads them beside a model in 4 bits")
     if is_adapter and dtype and not merge_adapter:
         raise ConfigError(f"{checkpoint} holds adapters, which stay in fp32; a dtype is for the merged model")
     if is_adapter and text_only and not merge_adapter:
-        said = f"{checkpoint} holds adapters, and no other part of their model"
-        raise ConfigError(f"{said}; leave out --text_only_export")
+        problem = f"{checkpoint} holds adapters, and no other part of their model"
+        raise ConfigError(f"{problem}; leave out --text_only_export")
     base = None
     if marker.get("base_model") and (merge_adapter or not (is_adapter or text_only)):
         base = base_of(checkpoint, marker)
@@ -84,13 +84,13 @@ def export(
             left_out |= {"adapter_config.json"} if merge_adapter else {"adapter_config.json", "config.json"}
         copy_settings(checkpoint, folder, marker["files"].keys() - left_out, is_whole)
         if is_adapter:
-            place = folder / "adapter" if merge_adapter else folder
-            place.mkdir(exist_ok=True)
+            destination = folder / "adapter" if merge_adapter else folder
+            destination.mkdir(exist_ok=True)
             if (checkpoint / COMPOSITE).is_dir() and not text_only:
-                weight_files.write_adapter_of_whole(checkpoint, place)
+                weight_files.write_adapter_of_whole(checkpoint, destination)
             else:
-                weight_files.write_adapter(checkpoint, place)
-                shutil.copyfile(checkpoint / "adapter_config.json", place / "adapter_config.json")
+                weight_files.write_adapter(checkpoint, destination)
+                shutil.copyfile(checkpoint / "adapter_config.json", destination / "adapter_config.json")
         if merge_adapter or not is_adapter:
             is_asked = dtype is not None
             usual = "bfloat16" if computes_in_bf16(marker["mixed_precision"]) else marker["param_dtype"]
@@ -212,10 +212,10 @@ def arguments_of(export: Path) -> dict:
         ConfigError: if the card does not have them.
     """
     card = (export / "README.md").read_text(encoding="utf-8")
-    found = re.search(r"^## Arguments\n\n```yaml\n(.*?)^```", card, re.MULTILINE | re.DOTALL)
-    if found is None:
+    match = re.search(r"^## Arguments\n\n```yaml\n(.*?)^```", card, re.MULTILINE | re.DOTALL)
+    if match is None:
         raise ConfigError(f"{export / 'README.md'} does not say the arguments of the run under `## Arguments`")
-    return yaml.safe_load(found[1])
+    return yaml.safe_load(match[1])
 
 
 def check_replaceable(out: Path, base_model: str) -> None:

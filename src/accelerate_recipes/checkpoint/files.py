@@ -54,8 +54,8 @@ def checkpoint_of(copy: str) -> str:
 
 def noted(output_dir: Path) -> dict[str, Any]:
     """Read mirror.json in an output directory; empty if there is none."""
-    found = json_or_none(output_dir / MIRROR)
-    return found if isinstance(found, dict) else {}
+    content = json_or_none(output_dir / MIRROR)
+    return content if isinstance(content, dict) else {}
 
 
 def defect(checkpoint: Path) -> str | None:
@@ -93,8 +93,8 @@ def other_kind(folder: Path, kind: str) -> str | None:
         return "it is an export, not a checkpoint"
     if kind == "export" and (folder / "export").is_dir():
         return f"it is the output directory of a run, whose export is {folder / 'export'}"
-    if found := candidates(folder):
-        return f"it is the output directory of a run, whose newest checkpoint is {found[-1]}"
+    if checkpoints := candidates(folder):
+        return f"it is the output directory of a run, whose newest checkpoint is {checkpoints[-1]}"
     if (folder / "args.yaml").is_file():
         return f"it is the output directory of a run, which has no {kind} yet"
     return f"it holds no {MARKER if kind == 'checkpoint' else ' or '.join(SETTINGS_FILES)}"
@@ -107,18 +107,18 @@ def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
     """
     marker = read_marker(checkpoint)
     with ThreadPoolExecutor() as threads:  # hashing does not hold the interpreter's lock
-        found = threads.map(lambda name: difference(checkpoint, name, marker), sorted(marker["files"])[part::parts])
-        return next(filter(None, found), None)
+        problems = threads.map(lambda name: difference(checkpoint, name, marker), sorted(marker["files"])[part::parts])
+        return next(filter(None, problems), None)
 
 
 def difference(checkpoint: Path, name: str, marker: dict) -> str | None:
     """Return how the content of a file differs from what was written, or None."""
     try:
-        found = checksum(checkpoint / name)
+        actual = checksum(checkpoint / name)
     except OSError as error:  # the disk can no longer read it
         return f"{name} cannot be read: {error}"
     wanted = marker["files"][name]["checksum"]
-    return None if found == wanted else f"the checksum of {name} is {found} instead of {wanted}: the file is damaged"
+    return None if actual == wanted else f"the checksum of {name} is {actual} instead of {wanted}: the file is damaged"
 
 
 def read_marker(checkpoint: Path) -> dict:
@@ -189,12 +189,12 @@ def parsed_arguments(text: bytes, name: str) -> dict[str, Any]:
         ConfigError: if a stranger has written it, or it is damaged: it is no mapping of names to plain values.
     """
     try:
-        found = yaml.safe_load(text)
+        content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{name} holds no arguments of a run: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ConfigError(f"{name} holds no arguments of a run, but a {type(found).__name__}")
-    return found
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{name} holds no arguments of a run, but a {type(content).__name__}")
+    return content
 
 
 def candidates(output_dir: Path) -> list[Path]:
@@ -228,8 +228,8 @@ def kept(scores: Mapping[int, float | None], rules: Any) -> set[int]:
     keep = set(sorted(scores)[-rules.save_total_limit :])
     if rules.keep_every_n_steps:
         keep |= {step for step in scores if step % rules.keep_every_n_steps == 0}
-    found = {step: value for step, value in sorted(scores.items()) if value is not None}
-    return keep | ({max(found, key=found.__getitem__)} if found else set())
+    scored = {step: value for step, value in sorted(scores.items()) if value is not None}
+    return keep | ({max(scored, key=scored.__getitem__)} if scored else set())
 
 
 def score(records: Iterable[dict], step: int, rules: Any) -> float | None:
@@ -252,9 +252,9 @@ def set_aside(checkpoint: Path) -> None:
 
 def leftovers(output_dir: Path) -> list[Path]:
     """List the unfinished directories that killed runs have left in their output directory; they can be removed."""
-    found = [path for path in output_dir.glob("checkpoint-*.partial") if CHECKPOINT.fullmatch(path.stem)]
+    partials = [path for path in output_dir.glob("checkpoint-*.partial") if CHECKPOINT.fullmatch(path.stem)]
     export = unfinished(output_dir / "export")
-    return [*found, export] if (export / EXPORT).is_file() else found
+    return [*partials, export] if (export / EXPORT).is_file() else partials
 
 
 def remove_leftovers(output_dir: Path) -> None:

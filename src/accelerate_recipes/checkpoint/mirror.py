@@ -64,8 +64,8 @@ def fetched(place: str, folder: Path) -> Path:
             store = store_at(url)
             marker = store.marker(copy) if copy else None
             if marker is None:
-                found = ", ".join(name for name, _ in store.complete()) or "none"
-                raise ConfigError(f"{place} is no complete copy of a checkpoint; complete in {url}: {found}")
+                copies = ", ".join(name for name, _ in store.complete()) or "none"
+                raise ConfigError(f"{place} is no complete copy of a checkpoint; complete in {url}: {copies}")
             store.fetch_copy(copy, marker, checkpoint)
         except OSError as error:
             raise ConfigError(f"{place}: {error}") from None
@@ -121,8 +121,8 @@ class Sender:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             event = json.loads(line)
-            if said := event.get("say"):
-                say_of_mirror(said)
+            if message := event.get("say"):
+                say_of_mirror(message)
             elif status := event.get("status"):
                 self.note(status)
             else:
@@ -173,8 +173,8 @@ def look_for_disks(output_dir: Path) -> None:
     output_dir.mkdir(parents=True, exist_ok=True)  # this asks the server of a network filesystem
     file = output_dir / "lock.json"
     owner = on_first_rank(lambda: lock.read(file))
-    found = on_all_ranks(lock.read(file) == owner if is_first_of_machine() else None)
-    sees = [one for one in found if one is not None]
+    answers = on_all_ranks(lock.read(file) == owner if is_first_of_machine() else None)
+    sees = [one for one in answers if one is not None]
     if any(sees[1:]) and not all(sees):
         apart = [number for number, one in enumerate(sees) if not one]
         raise ConfigError(
@@ -195,8 +195,8 @@ def newest_of_all_disks(output_dir: Path) -> str:
             marker = files.read_marker(checkpoint)
             key = files.step_of(checkpoint), files.checksum_of(marker)
             lacking[key] = {name for name in marker["files"] if not (checkpoint / name).is_file()}
-    found = on_all_ranks(lacking)
-    whole = [key for key in found[0] if not set.intersection(*(on_disk[key] for on_disk in found if key in on_disk))]
+    disks = on_all_ranks(lacking)
+    whole = [key for key in disks[0] if not set.intersection(*(on_disk[key] for on_disk in disks if key in on_disk))]
     return f"checkpoint-{max(whole)[0]}" if whole else ""
 
 
@@ -226,8 +226,8 @@ def fetch_from_mirror(output_dir: Path) -> None:
         gather_when_done(partial(sender.call, do="send", name=newest) if sender else None)
     wanted = ""
     while True:
-        found = gather_when_done(partial(sender.call, do="fetch", copy=wanted) if sender else None)
-        copies = {copy for copy in found if copy}
+        names = gather_when_done(partial(sender.call, do="fetch", copy=wanted) if sender else None)
+        copies = {copy for copy in names if copy}
         if len(copies) < 2:
             return
         wanted = min(copies, key=files.step_of_copy)  # one machine has found a newer copy damaged

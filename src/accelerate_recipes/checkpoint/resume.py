@@ -55,8 +55,8 @@ def settle_resume(args: TrainArgs) -> Path | None:
         if reason := files.defect(chosen):
             raise ConfigError(damaged(chosen, reason))
     if present and files.step_of(present[-1]) > (files.step_of(chosen) if chosen else 0):
-        said = f"--resume_from_checkpoint {given} would overwrite {present[-1]}, which is further on"
-        raise ConfigError(f"{said}; give another --output_dir, or latest, or move that checkpoint away")
+        problem = f"--resume_from_checkpoint {given} would overwrite {present[-1]}, which is further on"
+        raise ConfigError(f"{problem}; give another --output_dir, or latest, or move that checkpoint away")
     if chosen:
         settle_arguments(chosen, args)
         if args.max_steps > 0:  # else the number of steps is known only with the data

@@ -61,8 +61,8 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def foreign(name: str) -> ConfigError:
-    said = f"the checkpoint's state/.metadata names {name}, which would run"
-    return ConfigError(f"{said}: that is no checkpoint of this project; do not load it")
+    problem = f"the checkpoint's state/.metadata names {name}, which would run"
+    return ConfigError(f"{problem}: that is no checkpoint of this project; do not load it")
 
 
 def memory_format(owner: Any, name: str) -> Any:

@@ -209,16 +209,16 @@ class Store:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file, and read it again."""
-        place = self._path(name)
+        path = self._path(name)
 
         def pipe() -> None:
-            self._make_folder(place)
+            self._make_folder(path)
             if self.is_folder:
-                write_atomically(Path(place), data.decode())
+                write_atomically(Path(path), data.decode())
             else:
-                self.fs.pipe_file(place, data)
+                self.fs.pipe_file(path, data)
             self.fs.invalidate_cache()
-            if self.fs.cat_file(place) != data:
+            if self.fs.cat_file(path) != data:
                 raise OSError(f"{name} is there with another content than was written")
 
         try:
@@ -243,8 +243,8 @@ class Store:
                 pace.check()
                 raise OSError(told(error)) from None
             self.fs.invalidate_cache()
-            if (found := self.fs.info(self._path(name))["size"]) != size:
-                raise OSError(f"{name} has {found} bytes there instead of {size}")
+            if (stored_size := self.fs.info(self._path(name))["size"]) != size:
+                raise OSError(f"{name} has {stored_size} bytes there instead of {size}")
             if self.is_folder:
                 fsync(Path(self._path(name)))
 
@@ -276,29 +276,29 @@ class Store:
                 raise
             if (fault := self.fault(copy, name, marker)) and fault == self.fault(copy, name, marker):
                 raise Damaged(fault) from None
-            said = f"{copy} cannot be fetched to {folder}: {error}"
-            raise StoreError(f"{said}. The store itself returns {name} unharmed, or each time otherwise") from None
+            problem = f"{copy} cannot be fetched to {folder}: {error}"
+            raise StoreError(f"{problem}. The store itself returns {name} unharmed, or each time otherwise") from None
         fsync(folder / name)
 
     def fault(self, copy: str, name: str, marker: dict) -> str | None:
         """Return what is wrong with a file of a copy as the store returns it; None if it is right. No disk takes part."""
-        place, wanted, found = self._path(f"{copy}/{name}"), marker["files"][name], xxhash.xxh3_128()
-        if (info := self._found(self.fs.info, place)) is None:
+        path, wanted, hasher = self._path(f"{copy}/{name}"), marker["files"][name], xxhash.xxh3_128()
+        if (info := self._found(self.fs.info, path)) is None:
             return f"{name} is missing"
         if info["size"] != wanted["size"]:
             return f"{name} has {info['size']} bytes there instead of {wanted['size']}"
         for start in range(0, size := wanted["size"], PIECE):
             end = min(start + PIECE, size)
-            found.update(self._found(partial(self.fs.cat_file, place, start=start, end=end)) or b"")
-        said = f"the checksum of {name} is {found.hexdigest()} instead of {wanted['checksum']}"
-        return None if found.hexdigest() == wanted["checksum"] else said
+            hasher.update(self._found(partial(self.fs.cat_file, path, start=start, end=end)) or b"")
+        problem = f"the checksum of {name} is {hasher.hexdigest()} instead of {wanted['checksum']}"
+        return None if hasher.hexdigest() == wanted["checksum"] else problem
 
     def names(self, folder: str = "") -> list[str]:
         """List the names in a folder."""
-        place = self._path(folder)
-        paths = self._found(partial(self.fs.ls, place, detail=False)) or ()
+        parent = self._path(folder)
+        paths = self._found(partial(self.fs.ls, parent, detail=False)) or ()
         # A store may name the folder itself.
-        return [PurePosixPath(path).name for path in paths if path.rstrip("/") != place]
+        return [PurePosixPath(path).name for path in paths if path.rstrip("/") != parent]
 
     def remove(self, name: str) -> None:
         """Remove a small file; nothing if there is none."""
@@ -321,12 +321,12 @@ class Store:
     def make(self) -> None:
         """Make the place of a new run, in a folder that is there: else its disk may be gone. A bucket is never made."""
         if self.is_folder:
-            place = Path(self.root)
+            folder = Path(self.root)
             try:
-                place.mkdir(exist_ok=True)
+                folder.mkdir(exist_ok=True)
             except FileNotFoundError:
-                remedy = "is its disk mounted? Make it, or give another place"
-                raise StoreError(f"{self.url}: there is no folder {place.parent}; {remedy}") from None
+                remedy = "is its disk mounted? Make it, or give another folder"
+                raise StoreError(f"{self.url}: there is no folder {folder.parent}; {remedy}") from None
             except OSError as error:
                 raise StoreError(told(error)) from None
 
@@ -335,8 +335,8 @@ class Store:
     def copies(self) -> list[str]:
         """List the names of copies, complete or not, the newest step first."""
         named = self.named()
-        found = {name for name in self.names() if files.COPY.fullmatch(name)} | {*named}
-        return sorted(found, key=lambda name: (files.step_of_copy(name), name in named, name), reverse=True)
+        all_copies = {name for name in self.names() if files.COPY.fullmatch(name)} | {*named}
+        return sorted(all_copies, key=lambda name: (files.step_of_copy(name), name in named, name), reverse=True)
 
     def lease(self) -> dict | None:
         """Return the lease; None if there is none. What is no lease counts as that of an unknown process."""
@@ -377,11 +377,11 @@ class Store:
 
     def markers(self) -> dict[str, dict | None]:
         """Return the marker of each complete copy, the newest first, and None for those that are not; no doubtful ones."""
-        found = {}
+        by_copy = {}
         for copy in self.copies():
             with contextlib.suppress(Damaged, Contradiction):
-                found[copy] = self.marker(copy)
-        return found
+                by_copy[copy] = self.marker(copy)
+        return by_copy
 
     def complete(self) -> Iterator[tuple[str, dict]]:
         """Yield name and marker of each complete copy, the newest first."""
@@ -431,8 +431,8 @@ class Store:
 
     def listed(self, part: str) -> list[str]:
         """List the files that a part-marker names."""
-        found = self.read_json(part)
-        return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+        content = self.read_json(part)
+        return [name for name in content if isinstance(name, str)] if isinstance(content, list) else []
 
     def send_part(self, checkpoint: Path, copy: str, marker: dict, names: Sequence[str], rank: int, pace: Pace) -> None:
         """Send those files of a machine which are not there, then its part-marker."""
@@ -449,22 +449,22 @@ class Store:
             self.write_json(part, [*self.listed(part), *missing])
 
     def remove_copy(self, copy: str) -> None:
-        place = self._path(copy)
+        folder = self._path(copy)
         for name in (files.MARKER, *self.names(copy)):
             if name == files.MARKER or name.startswith("part-"):
                 self.remove(f"{copy}/{name}")
-        if not self.is_folder and has_magic(place):  # `rm` would take it for a pattern, and remove what matches
-            for path in self._found(self.fs.find, place) or ():
+        if not self.is_folder and has_magic(folder):  # `rm` would take it for a pattern, and remove what matches
+            for path in self._found(self.fs.find, folder) or ():
                 self._insist(self.fs.rm_file, path)
             return
         with contextlib.suppress(FileNotFoundError):
-            self._insist(partial(self.fs.rm, recursive=True), place)
+            self._insist(partial(self.fs.rm, recursive=True), folder)
 
     def abort_leftovers(self) -> None:
         """Abort the unfinished uploads that a killed writer has left here, which cost money and show in no list."""
         bucket, _, prefix = self.root.partition("/")
         with contextlib.suppress(Exception):  # only s3fs lists them, and it may not be allowed
-            for found in within(PATIENCE, partial(self.fs.list_multipart_uploads, bucket)):
-                if found["Key"].startswith(f"{prefix}/"):
-                    names = {"Bucket": bucket, "Key": found["Key"], "UploadId": found["UploadId"]}
+            for upload in within(PATIENCE, partial(self.fs.list_multipart_uploads, bucket)):
+                if upload["Key"].startswith(f"{prefix}/"):
+                    names = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
                     within(PATIENCE, partial(self.fs.call_s3, "abort_multipart_upload", **names))

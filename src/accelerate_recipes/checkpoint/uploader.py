@@ -82,21 +82,21 @@ class Uploader:
 
     def begin(self) -> None:
         """Make the place that of this run. Raises StoreError, and changes nothing, if it may not have it."""
-        found = self.store.run()
+        stored_run = self.store.run()
         if not self.has_disk:
             return  # the store answers this machine too
-        self.check_place(found)
+        self.check_place(stored_run)
         noted, arguments = files.noted(self.output_dir), self.settings["arguments"]
-        run = {"id": found["id"] if found else noted.get("id") or uuid.uuid4().hex, "arguments": arguments}
+        run = {"id": stored_run["id"] if stored_run else noted.get("id") or uuid.uuid4().hex, "arguments": arguments}
         if self.rank == 0:
-            if found is None:
+            if stored_run is None:
                 self.store.make()
                 self.tell(say=f"{self.url} is a new place, and holds no copies yet")
             self.take_lease()
-            if self.store.run() != found:
+            if self.store.run() != stored_run:
                 self.write_lease(None)
                 raise store.StoreError(f"{self.url} was taken by another run just now; give another place")
-            if found is None:
+            if stored_run is None:
                 self.store.write_json(store.RUN, run)
             self.run = run
             self.store.abort_leftovers()
@@ -132,8 +132,8 @@ class Uploader:
             fatal = differ - {*self.settings["of_place_and_speed"]} - (set() if "arguments" in run else left_open)
             remedy = "give another --mirror, or go on with that run by --resume_from_checkpoint mirror"
         if fatal:
-            said = ", ".join(f"--{name} was {before[name]!r} and is now {now[name]!r}" for name in sorted(fatal))
-            raise store.StoreError(f"{self.url} holds a run whose {said}; {remedy}")
+            changes = ", ".join(f"--{name} was {before[name]!r} and is now {now[name]!r}" for name in sorted(fatal))
+            raise store.StoreError(f"{self.url} holds a run whose {changes}; {remedy}")
 
     def recorded(self, run: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a run's last start, or of its newest copy, where an earlier version recorded none."""
@@ -172,9 +172,9 @@ class Uploader:
 
     def check_lease(self) -> None:
         """Raise StoreError unless this run has the lease. If another one has it, this one stops."""
-        if (found := self.store.lease()) is None:
+        if (lease := self.store.lease()) is None:
             raise store.StoreError(f"{self.url} has lost its {store.LEASE_FILE}: is its disk mounted?")
-        if found["owner"] not in (self.owner, status.UNKNOWN) and not self.is_lost:
+        if lease["owner"] not in (self.owner, status.UNKNOWN) and not self.is_lost:
             self.is_lost = True
             self.tell(say="another run has taken over the mirror: no more copies are made there")
         self.check()
@@ -197,11 +197,11 @@ class Uploader:
         Raises:
             StoreError: if each copy that is further on is damaged; all of them stay.
         """
-        wanted, found, damaged = copy, files.complete_checkpoints(self.output_dir), {}
+        wanted, paths, damaged = copy, files.complete_checkpoints(self.output_dir), {}
         here = (
-            {files.name_of_copy(files.read_marker(path)) for path in found} if self.settings["has_own_disk"] else set()
+            {files.name_of_copy(files.read_marker(path)) for path in paths} if self.settings["has_own_disk"] else set()
         )
-        newest = 0 if self.settings["has_own_disk"] else max(map(files.step_of, found), default=0)
+        newest = 0 if self.settings["has_own_disk"] else max(map(files.step_of, paths), default=0)
         for copy in self.store.copies():
             if wanted not in ("", copy) or files.step_of_copy(copy) <= newest:
                 continue
@@ -265,8 +265,8 @@ class Uploader:
             except Exception as error:
                 self.note_trouble(error)
                 if self.wanted and time.monotonic() > self.until:
-                    said = f"there is no copy of {self.wanted}, from which the export is made: {self.problem}"
-                    self.tell(error=f"{said}; the same command, given again, makes it when the store has all parts")
+                    reason = f"there is no copy of {self.wanted}, from which the export is made: {self.problem}"
+                    self.tell(error=f"{reason}; the same command, given again, makes it when the store has all parts")
                     self.wanted = ""
         try:
             if self.rank == 0 and not self.failures:
@@ -338,8 +338,8 @@ class Uploader:
         def is_mine(name: str) -> bool:
             if self.settings["has_own_disk"]:
                 return (checkpoint / name).is_file()
-            found = OWNER.match(name)
-            owner = int(found[1]) % self.settings["world_size"] if found else 0
+            match = OWNER.match(name)
+            owner = int(match[1]) % self.settings["world_size"] if match else 0
             return max(first for first in self.ranks if first <= owner) == self.rank
 
         mine = [name for name in sorted(marker["files"]) if is_mine(name)]

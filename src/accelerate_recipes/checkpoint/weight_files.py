@@ -59,10 +59,10 @@ def write_safetensors(
         for part in parts:
             sources.setdefault(part, []).append(weight)
 
-    if base and (found := form_differences(model, base.weights, tensors, tied)):
+    if base and (differences := form_differences(model, base.weights, tensors, tied)):
         raise ConfigError(
             f"{checkpoint} cannot be exported: weights would be written in another form than the run began with: "
-            f"{'; '.join(found[:NUM_NAMED])}. The checkpoint is whole, and stays"
+            f"{'; '.join(differences[:NUM_NAMED])}. The checkpoint is whole, and stays"
         )
 
     def read(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -122,15 +122,15 @@ def write_adapter_of_whole(checkpoint: Path, folder: Path) -> None:
     settings = transformers.AutoConfig.from_pretrained(checkpoint / COMPOSITE, trust_remote_code=False)
     with torch.device("meta"):
         whole = transformers.AutoModelForImageTextToText.from_config(settings)
-    places = places_of_parts(model, whole.state_dict())
+    prefixes = places_of_parts(model, whole.state_dict())
 
-    tensors = {name_in_whole(name, places): tensor for name, tensor in read_adapter(checkpoint).items()}
+    tensors = {name_in_whole(name, prefixes): tensor for name, tensor in read_adapter(checkpoint).items()}
     save_tensors({adapters.peft_name(name): t for name, t in tensors.items()}, folder / "adapter_model.safetensors")
     config = adapters.read_config(checkpoint)
-    config.target_modules = layers_in_whole(config.target_modules or (), places)
+    config.target_modules = layers_in_whole(config.target_modules or (), prefixes)
     rows = config.trainable_token_indices
     if isinstance(rows, dict):
-        config.trainable_token_indices = {name_in_whole(layer, places): ids for layer, ids in rows.items()}
+        config.trainable_token_indices = {name_in_whole(layer, prefixes): ids for layer, ids in rows.items()}
     config.task_type = None  # PEFT would choose another class by it
     config.auto_mapping = {"base_model_class": type(whole).__name__, "parent_library": "transformers"}
     config.save_pretrained(str(folder))

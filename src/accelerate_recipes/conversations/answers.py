@@ -217,8 +217,8 @@ class AnswerTrainer(Objective, GRPOTrainer):
             self.rows = [row for batch in batches for row in batch["rows"]]
             self.state.global_step, self.state.max_steps = step, self.run.total_steps
             first = accelerator.process_index * len(self.rows)
-            places = range(first, first + len(self.rows))
-            numbers = numbers_of(args.seed, step - since, places, self.max_completion_length)
+            indices = range(first, first + len(self.rows))
+            numbers = numbers_of(args.seed, step - since, indices, self.max_completion_length)
             with contextlib.ExitStack() as drawing:
                 drawing.enter_context(own_draws(seed_of(f"answers of step {step - since}", args.seed)))
                 drawing.enter_context(by_model_alone(self.run.model, self.processing_class))
@@ -313,7 +313,7 @@ class AnswerTrainer(Objective, GRPOTrainer):
             rewards = [dict(zip(drawn["rewards"], values, strict=True)) for values in of_each]
             columns = (drawn["prompt"], drawn["completion"], wanted, rewards)
             names = ("prompt", "completion", "expected", "rewards")
-            rows = [dict(zip(names, said, strict=True)) for said in zip(*columns, strict=True)]
+            rows = [dict(zip(names, cells, strict=True)) for cells in zip(*columns, strict=True)]
             self.samples.add(step, "drawn in training", rows[::every][:number])
 
 

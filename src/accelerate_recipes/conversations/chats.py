@@ -75,9 +75,9 @@ def first_controls(
     """
     controls, template = Controls(tokenizer, stops), str(tokenizer.chat_template)
     begin, end = tokenizer.bos_token or "", tokenizer.eos_token or ""
-    found = []
+    tokens = []
     for number, row in enumerate(rows_in(table), first + 1):
-        said = [
+        contents = [
             parsed(value, name, number, source)
             if name in SETTINGS
             else without_end(value.removeprefix(begin), end)
@@ -85,8 +85,8 @@ def first_controls(
             else [named_in(template, message) for message in value or []]
             for name, value in row.items()
         ]
-        found.append(next(filter(None, map(controls.first_in, texts_in(said))), ""))
-    return pa.table({"control": found})
+        tokens.append(next(filter(None, map(controls.first_in, texts_in(contents))), ""))
+    return pa.table({"control": tokens})
 
 
 def may_hold_controls(rows: datasets.Dataset, columns: Sequence[str], controls: Controls) -> bool:
@@ -120,24 +120,24 @@ def without_controls(
     if not may_hold_controls(rows, read, Controls(tokenizer, stops)):
         return rows
     make = partial(first_controls, tokenizer=tokenizer, stops=stops, source=source)
-    said = "Looking for control tokens"
-    found = map_rows(rows.select_columns(read), make, datasets.Features(control=TEXT), desc=said)["control"][:]
-    (numbers,) = np.array(found, dtype=bool).nonzero()
+    line = "Looking for control tokens"
+    controls = map_rows(rows.select_columns(read), make, datasets.Features(control=TEXT), desc=line)["control"][:]
+    (numbers,) = np.array(controls, dtype=bool).nonzero()
     if not len(numbers):
         return rows
     first, shares = int(numbers[0]), f"{len(numbers):,} of {len(rows):,} rows"
-    said = f"{source}, row {first + 1}: the text {found[first]!r} is read as a control token, as in {shares}"
+    line = f"{source}, row {first + 1}: the text {controls[first]!r} is read as a control token, as in {shares}"
     if action == "drop_rows":
         if len(numbers) == len(rows):
-            raise ConfigError(f"{said}; --control_tokens drop_rows leaves none")
+            raise ConfigError(f"{line}; --control_tokens drop_rows leaves none")
         rows = rows.select(np.setdiff1d(np.arange(len(rows)), numbers))
-        said += "; they are left out"
+        line += "; they are left out"
     elif action != "keep" and any(isinstance(rows.features[name], datasets.List) for name in said_in):
         raise DataError(
-            f"{said}: it would end a message, or begin another, in the middle of a text. Change these texts, or leave the "
+            f"{line}: it would end a message, or begin another, in the middle of a text. Change these texts, or leave the "
             "rows out by --control_tokens drop_rows; --control_tokens keep trains them so"
         )
-    print_first(said)
+    print_first(line)
     return rows
 
 
@@ -163,13 +163,13 @@ def content_field(message: dict[str, Any], *, begins: bool) -> Content | None:
 
 def fields_of(row: dict[str, Any], columns: Sequence[str]) -> set[str | Content]:
     """Return the fields of a row's messages that hold something to write, `tools`, and the content of each role."""
-    found: set[Any] = {TOOLS} if row.get(TOOLS) else set()
+    fields: set[Any] = {TOOLS} if row.get(TOOLS) else set()
     for column in columns:
         leads = column == "prompt" or "prompt" not in columns
-        for place, message in enumerate(row[column]):
-            found |= {name for name, value in message.items() if value}
-            found.add(content_field(message, begins=leads and not place))
-    return found - UNWRITTEN - {None}
+        for index, message in enumerate(row[column]):
+            fields |= {name for name, value in message.items() if value}
+            fields.add(content_field(message, begins=leads and not index))
+    return fields - UNWRITTEN - {None}
 
 
 def without_field(row: dict[str, Any], columns: Sequence[str], field: str | Content) -> Iterator[dict[str, Any]]:
@@ -178,9 +178,9 @@ def without_field(row: dict[str, Any], columns: Sequence[str], field: str | Cont
         yield row | {TOOLS: None}
     elif isinstance(field, Content) and field.is_each:
         for column in columns:
-            for place, message in enumerate(row[column]):
+            for index, message in enumerate(row[column]):
                 if content_field(message, begins=False) == field:
-                    yield row | {column: [*row[column][:place], emptied(message), *row[column][place + 1 :]]}
+                    yield row | {column: [*row[column][:index], emptied(message), *row[column][index + 1 :]]}
     else:
 
         def lacking(message: dict[str, Any]) -> dict[str, Any]:
@@ -201,8 +201,8 @@ def renderings(row: dict[str, Any], columns: Sequence[str], tokenizer: PreTraine
     answers = [row[column] for column in columns if column != "prompt"]
     settings = {"tools": row.get(TOOLS)} | (row.get("chat_template_kwargs") or {})
     for messages in [[*prompt, *answer] for answer in answers] or [prompt]:
-        said = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        yield tokenizer.apply_chat_template(said, tokenize=False, **settings)
+        conversation = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        yield tokenizer.apply_chat_template(conversation, tokenize=False, **settings)
 
 
 def is_written(
@@ -218,7 +218,7 @@ def is_written(
 
 def rows_by_roles(rows: datasets.Dataset, columns: Sequence[str]) -> list[list[int]]:
     """Group the numbers of rows of messages by their roles, and by which messages have a content that is not blank."""
-    found: dict[tuple[str, ...], list[int]] = {}
+    groups: dict[tuple[str, ...], list[int]] = {}
     start = 0
     for table in rows.select_columns([*columns]).with_format("arrow").iter(10_000):
         of_columns = []
@@ -230,9 +230,9 @@ def rows_by_roles(rows: datasets.Dataset, columns: Sequence[str]) -> list[list[i
             offsets = np.cumsum([0, *pc.list_value_length(chunk).to_numpy()], dtype=np.int32)
             of_columns.append(pc.binary_join(pa.ListArray.from_arrays(offsets, kinds), " ").to_pylist())
         for number, kinds in enumerate(zip(*of_columns, strict=True), start):
-            found.setdefault(kinds, []).append(number)
+            groups.setdefault(kinds, []).append(number)
         start += len(table)
-    return [*found.values()]
+    return [*groups.values()]
 
 
 def check_written(
@@ -270,10 +270,10 @@ def check_written(
         having_it = f"{len(numbers):,} of {len(rows):,}"
         writes = "does not write" if isinstance(field, Content) and field.is_each else "writes nothing of"
         remedy = REMEDY_OF_ROLE if isinstance(field, Content) else REMEDY
-        said = f"{where} {numbers[0] + 1}: the chat template {writes} `{field}`, which {having_it} have"
-        lost[field] = f"{said}; {remedy}"
+        problem = f"{where} {numbers[0] + 1}: the chat template {writes} `{field}`, which {having_it} have"
+        lost[field] = f"{problem}; {remedy}"
     raise_problems(
         "What rows hold would not be trained", [lost[name] for name in ("tool_calls", TOOLS) if name in lost]
     )
-    for said in lost.values():
-        print_first(said)
+    for problem in lost.values():
+        print_first(problem)

@@ -73,10 +73,10 @@ class DateArgs:
     )
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)  # pyright: ignore[reportAttributeAccessIssue]
+        problems = super().problems(world_size)  # pyright: ignore[reportAttributeAccessIssue]
         if self.template_date and not is_day(self.template_date):
-            found.append(f"--template_date is {self.template_date!r}; it must be a day as YYYY-MM-DD: 2026-01-31")
-        return found
+            problems.append(f"--template_date is {self.template_date!r}; it must be a day as YYYY-MM-DD: 2026-01-31")
+        return problems
 
     def settle(self, saved: Mapping[str, Any]) -> list[str]:
         self.template_date = self.template_date or saved.get("template_date") or ""

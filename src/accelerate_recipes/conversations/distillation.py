@@ -104,12 +104,12 @@ class DistillArgs(AnswerArgs, PromptArgs):
     reward_weights = None  # each has the weight 1
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
+        problems = super().problems(world_size)
         if not self.teacher_model_name_or_path:
-            found.append(
+            problems.append(
                 "--teacher_model_name_or_path is missing: a name on the Hub, or a folder such as outputs/demo/export"
             )
-        return found + (reward_problems(self.rewards, self.elsewhere) if self.rewards else [])
+        return problems + (reward_problems(self.rewards, self.elsewhere) if self.rewards else [])
 
 
 # Teacher
@@ -253,13 +253,13 @@ class DistillationLoss:
         Raises:
             Stopped: between two batches.
         """
-        found = []
+        sums = []
         for batch in batches_to_evaluate(run.accelerator, run.model, batches):
             (forward, _), (reverse, _) = self.divergences(run.model, batch, [*DIVERGENCES.values()])
             counts = (batch["labels"][:, 1:] != IGNORE_INDEX).sum(1).tolist()
             parts = zip(forward.double().split(counts), reverse.double().split(counts), counts, strict=True)
-            found += [(one.sum().item(), other.sum().item(), count) for one, other, count in parts]
-        return np.array([row for rows in zip(*on_all_data_ranks(found), strict=True) for row in rows])
+            sums += [(one.sum().item(), other.sum().item(), count) for one, other, count in parts]
+        return np.array([row for rows in zip(*on_all_data_ranks(sums), strict=True) for row in rows])
 
 
 def mean_divergences(sums: np.ndarray) -> dict[str, float]:
@@ -273,7 +273,7 @@ def mean_divergences(sums: np.ndarray) -> dict[str, float]:
 
 def begins_of_answers(rows: Any) -> np.ndarray:
     """Return where the last answer of each row begins, (rows,): its last targets in one piece; without targets, its end."""
-    found = []
+    begins = []
     for lengths, labels in rows.chunks("labels"):
         ends = lengths.cumsum()
         is_target = labels != IGNORE_INDEX
@@ -281,8 +281,8 @@ def begins_of_answers(rows: Any) -> np.ndarray:
         opens[ends - lengths] = is_target[ends - lengths]
         # The last one up to the end of each row; before the first token of all there is none.
         last = np.append(-1, np.flatnonzero(opens))[np.cumsum(opens)[ends - 1]]
-        found.append(np.where(last < ends - lengths, lengths, last - ends + lengths))
-    return np.concatenate(found)
+        begins.append(np.where(last < ends - lengths, lengths, last - ends + lengths))
+    return np.concatenate(begins)
 
 
 def prepare_to_answer(
@@ -354,16 +354,16 @@ class OwnAnswers:
         tell_left_out(run.print, model, KEPT)
         heldout = rows.heldout.chosen(np.arange(len(rows.heldout))[: args.num_eval_prompts or None])
         begins = begins_of_answers(heldout)
-        for side, found in (("train", self.begins), ("test", begins)):
-            if not found.all():
+        for side, sizes in (("train", self.begins), ("test", begins)):
+            if not sizes.all():
                 raise ConfigError(
-                    f"row {found.argmin() + 1:,} of those to {USES[side]} on has no prompt before its targets, to which the "
+                    f"row {sizes.argmin() + 1:,} of those to {USES[side]} on has no prompt before its targets, to which the "
                     f"student could draw an answer (--lmbda {args.lmbda}); give rows with prompts, and train their answers "
                     "alone, or give --lmbda 0"
                 )
-            if found.max() > room:
+            if sizes.max() > room:
                 raise ConfigError(
-                    f"the longest prompt to {USES[side]} on has {found.max():,} tokens, and answers of "
+                    f"the longest prompt to {USES[side]} on has {sizes.max():,} tokens, and answers of "
                     f"{args.max_completion_length:,} tokens leave room for {room:,}; give --max_length {room} or less"
                 )
         self.prompts = [row["input_ids"][:begin] for row, begin in zip(heldout, begins, strict=True)]
@@ -389,16 +389,16 @@ class OwnAnswers:
         size = args.per_device_train_batch_size
         first = run.data_rank * size * len(batches)
         mine = dict(enumerate((row for batch in batches for row in batch["row"].tolist()), first))
-        asked = {place: row for place, row in mine.items() if is_own[place] and row >= 0}
-        of_all = {place: row for part in on_all_data_ranks(asked) for place, row in part.items()}
+        asked = {index: row for index, row in mine.items() if is_own[index] and row >= 0}
+        of_all = {index: row for part in on_all_data_ranks(asked) for index, row in part.items()}
         if not of_all:
             return batches
         prompts = [train[row]["input_ids"][: self.begins[row]] for row in of_all.values()]
         seed = seed_of(f"answers of step {step}", args.seed)
         sampling = Sampling(args.temperature, seed, numbers[[*of_all]].tolist())
         drawn = draw_texts(run, self.tokenizer, prompts, sampling, may_stop=False)
-        answers = {place: answered(*both) for place, *both in zip(of_all, prompts, drawn.ids, strict=True)}
-        rows = [answers.get(place) or without_targets(train[row], row) for place, row in mine.items()]
+        answers = {index: answered(*both) for index, *both in zip(of_all, prompts, drawn.ids, strict=True)}
+        rows = [answers.get(index) or without_targets(train[row], row) for index, row in mine.items()]
         return [
             batch | to_device(self.rows.collate(rows[i * size : (i + 1) * size]), run.accelerator.device)
             for i, batch in enumerate(batches)

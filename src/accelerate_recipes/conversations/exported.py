@@ -104,40 +104,40 @@ class TrainedRows:
         """List where an export differs from what was trained, one sentence each."""
         tokenizer, config, stops, *_ = exported
         with frozen_date(self.arguments.get("template_date")):
-            found = self.differences(exported)
+            problems = self.differences(exported)
         if lost := {*self.ends} - stops:
-            said, known = (shown_ends(tokenizer, sorted(ends)) for ends in (lost, stops))
+            last, known = (shown_ends(tokenizer, sorted(ends)) for ends in (lost, stops))
             remedy = "name that end in its generation_config.json (eos_token_id)"
-            found.append(f"rows end with {said}, where its generation would not stop: it stops at {known}; {remedy}")
+            problems.append(f"rows end with {last}, where its generation would not stop: it stops at {known}; {remedy}")
         largest = max((token for ids, *_ in self.trained for token in ids), default=0)
         if config and largest >= (number := config.get_text_config().vocab_size):
-            found.append(f"rows have the token {largest}, its config.json a vocab_size of {number}")
-        return found
+            problems.append(f"rows have the token {largest}, its config.json a vocab_size of {number}")
+        return problems
 
     def differences(self, exported: Exported) -> list[str]:
         """List where the rendering of an export differs from what was trained, one sentence for each row."""
-        found, ours, tokenizer = [], [], exported.tokenizer
+        problems, ours, tokenizer = [], [], exported.tokenizer
         render_row = exported.render or partial(render, tokenizer=tokenizer)
         for number, row in enumerate(self.rows, 1):
             try:
                 ours += [(number, rendered) for rendered in render_row(row, **self.settings)]
             except (TemplateError, ValueError, TypeError) as error:
-                found.append(f"row {number} cannot be rendered: {error}")
-        for (ids, targets, _), (number, other) in zip(self.trained, [] if found else ours, strict=False):
+                problems.append(f"row {number} cannot be rendered: {error}")
+        for (ids, targets, _), (number, other) in zip(self.trained, [] if problems else ours, strict=False):
             if ids != other.ids:
-                place = shared_length(ids, other.ids)
-                window = slice(max(0, place - NUM_SHOWN), place + NUM_SHOWN)
+                index = shared_length(ids, other.ids)
+                window = slice(max(0, index - NUM_SHOWN), index + NUM_SHOWN)
                 one, two = (tokenizer.decode(side[window]) for side in (ids, other.ids))
-                found.append(f"row {number}, token {place + 1}: {one!r} was trained, the export renders {two!r}")
+                problems.append(f"row {number}, token {index + 1}: {one!r} was trained, the export renders {two!r}")
             elif targets != other.targets:
-                place = shared_length(targets, other.targets)
-                token, kind = tokenizer.decode(ids[place : place + 1]), "a target" if targets[place] else "no target"
-                found.append(
-                    f"row {number}, token {place + 1}, {token!r}, was {kind} of the loss, unlike in the export's rendering"
+                index = shared_length(targets, other.targets)
+                token, kind = tokenizer.decode(ids[index : index + 1]), "a target" if targets[index] else "no target"
+                problems.append(
+                    f"row {number}, token {index + 1}, {token!r}, was {kind} of the loss, unlike in the export's rendering"
                 )
-        if not found and len(ours) != len(self.trained):
-            found.append(f"{len(self.trained)} rows were trained, the export renders {len(ours)} instead")
-        return found
+        if not problems and len(ours) != len(self.trained):
+            problems.append(f"{len(self.trained)} rows were trained, the export renders {len(ours)} instead")
+        return problems
 
     def save(self, folder: Path) -> None:
         """Write the rows into a folder, for a comparison with the export that will be written there.
@@ -208,5 +208,5 @@ def compare_rows(
 def ends_of_adapters(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], stops: Set[int]) -> str:
     """Say that adapters learn to end with a token at which generation, by the settings of their model, does not stop."""
     lost, known = (shown_ends(tokenizer, sorted(tokens)) for tokens in ({*ends} - stops, stops))
-    said = f"Rows end with {lost}, but adapters are loaded with the settings of their model, which stop at {known}"
-    return f"{said}; give the end to `generate` as eos_token_id, or merge the adapters (--merge_adapter)"
+    problem = f"Rows end with {lost}, but adapters are loaded with the settings of their model, which stop at {known}"
+    return f"{problem}; give the end to `generate` as eos_token_id, or merge the adapters (--merge_adapter)"

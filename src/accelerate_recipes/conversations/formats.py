@@ -111,14 +111,14 @@ class ColumnArgs:
         return {name: column for name, _, column in (pair.partition("=") for pair in self.columns)}
 
     def source_problems(self) -> list[str]:
-        found = super().source_problems()  # pyright: ignore[reportAttributeAccessIssue]
+        problems = super().source_problems()  # pyright: ignore[reportAttributeAccessIssue]
         known = dict.fromkeys(name for form in self.forms for name in (*form.needs, *form.takes, *self.beside_forms))
         for name, column in self.mapping.items():
             if name not in known or not column:
-                found.append(f"--columns {name}={column}: write NAME=COLUMN, with a NAME of {', '.join(known)}")
+                problems.append(f"--columns {name}={column}: write NAME=COLUMN, with a NAME of {', '.join(known)}")
         if len({*self.mapping.values()}) < len(self.columns):
-            found.append(f"--columns {' '.join(self.columns)}: a name or a column is there twice")
-        return found
+            problems.append(f"--columns {' '.join(self.columns)}: a name or a column is there twice")
+        return problems
 
 
 @dataclass
@@ -278,8 +278,8 @@ def as_columns(way: dict[str, str], mapping: dict[str, str]) -> str:
 
 def meant_columns(wanted: Sequence[str], names: Sequence[str]) -> str:
     """Return "; did you mean ...?" with the columns that have nearly the wanted names, or ""."""
-    found = {name: closest(name, names) for name in wanted}
-    renamed = [f"{name}={column}" for name, column in found.items() if column not in ("", name)]
+    matches = {name: closest(name, names) for name in wanted}
+    renamed = [f"{name}={column}" for name, column in matches.items() if column not in ("", name)]
     return f"; did you mean --columns {' '.join(renamed)}?" if renamed else ""
 
 
@@ -314,10 +314,10 @@ def check_judged(rows: datasets.Dataset, form: Form, mapping: dict[str, str], so
             continue
         values = rows.unique(name) if isinstance(kind, datasets.Value) else rows[name]
         given = {label_text(value): value for value in values}
-        said = {*given} - {"none", ""}
-        is_good = next((labels for labels in JUDGEMENTS if said <= {*labels}), {})
-        bad = [text for text in said if not is_good.get(text, True)]
-        if bad and said != {"-1"}:  # -1 alone says that a row has no label
+        judgements = {*given} - {"none", ""}
+        is_good = next((labels for labels in JUDGEMENTS if judgements <= {*labels}), {})
+        bad = [text for text in judgements if not is_good.get(text, True)]
+        if bad and judgements != {"-1"}:  # -1 alone says that a row has no label
             numbers = [number for number, value in enumerate(rows[name], 1) if label_text(value) in bad]
             raise ConfigError(
                 f"{source}, row {numbers[0]}: {name!r} is {given[bad[0]]!r}, as in {len(numbers):,} of {len(rows):,} rows: "
@@ -350,11 +350,11 @@ def without_repeated_question(rows: datasets.Dataset, form: Form, source: str) -
     parts = rows.select_columns(form.said).iter(batch_size=1000) if answers else ()
     columns = ([part[name] for name in form.said] for part in parts)  # pyright: ignore[reportCallIssue, reportArgumentType]
     texts_of_rows = (row for part in columns for row in zip(*part, strict=True))
-    found = [number for number, row in enumerate(texts_of_rows, 1) if repeat(*row)]
-    is_removed = len(found) == len(rows)
-    if found:
-        done = "it is read once" if is_removed else f"it stays there; the first is row {found[0]}"
-        print_first(f"{source}: {len(found):,} of {len(rows):,} answers begin with their question; {done}")
+    numbers = [number for number, row in enumerate(texts_of_rows, 1) if repeat(*row)]
+    is_removed = len(numbers) == len(rows)
+    if numbers:
+        done = "it is read once" if is_removed else f"it stays there; the first is row {numbers[0]}"
+        print_first(f"{source}: {len(numbers):,} of {len(rows):,} answers begin with their question; {done}")
     if not is_removed:
         return rows
     is_written = form.is_written  # `datasets` finds its result again by what the function holds
@@ -386,37 +386,37 @@ def texts(row: dict, form: Form) -> dict[str, str]:
     """Return a prompt that ends with a blank line, and the answers."""
     asked, *answers = form.said
     prompt = "".join(f"{message['content']}\n\n" for message in [*said_before(row), *question(row, asked)])
-    found = {name: text_in(row, name) for name in answers}
-    return {"prompt": prompt} | (found if form.is_pair else {"completion": found[answers[0]]})
+    completions = {name: text_in(row, name) for name in answers}
+    return {"prompt": prompt} | (completions if form.is_pair else {"completion": completions[answers[0]]})
 
 
 def conversation(row: dict, form: Form, *, is_hh: bool) -> dict[str, list[dict]]:
     """Return the whole conversation as messages, or the question and its answers as messages."""
     answers = [name for name in form.said if name in ANSWERS]
     before = said_before(row)
-    said = {name: turns(row, name) if is_hh else messages_of(row, name, "assistant") for name in answers}
+    sides = {name: turns(row, name) if is_hh else messages_of(row, name, "assistant") for name in answers}
     if form.needs != PAIR and (row[form.needs[0]] or not form.is_pair):
-        asked = without_answer(question(row, form.needs[0]), said.values())
-        ends = {name: end_of_question(name, side, asked) for name, side in said.items()}
+        asked = without_answer(question(row, form.needs[0]), sides.values())
+        ends = {name: end_of_question(name, side, asked) for name, side in sides.items()}
         system = [message for message in asked[:1] if message["role"] == "system"]
-        asked = next((joined(system, said[name][:end]) for name, end in ends.items() if end), asked)
-        if not (form.is_pair and all(side[0]["role"] in ASKING for side in said.values())):
-            asked, after = joined(before, asked), {name: said[name][end:] for name, end in ends.items()}
+        asked = next((joined(system, sides[name][:end]) for name, end in ends.items() if end), asked)
+        if not (form.is_pair and all(side[0]["role"] in ASKING for side in sides.values())):
+            asked, after = joined(before, asked), {name: sides[name][end:] for name, end in ends.items()}
             is_parted = form.is_pair or (form.is_written and answers)
             return {"prompt": asked} | after if is_parted else {"messages": sum(after.values(), asked)}
         before = joined(before, system if any(ends.values()) else asked)
     # The answers are whole conversations; what they have in common is the question.
-    return extract_prompt({name: joined(before, side) for name, side in said.items()})  # pyright: ignore
+    return extract_prompt({name: joined(before, side) for name, side in sides.items()})  # pyright: ignore
 
 
 def said_before(row: dict) -> list[dict]:
     """Return the system prompt and the history of a row as messages, if there are any."""
-    found = [{"role": "system", "content": text_in(row, "system")}] if row.get("system") else []
+    messages = [{"role": "system", "content": text_in(row, "system")}] if row.get("system") else []
     for turn in row.get("history") or []:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
             raise ValueError(f"'history' has {turn!r:.60}; it must be pairs of a question and its answer")
-        found += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turn, strict=True)]
-    return found
+        messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turn, strict=True)]
+    return messages
 
 
 def joined(before: list[dict], messages: list[dict]) -> list[dict]:
@@ -456,9 +456,9 @@ def stands_at(place: int, some: list[dict], messages: list[dict]) -> bool:
 def without_answer(asked: list[dict], answers: Iterable[list[dict]]) -> list[dict]:
     """Remove one of the answers from the end of a question."""
     for answer in answers:
-        place = len(asked) - len(answer)
-        if place > 0 and stands_at(place, answer, asked):
-            return asked[:place]
+        begin = len(asked) - len(answer)
+        if begin > 0 and stands_at(begin, answer, asked):
+            return asked[:begin]
     return asked
 
 
@@ -471,10 +471,10 @@ def end_of_question(name: str, answer: list[dict], asked: list[dict]) -> int:
     if answer[0]["role"] not in ASKING:
         return 0
     for own in (asked, [message for message in asked if message["role"] != "system"]):
-        if (place := next((i for i in range(len(answer)) if stands_at(i, own, answer)), None)) is not None:
-            if place + len(own) == len(answer):
+        if (begin := next((i for i in range(len(answer)) if stands_at(i, own, answer)), None)) is not None:
+            if begin + len(own) == len(answer):
                 raise ValueError(f"{name!r} ends with the question; remove the row")
-            return place + len(own)
+            return begin + len(own)
     if answer[0]["role"] == asked[-1]["role"] == "user":
         raise ValueError(
             f"{name!r} is a conversation without the question, {asked[-1]['content']!r:.60}; leave out the column with the "
@@ -485,9 +485,9 @@ def end_of_question(name: str, answer: list[dict], asked: list[dict]) -> int:
 
 def roles_at(rows: datasets.Dataset, name: str, place: int | None = None) -> set[str | None]:
     """Return the roles of the first messages of a column (`place` 0), of the last ones (-1), or of all."""
-    found = set()
+    roles = set()
     for chunk in filter(len, rows.data.column(name).chunks):
         starts, ends = (chunk.offsets.to_numpy()[part] for part in (slice(None, -1), slice(1, None)))
-        places = np.arange(starts[0], ends[-1]) if place is None else (ends - 1 if place else starts)[ends > starts]
-        found |= {*pc.unique(chunk.values.field("role").take(pa.array(places))).to_pylist()}
-    return found
+        indices = np.arange(starts[0], ends[-1]) if place is None else (ends - 1 if place else starts)[ends > starts]
+        roles |= {*pc.unique(chunk.values.field("role").take(pa.array(indices))).to_pylist()}
+    return roles

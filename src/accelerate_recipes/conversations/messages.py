@@ -112,12 +112,12 @@ def rewritten(row: dict, index: int, kinds: dict[str, Any], source: str) -> dict
     Of messages, fields that are null are left out, but not in arguments of tools.
     """
     number = index + 1
-    found = {name: as_written(row[name], kind) for name, kind in kinds.items()}
-    found |= {name: parsed(found[name], name, number, source) for name in SETTINGS if name in found}
-    for name in (name for name in MESSAGES if name in found):
-        found[name] = without_nulls(found[name], kept=ARGUMENTS)
+    columns = {name: as_written(row[name], kind) for name, kind in kinds.items()}
+    columns |= {name: parsed(columns[name], name, number, source) for name in SETTINGS if name in columns}
+    for name in (name for name in MESSAGES if name in columns):
+        columns[name] = without_nulls(columns[name], kept=ARGUMENTS)
         where = f"{source}, row {number}: {name!r}"
-        for message in found[name] if isinstance(found[name], list) else []:
+        for message in columns[name] if isinstance(columns[name], list) else []:
             if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
                 raise DataError(f"{where} has a message without a role that is a text: {message!r:.60}")
             if isinstance(message.get("content"), list):
@@ -131,10 +131,10 @@ def rewritten(row: dict, index: int, kinds: dict[str, Any], source: str) -> dict
                     f"{where} has a message without content and tool_calls: {message!r:.60}; remove the row"
                 )
         try:
-            found[name] = with_objects(found[name])
+            columns[name] = with_objects(columns[name])
         except ValueError as error:
             raise DataError(f"{where}: {error}") from None
-    return found
+    return columns
 
 
 def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str) -> bool:
@@ -143,7 +143,7 @@ def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str
     Raises:
         DataError: for a weight that is neither 0 nor 1.
     """
-    found = False
+    has_zero = False
     for name in columns:
         message = getattr(rows.features[name], "feature", None)
         if isinstance(message, datasets.Json) or (isinstance(message, dict) and {*WEIGHTS} & {*message}):
@@ -154,8 +154,8 @@ def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str
                         f"{source}, row {number}: {name!r} has a message of weight {wrong[0]!r}; {', '.join(WEIGHTS)} "
                         "say whether a message is a target: give 0 or 1, or rename a field that means something else"
                     )
-                found |= 0 in weights
-    return found
+                has_zero |= 0 in weights
+    return has_zero
 
 
 def missing_answers(rows: datasets.Dataset, column: str, source: str) -> str:
@@ -284,10 +284,10 @@ def from_json(row: dict, name: str) -> Any:
         return None
     text = text_in(row, name)
     try:
-        found = json_in(text)
+        messages = json_in(text)
     except ValueError:
-        found = None
-    if not isinstance(found, list | dict):
+        messages = None
+    if not isinstance(messages, list | dict):
         by_python = "; Python's str() wrote it, write it by json.dumps()" if re.match(r"\W*'", text) else ""
         raise ValueError(f"{name!r} is {text!r:.60}, not messages as JSON{by_python}")
-    return found
+    return messages

@@ -75,12 +75,12 @@ class SourceTable:
     def shares(self) -> Shares:
         batch, limits = self.args.total_batch_size, []
         for source, size in zip(self.mixture.sources, self.sizes, strict=True):
-            epochs, said = source.max_epochs, f"{self.mixture.file}, source {source.name}: max_epochs"
+            epochs, setting = source.max_epochs, f"{self.mixture.file}, source {source.name}: max_epochs"
             if not source.name and self.args.max_steps < 1:
-                epochs, said = self.args.num_train_epochs, "--num_train_epochs"
+                epochs, setting = self.args.num_train_epochs, "--num_train_epochs"
             limits.append(math.inf if math.isinf(epochs) else round(epochs * size))
             if not limits[-1]:
-                raise ConfigError(f"{said} {epochs:g} of {size:,} rows is less than one row; raise it")
+                raise ConfigError(f"{setting} {epochs:g} of {size:,} rows is less than one row; raise it")
         table = [(step * batch, [weights[name] for name in self.names]) for step, weights in self.weights]
         return Shares(table, limits, self.args.seed)
 
@@ -134,14 +134,14 @@ class SourceTable:
 
     def seen(self, step: int) -> dict[str, float]:
         """Return rows, epochs and share of each source after a step, and the share that the weights asked for."""
-        place = min(step * self.args.total_batch_size, self.shares.end)
-        counts, asked = self.shares.counts(int(place)), self.shares.asked(place)
-        found = {}
+        num_rows = min(step * self.args.total_batch_size, self.shares.end)
+        counts, asked = self.shares.counts(int(num_rows)), self.shares.asked(num_rows)
+        record = {}
         of_sources = zip(self.mixture.names, self.sizes, counts.tolist(), asked.tolist(), strict=False)
         for name, size, count, wanted in of_sources:
-            values = {"rows": count, "epochs": count / size, "share": count / place, "asked": wanted / place}
-            found |= {f"{name}_{key}": value for key, value in values.items()}
-        return found
+            values = {"rows": count, "epochs": count / size, "share": count / num_rows, "asked": wanted / num_rows}
+            record |= {f"{name}_{key}": value for key, value in values.items()}
+        return record
 
 
 class SourceOrder(StepOrder):
@@ -171,21 +171,21 @@ class SourceOrder(StepOrder):
         batch = self.args.total_batch_size
         if step * batch >= self.end:
             return []
-        block, place = divmod(step, BLOCK)
-        return self.block(block)[place * batch : (place + 1) * batch]
+        block, offset = divmod(step, BLOCK)
+        return self.block(block)[offset * batch : (offset + 1) * batch]
 
     def rows_of_block(self, block: int) -> list[int]:
         """List the rows of BLOCK steps, with -1 where no row is left."""
         size = BLOCK * self.args.total_batch_size
-        found = np.full(size, -1)
+        rows = np.full(size, -1)
         sources, numbers = self.table.shares.take(block * size, (block + 1) * size)
         for source in np.unique(sources[sources >= 0]).tolist():
             mine = np.flatnonzero(sources == source)
-            epochs, places = np.divmod(numbers[mine], self.table.sizes[source])
+            epochs, positions = np.divmod(numbers[mine], self.table.sizes[source])
             for epoch in np.unique(epochs).tolist():
                 now = epochs == epoch
-                found[mine[now]] = self.permutation(source, epoch)[places[now]]
-        return found.tolist()
+                rows[mine[now]] = self.permutation(source, epoch)[positions[now]]
+        return rows.tolist()
 
 
 def with_sources(
@@ -307,16 +307,16 @@ def check_sources_apart(run: Run[Any], parts: Mapping[str, SupervisedRows]) -> N
         told = []
         for name, other in itertools.permutations(parts, 2):
             both, number = repeated(trained[other], evaluated[name]), len(evaluated[name])
-            said = f"{len(both):,} of {number:,} held-out rows of {name} begin as rows to train on of {other} do"
+            line = f"{len(both):,} of {number:,} held-out rows of {name} begin as rows to train on of {other} do"
             if len(both) > MOST_REPEATED * number:
                 raise ConfigError(
-                    f"{run.args.mix.file}: {said}; remove them from one side (at most {MOST_REPEATED:.0%} may lie on both)"
+                    f"{run.args.mix.file}: {line}; remove them from one side (at most {MOST_REPEATED:.0%} may lie on both)"
                 )
-            told += [said] if both else []
+            told += [line] if both else []
         return told
 
-    for said in on_first_rank(found):
-        run.print(said)
+    for line in on_first_rank(found):
+        run.print(line)
 
 
 def tell_of_sources(run: Run[Any], parts: Mapping[str, SupervisedRows], table: SourceTable) -> None:
@@ -329,5 +329,5 @@ def tell_of_sources(run: Run[Any], parts: Mapping[str, SupervisedRows], table: S
             f"Source {name}: {read['train']:,} rows to train on, {read['test']:,} held out; {len(part.train):,} sequences: "
             f"{seen[f'{name}_share']:.2%} of the run's, {seen[f'{name}_epochs']:.3g} epochs in {steps:,} steps"
         )
-    if said := table.changed():
-        run.print(said)
+    if line := table.changed():
+        run.print(line)

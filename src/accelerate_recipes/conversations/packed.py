@@ -60,13 +60,13 @@ class Packed(Sequence):
     def __getitem__(self, number: int) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         row = self.order[number]
         pieces = self.pieces[self.borders[row] : self.borders[row + 1]]
-        found: dict[str, Any] = {name: tokens_of(self.documents, name, pieces.tolist()).tolist() for name in TOKENS}
+        example: dict[str, Any] = {name: tokens_of(self.documents, name, pieces.tolist()).tolist() for name in TOKENS}
         if self.are_apart:
-            found["seq_lengths"] = (pieces[:, 2] - pieces[:, 1]).tolist()
+            example["seq_lengths"] = (pieces[:, 2] - pieces[:, 1]).tolist()
         for name in self.columns:
             values = [self.documents.data.column(name)[number].as_py() for number in pieces[:, 0].tolist()]
-            found[name] = values if self.are_apart else values[0]
-        return found
+            example[name] = values if self.are_apart else values[0]
+        return example
 
     def chunks(self, column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the lengths and the joined numbers of a column, part by part; `seq_lengths` are those of documents."""
@@ -102,8 +102,8 @@ class Packed(Sequence):
 
 def tokens_of(documents: datasets.Dataset, column: str, pieces: Sequence[Sequence[int]]) -> np.ndarray:
     """Join the tokens of pieces: number of a document, begin and end."""
-    found: Any = documents.data.column(column)
-    return np.concatenate([found[number].values.to_numpy()[begin:end] for number, begin, end in pieces])
+    tokens: Any = documents.data.column(column)
+    return np.concatenate([tokens[number].values.to_numpy()[begin:end] for number, begin, end in pieces])
 
 
 def is_packed(args: Any, side: str) -> bool:
@@ -160,11 +160,11 @@ def packed_part(numbers: np.ndarray, lengths: np.ndarray, longest: int, strategy
         begins = np.union1d(np.arange(0, ends[-1], longest), starts[lengths > 0])
         sizes, counts = np.diff(begins, append=ends[-1]), np.bincount(begins // longest)
     else:
-        places = pa.ListArray.from_arrays(np.append(0, ends).astype(np.int32), np.arange(ends[-1]))
-        found = _pack_bfd(pa.table({"places": places}), longest, "split" if strategy == "bfd_split" else "truncate")
-        places, of_rows = (found.column(name).chunk(0) for name in ("places", "seq_lengths"))
+        indices = pa.ListArray.from_arrays(np.append(0, ends).astype(np.int32), np.arange(ends[-1]))
+        bins = _pack_bfd(pa.table({"places": indices}), longest, "split" if strategy == "bfd_split" else "truncate")
+        indices, of_rows = (bins.column(name).chunk(0) for name in ("places", "seq_lengths"))
         sizes, counts = np.asarray(of_rows.flatten()), np.asarray(of_rows.value_lengths())
-        begins = np.asarray(places.flatten())[sizes.cumsum() - sizes]
+        begins = np.asarray(indices.flatten())[sizes.cumsum() - sizes]
     documents = ends.searchsorted(begins, "right")
     begins = begins - starts[documents]
     return np.stack([numbers[documents], begins, begins + sizes], 1), counts
@@ -183,12 +183,12 @@ def count_targets_of(rows: Packed, ends: Iterable[int] = ()) -> tuple[np.ndarray
         before, targets = targets_before(lengths, labels), labels[labels != IGNORE_INDEX]
         counts.append(np.diff(before))
         has_end = np.zeros(len(lengths), bool)
-        for place in range(1, NUM_LAST + 1):
-            numbers = np.flatnonzero(counts[-1] >= place)
-            found = targets[before[numbers + 1] - place]
-            is_end = np.isin(found, list(ends))
+        for offset in range(1, NUM_LAST + 1):
+            numbers = np.flatnonzero(counts[-1] >= offset)
+            tokens = targets[before[numbers + 1] - offset]
+            is_end = np.isin(tokens, list(ends))
             has_end[numbers[is_end]] = True
-            seen |= {*found[is_end].tolist()}
+            seen |= {*tokens[is_end].tolist()}
         num_ended += int(has_end.sum())
     return np.concatenate(counts), num_ended, seen
 

@@ -140,7 +140,7 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
         every = {"batched": True, "batch_size": None, "remove_columns": rows.column_names}
         pairs = rows.map(best_and_worst, fn_kwargs={"min_margin": min_margin}, features=features, **every)
         number = len({json.dumps(prompt) for prompt in rows["prompt"]})
-        said = f"{number - len(pairs):,} of {number:,} prompts have no two answers whose scores differ enough"
+        reason = f"{number - len(pairs):,} of {number:,} prompts have no two answers whose scores differ enough"
     else:
         check_texts_or_messages(rows, PAIR, source)
         are_chats = isinstance(rows.features["chosen"], datasets.List)
@@ -161,7 +161,7 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
         features = datasets.Features(rows.features | dict.fromkeys(made, rows.features["chosen"]))
         pairs = rows.filter(is_pair).map(maybe_extract_prompt, features=features)
         number = len(rows)
-        said = f"{number - len(pairs):,} of {number:,} pairs have equal answers, or scores that differ too little"
+        reason = f"{number - len(pairs):,} of {number:,} pairs have equal answers, or scores that differ too little"
         if are_chats and not all(prompts := pairs["prompt"][:]):
             numbers = (number for number, row in enumerate(rows, 1) if is_pair(row))
             row = next(number for number, prompt in zip(numbers, prompts, strict=True) if not prompt)
@@ -172,10 +172,10 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
         pairs = pairs.remove_columns([name for name in SCORES if name in pairs.column_names])
     if not len(pairs):
         raise ConfigError(
-            f"{source} gives no pair of a better and a worse answer: {said} (--min_score_margin {min_margin})"
+            f"{source} gives no pair of a better and a worse answer: {reason} (--min_score_margin {min_margin})"
         )
     if number > len(pairs):
-        print_first(f"{source}: {said}; they are left out")
+        print_first(f"{source}: {reason}; they are left out")
     pairs = with_types_of_files(pairs, made)
     return pairs.select_columns([name for name in ("prompt", *PAIR, *SETTINGS) if name in pairs.column_names])
 
@@ -184,10 +184,10 @@ def with_types_of_files(rows: datasets.Dataset, columns: Iterable[str]) -> datas
     """Give columns of messages as JSON the type that they have in a file, if that is another; checksums depend on it."""
     for name in columns:
         kind = kind_of(rows[name][:]) if rows.features[name] == ANY else pa.null()
-        found = datasets.Features.from_arrow_schema(pa.schema([(name, kind)]))
-        message = getattr(found[name], "feature", None)
+        inferred = datasets.Features.from_arrow_schema(pa.schema([(name, kind)]))
+        message = getattr(inferred[name], "feature", None)
         if isinstance(message, dict) and not is_converted(kind) and not CALLS & {*message}:
-            features = datasets.Features(rows.features | found)
+            features = datasets.Features(rows.features | inferred)
             rows = rows.map(lambda row, name: {name: row[name]}, fn_kwargs={"name": name}, features=features)
     return rows
 
@@ -360,10 +360,10 @@ def with_reference(
     values = kept_values(file, len(rows)) if file else None
     is_here = on_all_ranks(values is not None)
     if any(is_here):
-        found = [values]
+        shared = [values]
         if dist.is_initialized():
-            dist.broadcast_object_list(found, src=is_here.index(True))
-        known: Any = found[0]
+            dist.broadcast_object_list(shared, src=is_here.index(True))
+        known: Any = shared[0]
     else:
         known = compute(run, loss, rows, collate, batch_size)
     if file and values is None and is_first_of_machine():
@@ -417,12 +417,12 @@ def compute(run: Run[Any], loss: Any, rows: datasets.Dataset, collate: Callable,
     accelerator, args = run.accelerator, run.args
     how = {"num_workers": args.dataloader_num_workers, "pin_memory": accelerator.device.type == "cuda"}
     loader: Any = DataLoader(rows, batch_size, collate_fn=collate, **how)  # pyright: ignore[reportArgumentType]
-    found, batches = [], accelerator.prepare(loader)
+    log_probs, batches = [], accelerator.prepare(loader)
     for batch in tqdm(batches, desc="Log-probabilities of the reference", disable=None if run.is_first else True):
         stop.raise_if_requested(accelerator)
         values = torch.stack(loss.compute_ref_log_probs(run.model, batch), 1)
-        found.append(accelerator.gather_for_metrics(values).float().cpu())
-    return torch.cat(found).T.tolist()
+        log_probs.append(accelerator.gather_for_metrics(values).float().cpu())
+    return torch.cat(log_probs).T.tolist()
 
 
 def preference_trial(args: Any) -> Trial:

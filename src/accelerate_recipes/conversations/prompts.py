@@ -40,16 +40,16 @@ class PromptArgs(TrainerArgs):
     )
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
+        problems = super().problems(world_size)
         given: Any = self
         if self.object_in("chat_template_kwargs") is None:
-            found.append(
+            problems.append(
                 f"--chat_template_kwargs is {given.chat_template_kwargs!r}; it must be a JSON object, such as "
                 "'{\"enable_thinking\": false}'"
             )
         if reserved := sorted(RESERVED & {*(self.template_settings or ())}):
-            found.append(f"--chat_template_kwargs has {', '.join(reserved)}, which {IS_RESERVED}")
-        return found
+            problems.append(f"--chat_template_kwargs has {', '.join(reserved)}, which {IS_RESERVED}")
+        return problems
 
     @property
     def template_settings(self) -> dict[str, Any]:
@@ -60,10 +60,10 @@ class PromptArgs(TrainerArgs):
         """Return the JSON object that an argument is, or was parsed to; None for another value."""
         given = getattr(self, name)
         try:
-            found = json.loads(given) if isinstance(given, str) and given else given or {}
+            parsed = json.loads(given) if isinstance(given, str) and given else given or {}
         except json.JSONDecodeError:
             return None
-        return found if isinstance(found, dict) else None
+        return parsed if isinstance(parsed, dict) else None
 
 
 def load_prompts(args: Any, tokenizer: Any, model: Any) -> tuple[dict[str, datasets.Dataset], dict[str, int]]:
@@ -95,11 +95,11 @@ def load_prompts(args: Any, tokenizer: Any, model: Any) -> tuple[dict[str, datas
         if row := next((row for row, message in ends if not is_answer(message)), 0):
             raise DataError(f"{source}, row {row}: 'prompt' ends with an answer that is empty; remove it, or begin it")
         begun += len(ends)
-        found = [len(ids) for ids in tokenize_prompts(tokenizer, side["prompt"][:], args, source)]
-        rows[name] = side.select([i for i, length in enumerate(found) if length <= room])
+        num_tokens = [len(ids) for ids in tokenize_prompts(tokenizer, side["prompt"][:], args, source)]
+        rows[name] = side.select([i for i, length in enumerate(num_tokens) if length <= room])
         if not len(rows[name]):
             raise ConfigError(f"no prompt is left: all {len(side):,} have over {room} tokens, see --max_prompt_length")
-        lengths += found
+        lengths += num_tokens
     counts = {"left out": sum(length > room for length in lengths), "longest": max(lengths)}
     return args.sides(rows, "prompt"), counts | ({"begun answers": begun} if begun else {})
 
@@ -169,15 +169,15 @@ def tokenize_prompts(
     with frozen_date(args.template_date):
         try:
             parts = [rows[first : first + ROWS_TOGETHER] for first in range(0, len(rows), ROWS_TOGETHER)]
-            found = [made[0].ids for part in parts for made in render_read(part, tokenizer)]
+            ids = [made[0].ids for part in parts for made in render_read(part, tokenizer)]
         except (TemplateError, ValueError, TypeError) as error:
-            number, said = first_refused(map(in_texts, rows), tokenizer) or (0, str(error))
-            raise DataError(f"{source}, row {number}, {said}") from error
-    if not all(found):
+            number, reason = first_refused(map(in_texts, rows), tokenizer) or (0, str(error))
+            raise DataError(f"{source}, row {number}, {reason}") from error
+    if not all(ids):
         raise DataError(
-            f"{source}, row {found.index([]) + 1}: 'prompt' has no token, since the tokenizer adds no begin token; remove it"
+            f"{source}, row {ids.index([]) + 1}: 'prompt' has no token, since the tokenizer adds no begin token; remove it"
         )
-    return found
+    return ids
 
 
 def end_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict], settings: dict[str, Any]) -> str:
@@ -284,19 +284,19 @@ class HeldoutAnswers:
     ) -> dict[str, float]:
         """Score answers by the rewards; `more` has other values of each answer, to be shown. Only rank 0 calls this."""
         texts, ids = answers
-        said = texts
+        completions = texts
         if not isinstance(self.prompts[0], str):
-            said = [[{"role": "assistant", "content": text}] for text in texts]
+            completions = [[{"role": "assistant", "content": text}] for text in texts]
         state = TrainerState(global_step=step, max_steps=self.run.total_steps)
         given = {"completion_ids": ids, "log_extra": ignore, "log_metric": ignore, "trainer_state": state}
-        values = [reward(self.prompts, said, **given | self.columns) for reward in self.rewards]
+        values = [reward(self.prompts, completions, **given | self.columns) for reward in self.rewards]
         names = [reward.__name__ for reward in self.rewards]
         totals = [weighted(row, self.weights) for row in zip(*values, strict=True)]
-        found = {"reward": totals} if names else {}
-        found |= {f"rewards/{name}": row for name, row in zip(names, values, strict=True)}
+        by_name = {"reward": totals} if names else {}
+        by_name |= {f"rewards/{name}": row for name, row in zip(names, values, strict=True)}
         means = {
             name: sum(numbers) / len(numbers)
-            for name, row in found.items()
+            for name, row in by_name.items()
             if (numbers := [value for value in row if value is not None])
         }
         for name, row in zip(names, values, strict=True):

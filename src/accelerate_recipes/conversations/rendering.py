@@ -33,9 +33,9 @@ def weights_of(message: dict) -> list[Any]:
 def is_answer(message: dict) -> bool:
     """Tell whether a message is an answer that says or calls something."""
     content = message.get("content")
-    said = "".join(part.get("text", "") for part in content) if isinstance(content, list) else content
-    said = said.strip() if isinstance(said, str) else said
-    return message.get("role") == "assistant" and bool(said or message.get("tool_calls"))
+    text = "".join(part.get("text", "") for part in content) if isinstance(content, list) else content
+    text = text.strip() if isinstance(text, str) else text
+    return message.get("role") == "assistant" and bool(text or message.get("tool_calls"))
 
 
 def is_trained(message: dict) -> bool:
@@ -97,16 +97,16 @@ def places_without_weight(
     Raises:
         ValueError: if it is not clear to which message a part belongs.
     """
-    (text,), (places,) = marked(tokenizer, [messages], **settings)
-    weights: list[set] = [set() for _ in places]
+    (text,), (spans,) = marked(tokenizer, [messages], **settings)
+    weights: list[set] = [set() for _ in spans]
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
             changed = [*messages[:number], altered(message), *messages[number + 1 :]]
             (other,), (moved,) = marked(tokenizer, [changed], **settings)
             own = [
                 weight
-                for weight, (a, b), (c, d) in zip(weights, places, moved, strict=False)
-                if len(moved) == len(places) and text[a:b] != other[c:d]
+                for weight, (a, b), (c, d) in zip(weights, spans, moved, strict=False)
+                if len(moved) == len(spans) and text[a:b] != other[c:d]
             ]
             if 0 in weights_of(message) and not own:
                 raise ValueError(
@@ -114,8 +114,8 @@ def places_without_weight(
                 )
             for weight in own:
                 weight.add(int(is_trained(message)))
-    found = []
-    for number, (begin, end) in enumerate(places):
+    untrained = []
+    for number, (begin, end) in enumerate(spans):
         if begin == end:
             continue
         before = next((weight for weight in reversed(weights[:number]) if weight), set())
@@ -126,8 +126,8 @@ def places_without_weight(
                 f"the template does not show to which message {text[begin:end]!r:.60} belongs; leave out weight"
             )
         if weight == {0}:
-            found.append((begin, end))
-    return text, found
+            untrained.append((begin, end))
+    return text, untrained
 
 
 class Rendering(NamedTuple):
@@ -167,32 +167,32 @@ def render_read(
             made = tokenized_parts(tokenizer, parts)
             if not parts[0][0].is_marked:
                 return made
-            found = [rendering for (rendering,) in made]
+            renderings = [rendering for (rendering,) in made]
         else:
             if is_conversation(rows[0]):
                 ids_of_rows: Any = by_template(tokenizer, [*map(messages_in, rows)], **settings)["input_ids"]
             else:
                 texts = ["".join(read.values()) for read in texts_read(rows, tokenizer, text_field)]
                 ids_of_rows = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
-            found = [Rendering(ids, [True] * len(ids)) for ids in ids_of_rows]
+            renderings = [Rendering(ids, [True] * len(ids)) for ids in ids_of_rows]
         asked = [number for number, prompt in enumerate(prompts) if prompt] if completion_only else []
         alone = prompts_alone(tokenizer, [prompts[number] for number in asked], settings) if asked else []
         for number, ids in zip(asked, alone, strict=True):
-            begin = shared_length(ids, found[number].ids)  # all, if the answer has no token
-            found[number].targets[:begin] = [False] * begin
-        return [[rendering] for rendering in found]
+            begin = shared_length(ids, renderings[number].ids)  # all, if the answer has no token
+            renderings[number].targets[:begin] = [False] * begin
+        return [[rendering] for rendering in renderings]
 
     alike: dict[str, tuple[dict, list[int]]] = {}
     for number, row in enumerate(rows):
         settings = settings_of(row)
         if not (assistant_only and is_conversation(row)) or answers_in(row, completion_only):
             alike.setdefault(json.dumps(settings, default=repr), (settings, []))[1].append(number)
-    found: list[list[Rendering]] = [[]] * len(rows)
+    rendered: list[list[Rendering]] = [[]] * len(rows)
     for settings, numbers in alike.values():
         made = render_alike([rows[number] for number in numbers], settings)
         for number, renderings in zip(numbers, made, strict=True):
-            found[number] = renderings
-    return found
+            rendered[number] = renderings
+    return rendered
 
 
 def is_conversation(row: dict) -> bool:
@@ -231,18 +231,18 @@ def answers_written(
 
         pairs = zip(map(said_in, conversations), answers, strict=True)
         return [parts_of(messages, numbers, write, ends) for messages, numbers in pairs]
-    found = []
-    for messages, text, places in zip(conversations, *marked(tokenizer, conversations, **settings), strict=True):
-        if not any(begin < end for begin, end in places):
+    parts = []
+    for messages, text, spans in zip(conversations, *marked(tokenizer, conversations, **settings), strict=True):
+        if not any(begin < end for begin, end in spans):
             raise ValueError("the template marks none of its answers")
         are_trained = all(is_trained(message) for message in messages if message["role"] == "assistant")
         without = [] if are_trained else places_without_weight(tokenizer, messages, **settings)[1]
-        kept = [place for place in places if place not in without and place[0] < place[1]]
-        if any(stop_behind(text, place, ends) for place in kept):
+        kept = [span for span in spans if span not in without and span[0] < span[1]]
+        if any(stop_behind(text, span, ends) for span in kept):
             stop = end_behind_mark(tokenizer, messages, settings, ends)
             kept = [(a, b + len(stop) * (stop_behind(text, (a, b), ends) == stop)) for a, b in kept]
-        found.append([Part(text, kept, is_marked=True)])
-    return found
+        parts.append([Part(text, kept, is_marked=True)])
+    return parts
 
 
 def has_marks(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> bool:
@@ -261,9 +261,9 @@ def end_behind_mark(
 ) -> str:
     """Return the stop that the template writes directly behind the mark of an answer which nothing follows; else ""."""
     for number in (number for number, message in enumerate(messages) if is_answer(message)):
-        (text,), (places,) = marked(tokenizer, [messages[: number + 1]], **settings)
-        if places:
-            return stop_behind(text, places[-1], stops)
+        (text,), (spans,) = marked(tokenizer, [messages[: number + 1]], **settings)
+        if spans:
+            return stop_behind(text, spans[-1], stops)
     return ""
 
 
@@ -271,11 +271,11 @@ def texts_read(rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase, text_fi
     """Return the text of each row, or its prompt and completion: without a begin token, which is added, and with one end."""
     names = ("prompt", "completion") if "completion" in rows[0] else (text_field,)
     begin, end = added_begin(tokenizer), str(tokenizer.eos_token)
-    found = [{name: row[name] for name in names} for row in rows]
-    for texts in found:
+    all_texts = [{name: row[name] for name in names} for row in rows]
+    for texts in all_texts:
         texts[names[0]] = texts[names[0]].removeprefix(begin)
         texts[names[-1]] = without_end(texts[names[-1]], end) + end
-    return found
+    return all_texts
 
 
 def tokenized_parts(tokenizer: PreTrainedTokenizerBase, parts: "Sequence[list[Part]]") -> list[list[Rendering]]:
@@ -289,12 +289,12 @@ def tokenized_parts(tokenizer: PreTrainedTokenizerBase, parts: "Sequence[list[Pa
             f"{type(tokenizer).__name__} does not say where its tokens stand in a text, so answers alone cannot be trained; "
             "give --assistant_only_loss false to train everything"
         )
-    every = [part for found in parts for part in found]
+    every = [part for row in parts for part in row]
     texts: Any = [part.text for part in every]
     made: Any = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
     tokens = zip(every, made["input_ids"], made.encodings, strict=True)
     renderings = (Rendering(ids, part.targets(encoding), part.opened) for part, ids, encoding in tokens)
-    return [[*islice(renderings, len(found))] for found in parts]
+    return [[*islice(renderings, len(row))] for row in parts]
 
 
 class Part(NamedTuple):
@@ -311,10 +311,10 @@ class Part(NamedTuple):
 
     def targets(self, encoding: Any) -> list[bool]:
         """Tell for each token of the text, as `tokenizers.Encoding`, whether it is a target."""
-        found = [False] * len(encoding)
+        mask = [False] * len(encoding)
         for first, last in (ranges_touching if self.is_marked else ranges_in)(self.answers, encoding):
-            found[first:last] = [True] * (last - first)
-        return found
+            mask[first:last] = [True] * (last - first)
+        return mask
 
 
 def parts_of(messages: list[dict], answers: Sequence[int], write: Write, stops: Sequence[str]) -> list[Part]:
@@ -376,14 +376,14 @@ def end_of(messages: list[dict], number: int, text: str, begin: int, write: Writ
 
 def first_stop(text: str, begin: int, stops: Sequence[str]) -> int | None:
     """Return the end of the first stop in `text` from `begin` on; None if there is none."""
-    found = [(place, place + len(stop)) for stop in stops if stop and (place := text.find(stop, begin)) >= 0]
-    return min(found)[1] if found else None
+    spans = [(start, start + len(stop)) for stop in stops if stop and (start := text.find(stop, begin)) >= 0]
+    return min(spans)[1] if spans else None
 
 
 def shared_length(a: Sequence, b: Sequence) -> int:
     """Count the characters, or tokens, with which two sequences begin alike."""
     pairs = enumerate(zip(a, b, strict=False))
-    return next((place for place, pair in pairs if pair[0] != pair[1]), min(len(a), len(b)))
+    return next((length for length, pair in pairs if pair[0] != pair[1]), min(len(a), len(b)))
 
 
 def altered(value: Any) -> Any:
@@ -431,14 +431,14 @@ def ranges_in(places: Sequence[tuple[int, int]], encoding: Any) -> list[list[int
                 return near
         return bisect_left(range(len(encoding)), border, key=start)
 
-    return [[*map(first_from, place)] for place in places]
+    return [[*map(first_from, span)] for span in places]
 
 
 def ranges_touching(places: Sequence[tuple[int, int]], encoding: Any) -> list[list[int]]:
     """Return, like `ranges_in`, the numbers of the tokens of which a part stands in a place, as transformers does."""
-    numbers, found = range(len(encoding)), []
+    numbers, ranges = range(len(encoding)), []
     for begin, end in places:
         first = bisect_right(numbers, begin, key=lambda token: encoding.token_to_chars(token)[1])
         last = bisect_left(numbers, end, key=lambda token: encoding.token_to_chars(token)[0])
-        found.append([first, last])
-    return found
+        ranges.append([first, last])
+    return ranges

@@ -55,32 +55,34 @@ def reward_problems(specs: Sequence[str], elsewhere: Sequence[str | Path] = ()) 
     """
     if not specs:
         return [f"--rewards is missing: give my_rewards.py:function, or one of {', '.join(BUILT_IN)}"]
-    found = []
+    problems = []
     for spec in specs:
         file, colon, name = spec.rpartition(":")
         if not colon:
             if spec not in BUILT_IN:
-                found.append(f"--rewards {spec}: known are {', '.join(BUILT_IN)}; or give my_rewards.py:function")
+                problems.append(f"--rewards {spec}: known are {', '.join(BUILT_IN)}; or give my_rewards.py:function")
             elif spec == "accuracy_reward" and find_spec("math_verify") is None:
-                found.append(f"--rewards accuracy_reward: math-verify is not installed; run: pip install {MATH_VERIFY}")
+                problems.append(
+                    f"--rewards accuracy_reward: math-verify is not installed; run: pip install {MATH_VERIFY}"
+                )
         elif not Path(file).is_file():
             if not set(map(Path, elsewhere)) & set(Path(os.path.normpath(file)).parents):
-                found.append(f"--rewards {spec}: {file}: no such file{near_path(file)}")
+                problems.append(f"--rewards {spec}: {file}: no such file{near_path(file)}")
         else:
             try:
                 names = defined_names(Path(file))
             except (SyntaxError, ValueError, OSError) as error:
-                found.append(f"--rewards {spec}: {file} cannot be read as Python: {first_line(error)}")
+                problems.append(f"--rewards {spec}: {file} cannot be read as Python: {first_line(error)}")
                 continue
             if name not in names and "*" not in names:
                 known = ", ".join(sorted(names)) or "nothing"
-                found.append(
+                problems.append(
                     f"--rewards {spec}: {file} defines no {name or 'function without a name'}; it defines {known}"
                 )
     names = [spec.rpartition(":")[2] for spec in specs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        found.append(f"--rewards has {', '.join(twice)} twice; their values are logged by name: rename one")
-    return found
+        problems.append(f"--rewards has {', '.join(twice)} twice; their values are logged by name: rename one")
+    return problems
 
 
 def defined_names(file: Path) -> set[str]:
@@ -132,10 +134,10 @@ class Reward:
                 if not isinstance(given, str | Mapping | Set):
                     rewards = [None if reward is None else float(reward) for reward in given]
         except (Exception, SystemExit) as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
+            frame = traceback.extract_tb(error.__traceback__)[-1]
             raise ConfigError(
-                f"the reward {self.__name__} failed: {type(error).__name__}: {first_line(error)} ({place.filename}, line "
-                f"{place.lineno}); it had {len(completions)} answers, first {completions[0]!r:.80} to {prompts[0]!r:.80}"
+                f"the reward {self.__name__} failed: {type(error).__name__}: {first_line(error)} ({frame.filename}, line "
+                f"{frame.lineno}); it had {len(completions)} answers, first {completions[0]!r:.80} to {prompts[0]!r:.80}"
             ) from error
         if rewards is None or len(rewards) != len(completions):
             what = f"a {type(given).__name__}" if rewards is None else f"{len(rewards)} values"
@@ -187,8 +189,8 @@ def think_format(
     for prompt, text, marked in zip(prompts, texts, completions_with_special_tokens or texts, strict=True):
         if is_begun(prompt):
             content = prompt[-1]["content"]
-            said = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-            _, mark, thought = said.rpartition(THINK)
+            begun = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+            _, mark, thought = begun.rpartition(THINK)
             opened = mark + thought if mark and END_OF_THOUGHT not in thought else ""
         else:
             end = prompt if isinstance(prompt, str) else THINK * opens
@@ -238,17 +240,17 @@ def tell_of_golds(tell: Callable[[str], None], sides: Mapping[str, datasets.Data
     for use, rows in sides.items():
         solutions = rows.select_columns("solution")
         made = map_rows(solutions, partial(can_be_parsed), features, desc="Parsing solutions")
-        found = np.array(made["can_be_parsed"][:])
-        if found.all():
+        valid = np.array(made["can_be_parsed"][:])
+        if valid.all():
             continue
-        first = int(found.argmin())
-        said = (
-            f"accuracy_reward cannot read {(~found).sum():,} of the {len(found):,} solutions to {use} on, first that of row "
+        first = int(valid.argmin())
+        problem = (
+            f"accuracy_reward cannot read {(~valid).sum():,} of the {len(valid):,} solutions to {use} on, first that of row "
             f"{first + 1:,}, {rows[first]['solution']!r:.60}"
         )
-        if is_alone and not found.any():
-            raise ConfigError(f"{said}; give numbers, or LaTeX such as $\\frac{{1}}{{2}}$")
-        tell(f"{said}: it gives None for answers to them, and other rewards alone count")
+        if is_alone and not valid.any():
+            raise ConfigError(f"{problem}; give numbers, or LaTeX such as $\\frac{{1}}{{2}}$")
+        tell(f"{problem}: it gives None for answers to them, and other rewards alone count")
 
 
 def tell_of_special_tokens(tell: Callable[[str], None], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -326,15 +328,15 @@ def run_file(file: str) -> ModuleType:
         with restored():
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # SystemExit of the file would end the run, as if the run had succeeded
-        place = traceback.extract_tb(error.__traceback__)[-1]
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"--rewards {file} failed when it was loaded: {type(error).__name__}: {first_line(error)} "
-            f"({place.filename}, line {place.lineno})"
+            f"({frame.filename}, line {frame.lineno})"
         ) from error
     return module
 
 
 def weighted(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
     """Sum the weighted rewards of one answer; None if all are None."""
-    said = [weight * value for value, weight in zip(values, weights, strict=True) if value is not None]
-    return sum(said) if said else None
+    terms = [weight * value for value, weight in zip(values, weights, strict=True) if value is not None]
+    return sum(terms) if terms else None

@@ -90,18 +90,20 @@ class TrainerArgs(TrainArgs):
         return False
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
+        problems = super().problems(world_size)
         if not self.model_name_or_path and not self.from_scratch:
-            found.append("--model_name_or_path is missing: a name on the Hub, or a folder such as outputs/demo/export")
+            problems.append(
+                "--model_name_or_path is missing: a name on the Hub, or a folder such as outputs/demo/export"
+            )
         if self.attn_implementation == DOCUMENTS and not self.has_boundaries:
-            found.append(
+            problems.append(
                 f"--attn_implementation {DOCUMENTS}: trl's batches do not say where documents begin; give sdpa, or train "
                 "by SFT with --packing or --padding_free"
             )
         multiple = str(self.pad_to_multiple_of or "none").lower()
         if multiple not in ("auto", "none") and not (multiple.isdecimal() and int(multiple)):
-            found.append(f"--pad_to_multiple_of is {multiple}; it must be auto, none or a positive number")
-        return found
+            problems.append(f"--pad_to_multiple_of is {multiple}; it must be auto, none or a positive number")
+        return problems
 
 
 @dataclass
@@ -126,10 +128,10 @@ class AnswerArgs:
     def problems(self, world_size: int) -> list[str]:
         args: Any = self
         is_file = args.chat_template_path and not args.template_model
-        found = super().problems(world_size)  # pyright: ignore[reportAttributeAccessIssue]
+        problems = super().problems(world_size)  # pyright: ignore[reportAttributeAccessIssue]
         if (args.packing or args.eval_packing) and not args.max_length:
-            found.append("packing fills rows of --max_length tokens, which is none; give a number")
-        return found + (args.file_problems("chat_template_path", self.templates) if is_file else [])
+            problems.append("packing fills rows of --max_length tokens, which is none; give a number")
+        return problems + (args.file_problems("chat_template_path", self.templates) if is_file else [])
 
     def settle(self, saved: Mapping[str, Any]) -> list[str]:
         if self.assistant_only_loss == "auto":
@@ -147,12 +149,12 @@ class NewModelArgs(TrainerArgs, Architecture):
     )
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size) + self.architecture_problems(self.max_length)
+        problems = super().problems(world_size) + self.architecture_problems(self.max_length)
         if self.from_scratch and self.model_name_or_path:
-            found.append("--from_scratch makes a new model; remove it, or --model_name_or_path")
+            problems.append("--from_scratch makes a new model; remove it, or --model_name_or_path")
         if self.from_scratch != bool(self.tokenizer_name):
-            found.append("--from_scratch and --tokenizer_name go together; give both, or neither")
-        return found
+            problems.append("--from_scratch and --tokenizer_name go together; give both, or neither")
+        return problems
 
     def new_model(self, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
         """Make the new model on the meta device."""

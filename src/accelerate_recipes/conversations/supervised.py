@@ -114,12 +114,12 @@ def prepare_supervised(
     whole, prepared, first, added = {}, {}, [], 0
     for side, rows in sides.items():
         use = f"rows to {USES[side]} on"
-        found = tokenized_rows(run, rows, rendered, RENDERED, tokenizer, f"Tokenizing {use}", **settings[side])
-        check_answers_are_left(rows, found, use)
-        check_no_placeholders(found, tokenizer, args.base_model)
+        tokenized = tokenized_rows(run, rows, rendered, RENDERED, tokenizer, f"Tokenizing {use}", **settings[side])
+        check_answers_are_left(rows, tokenized, use)
+        check_no_placeholders(tokenized, tokenizer, args.base_model)
         if side == "train":
-            added, first = tell_of_rendering(rows, found, tokenizer, settings[side])
-        whole[side] = found.remove_columns(["of_row", "opened"])
+            added, first = tell_of_rendering(rows, tokenized, tokenizer, settings[side])
+        whole[side] = tokenized.remove_columns(["of_row", "opened"])
         prepared[side] = cut_or_packed(args, side, whole[side])
     check_rows_are_left(sides, prepared, args.max_length)
     documents = [lengths_of(whole[side]) if args.has_boundaries else rows.lengths for side, rows in prepared.items()]
@@ -230,8 +230,8 @@ def load_sides(
                 "--assistant_only_loss false and --completion_only_loss false"
             )
         has_answers = is_first() and has_chats(side.features) and of_answers(args, side.features)
-        if has_answers and (said := missing_answers(side, columns[-1], source)):
-            print_first(said)
+        if has_answers and (warning := missing_answers(side, columns[-1], source)):
+            print_first(warning)
     written = rows["train"].select_columns([name for name in features if name in {*columns, *SETTINGS}])
     first: Any = islice((row for row in written if not args.is_heldout(row, asked)), NUM_COMPARED)  # pyright: ignore
     return args.sides(read, asked), [in_texts(row, written.features) for row in first]
@@ -305,13 +305,13 @@ def check_no_placeholders(rows: datasets.Dataset, tokenizer: PreTrainedTokenizer
     known = placeholders(load_config(base_model)) if base_model else {}
     start = 0
     for lengths, ids in chunks_of(rows, "input_ids") if known else ():
-        found = np.isin(ids, [*known]).nonzero()[0]
-        if len(found):
+        positions = np.isin(ids, [*known]).nonzero()[0]
+        if len(positions):
             ends = lengths.cumsum()
-            row, token = int(ends.searchsorted(found[0], "right")), int(ids[found[0]])
+            row, token = int(ends.searchsorted(positions[0], "right")), int(ids[positions[0]])
             begin = int(ends[row] - lengths[row])
-            before: Any = tokenizer.decode(ids[max(begin, found[0] - NUM_SHOWN) : found[0]])
-            raise DataError(stands_for_image(start + row + 1, int(found[0]) - begin, token, known[token], before))
+            before: Any = tokenizer.decode(ids[max(begin, positions[0] - NUM_SHOWN) : positions[0]])
+            raise DataError(stands_for_image(start + row + 1, int(positions[0]) - begin, token, known[token], before))
         start += len(lengths)
 
 
@@ -322,9 +322,9 @@ def rendered(table: pa.Table, first: int, tokenizer: PreTrainedTokenizerBase, da
     """
     rows = rows_in(table)
     with frozen_date(date):
-        found = render_read(rows, tokenizer, **settings)
-    numbers = np.repeat(np.arange(len(rows)), [*map(len, found)])
-    renderings = [one for made in found for one in made]
+        by_row = render_read(rows, tokenizer, **settings)
+    numbers = np.repeat(np.arange(len(rows)), [*map(len, by_row)])
+    renderings = [one for made in by_row for one in made]
     offsets = np.cumsum([0, *(len(one.ids) for one in renderings)], dtype=np.int32)
     ids = np.fromiter(itertools.chain.from_iterable(one.ids for one in renderings), np.int32)
     targets = np.frombuffer(bytearray(itertools.chain.from_iterable(one.targets for one in renderings)), bool)

@@ -55,14 +55,14 @@ class SupervisedLoss:
 
     def sum_parts(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         """Sum the parts of the loss over a micro-batch, each for one of `count_parts`, in nats."""
-        found: Any = model(**inputs_of(batch), **self.router)
-        losses = -found.log_probs  # 0 where there is no target
+        output: Any = model(**inputs_of(batch), **self.router)
+        losses = -output.log_probs  # 0 where there is no target
         if self.is_dft:
-            losses = losses * found.log_probs.exp().detach()
-        loss = losses.sum() if losses.requires_grad else found.loss  # see `add_head`
+            losses = losses * output.log_probs.exp().detach()
+        loss = losses.sum() if losses.requires_grad else output.loss  # see `add_head`
         one = torch.ones((), device=losses.device)
-        balance = [found.aux_loss] if self.balance else []
-        measured = [found.label_mask.sum(), found.entropy.sum(), found.is_top1.sum(), one, *balance]
+        balance = [output.aux_loss] if self.balance else []
+        measured = [output.label_mask.sum(), output.entropy.sum(), output.is_top1.sum(), one, *balance]
         sums = [torch.stack([value.detach().double() for value in measured])]
         if self.sources:
             sums.append(sums_by_source(batch, losses.detach(), len(self.sources)))

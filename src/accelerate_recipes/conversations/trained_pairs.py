@@ -107,20 +107,20 @@ def without_same(run: Run[Any], pairs: datasets.Dataset, args: DPOArgs, name: st
     numbers = same_answers(pairs, longest)
     if not len(numbers):
         return pairs
-    said = f"In {len(numbers):,} of {len(pairs):,} pairs to {name} on"
+    problem = f"In {len(numbers):,} of {len(pairs):,} pairs to {name} on"
     first = json.dumps(without_nulls({side: pairs[int(numbers[0])][side] for side in PAIR}), ensure_ascii=False)
-    said += f", both answers are the same tokens, within --max_length {args.max_length}; the first: {first:.300}"
+    problem += f", both answers are the same tokens, within --max_length {args.max_length}; the first: {first:.300}"
     if len(numbers) == len(pairs):
         raise ConfigError(
-            f"{said}. No pair is left: raise --max_length, or give a chat template that writes in what they differ"
+            f"{problem}. No pair is left: raise --max_length, or give a chat template that writes in what they differ"
         )
-    run.print(f"{said}. They are left out")
+    run.print(f"{problem}. They are left out")
     return pairs.select(np.setdiff1d(np.arange(len(pairs)), numbers))
 
 
 def same_answers(pairs: datasets.Dataset, max_length: int | None) -> np.ndarray:
     """List the tokenised pairs whose answers are the same tokens, of a prompt and an answer the first `max_length`."""
-    found, start = [], 0
+    numbers, start = [], 0
     columns = (chunks_of(pairs, f"{name}_ids") for name in ("prompt", "chosen", "rejected"))
     for (prompts, _), (better, chosen), (worse, rejected) in zip(*columns, strict=True):
         rooms = np.maximum(max_length - prompts, 0) if max_length else np.maximum(better, worse)
@@ -128,9 +128,9 @@ def same_answers(pairs: datasets.Dataset, max_length: int | None) -> np.ndarray:
         kept = zip(np.minimum(better, rooms), np.minimum(worse, rooms), strict=True)
         for number, ((a, b), (length, other)) in enumerate(zip(begins, kept, strict=True), start):
             if length == other and np.array_equal(chosen[a : a + length], rejected[b : b + length]):
-                found.append(number)
+                numbers.append(number)
         start += len(prompts)
-    return np.array(found, dtype=int)
+    return np.array(numbers, dtype=int)
 
 
 def count_pairs(args: DPOArgs, pairs: datasets.Dataset) -> tuple[np.ndarray, dict[str, int]]:
@@ -152,8 +152,8 @@ def compare_pairs(run: Run[Any], args: DPOArgs, exported: Exported, pairs: datas
     Raises:
         ConfigError: if they differ, and if the model would not learn to stop.
     """
-    found = [exported.stops & {*kept_answer(args, pair)[-NUM_LAST:]} for pair in pairs]
-    if not any(found):
+    ends = [exported.stops & {*kept_answer(args, pair)[-NUM_LAST:]} for pair in pairs]
+    if not any(ends):
         last = exported.tokenizer.decode(kept_answer(args, pairs[0])[-2:])
         stops = shown_ends(exported.tokenizer, sorted(exported.stops))
         raise ConfigError(
@@ -162,8 +162,8 @@ def compare_pairs(run: Run[Any], args: DPOArgs, exported: Exported, pairs: datas
             "generation_args.json (eos_token_id)"
         )
     first = [pairs[i] for i in range(min(NUM_COMPARED, len(pairs)))]
-    on_first_rank(lambda: compare_first_pairs(run, first, exported, set().union(*found)))
-    return sum(map(bool, found))
+    on_first_rank(lambda: compare_first_pairs(run, first, exported, set().union(*ends)))
+    return sum(map(bool, ends))
 
 
 def kept_answer(args: DPOArgs, pair: dict) -> list[int]:

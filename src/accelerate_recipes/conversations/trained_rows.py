@@ -91,8 +91,8 @@ class ReadRows:
     def make_heldout_loader(self, num_workers: int = 0) -> RowLoader:
         """Make the loader of this rank's batches of held-out rows; in `row`, a negative number only fills a batch."""
         run, rows = self.run, Rows(self.heldout, numbered_row)
-        place = run.args, run.data_rank, run.data_world_size
-        return make_eval_loader(rows, *place, collate_fn=partial(numbered_batch, self.collate), num_workers=num_workers)
+        shard = run.args, run.data_rank, run.data_world_size
+        return make_eval_loader(rows, *shard, collate_fn=partial(numbered_batch, self.collate), num_workers=num_workers)
 
 
 def content_of_sides(run: Run[Any], train: Any, heldout: Any) -> str:
@@ -159,8 +159,8 @@ def tokenized_rows(
         except Exception as error:
             for name, side in args.read_rows_for(tokenizer).items():
                 written = (in_texts(row, side.features) for row in side)
-                if found := first_refused(written, tokenizer, **settings):
-                    raise ConfigError(f"{args.origins[name]}, row {found[0]}, {found[1]}") from error
+                if refusal := first_refused(written, tokenizer, **settings):
+                    raise ConfigError(f"{args.origins[name]}, row {refusal[0]}, {refusal[1]}") from error
             raise
 
 

@@ -50,8 +50,8 @@ def judged_answers(rows: datasets.Dataset, source: str) -> datasets.Dataset:
     Raises:
         DataError: for labels that are not two of LABELS, and for a conversation that does not end with an answer.
     """
-    said = [label_text(value) for value in rows[LABEL][:]]
-    first = {text: number for number, text in reversed([*enumerate(said, 1)])}
+    texts = [label_text(value) for value in rows[LABEL][:]]
+    first = {text: number for number, text in reversed([*enumerate(texts, 1)])}
     is_good = next((labels for labels in LABELS if {*first} <= {*labels}), None)
     if is_good is None:
         *others, wrong = sorted(first, key=lambda text: (not any(text in labels for labels in LABELS), first[text]))
@@ -64,7 +64,7 @@ def judged_answers(rows: datasets.Dataset, source: str) -> datasets.Dataset:
     if is_good is not LABELS[0]:
         good, bad = is_good
         print_first(f"{source}: answers of the {LABEL} {good!r} are good, those of {bad!r} are bad")
-    rows = rows.remove_columns(LABEL).add_column(LABEL, [is_good[text] for text in said])  # pyright: ignore
+    rows = rows.remove_columns(LABEL).add_column(LABEL, [is_good[text] for text in texts])  # pyright: ignore
     if "messages" not in rows.column_names:
         return rows
     message = rows.features["messages"]
@@ -142,7 +142,7 @@ def with_answer_of(row: dict, other: dict) -> dict:
 
 
 def first_target(row: dict) -> int:
-    return next(place for place, label in enumerate(row["labels"]) if label != IGNORE_INDEX)
+    return next(position for position, label in enumerate(row["labels"]) if label != IGNORE_INDEX)
 
 
 def check_foreign_rows(args: Any, config: PreTrainedConfig, rows: SupervisedRows) -> None:
@@ -158,12 +158,12 @@ def check_foreign_rows(args: Any, config: PreTrainedConfig, rows: SupervisedRows
 
 def make_loaders(run: Run[Any], rows: SupervisedRows) -> tuple[StepLoader, RowLoader]:
     """Make the loaders of this rank's judged answers, to train and to evaluate on."""
-    place = run.args, run.data_rank, run.data_world_size
+    shard = run.args, run.data_rank, run.data_world_size
     collate = partial(judged_batch, rows.collate, run.args.max_length)
     heldout, train = rows.heldout, NeighbourRows(rows.train, with_answer_of)
-    loader = make_train_loader(train, *place, collate_fn=collate, content=rows.content, order_class=WithNeighbours)
+    loader = make_train_loader(train, *shard, collate_fn=collate, content=rows.content, order_class=WithNeighbours)
     evaluated = Rows(heldout, lambda row, n: with_answer_of(row, heldout[(n - 1) % len(heldout)]) | {"row": n})
-    return loader, make_eval_loader(evaluated, *place, collate_fn=collate)
+    return loader, make_eval_loader(evaluated, *shard, collate_fn=collate)
 
 
 def judged_batch(
@@ -220,13 +220,13 @@ class UnpairedLoss:
 
     def sum_parts(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         """Sum the parts of the loss over a micro-batch, each for one of `count_parts`."""
-        found: Any = model(**inputs_in(batch), **self.router)
-        ratios, labels = answers_of(found) - batch["reference"], batch[LABEL]
+        output: Any = model(**inputs_in(batch), **self.router)
+        ratios, labels = answers_of(output) - batch["reference"], batch[LABEL]
         losses = self.losses(ratios, labels, batch["kl"])
-        balance = [self.balance * found.aux_loss] if self.balance else []
+        balance = [self.balance * output.aux_loss] if self.balance else []
         rewards = self.beta * ratios.detach().double()
         sums = [labels.sum(), (~labels).sum(), (rewards * labels).sum(), (rewards * ~labels).sum()]
-        sums += [batch["kl"] * len(labels), found.entropy.sum(), found.label_mask.sum()]
+        sums += [batch["kl"] * len(labels), output.entropy.sum(), output.label_mask.sum()]
         self.gathered.add(torch.stack([value.detach().double() for value in sums]))
         return torch.stack([*balance, losses.sum(), torch.zeros_like(losses[0])])
 
@@ -255,12 +255,12 @@ class UnpairedLoss:
         Raises:
             Stopped: between two batches.
         """
-        found = []
+        measured = []
         for batch in batches_to_evaluate(run.accelerator, run.model, batches):
             ratios = self.log_ratios(run.model, batch).double()
             foreign = self.log_ratios(run.model, batch, FOREIGN).double() if self.has_kl else torch.zeros_like(ratios)
-            found.append(torch.stack([ratios, foreign, batch[LABEL].double(), (batch["row"] >= 0).double()]))
-        ratios, foreign, labels, are_rows = torch.cat(found, 1)
+            measured.append(torch.stack([ratios, foreign, batch[LABEL].double(), (batch["row"] >= 0).double()]))
+        ratios, foreign, labels, are_rows = torch.cat(measured, 1)
         labels, number = labels.bool(), sum_over_ranks(are_rows.sum())
         kl = (sum_over_ranks((foreign * are_rows).sum()) / number).clamp(min=0)
         losses, rewards = self.losses(ratios, labels, kl), self.beta * ratios
@@ -274,8 +274,8 @@ class UnpairedLoss:
 
 def named_rewards(good: float, bad: float, of_good: float, of_bad: float) -> dict[str, float]:
     """Return mean rewards and their margin, of sums over this many answers; without those of which there are none."""
-    found = {"chosen": (of_good, good), "rejected": (of_bad, bad)}
-    means = {f"rewards/{name}": total / number for name, (total, number) in found.items() if number}
+    totals = {"chosen": (of_good, good), "rejected": (of_bad, bad)}
+    means = {f"rewards/{name}": total / number for name, (total, number) in totals.items() if number}
     margin = means["rewards/chosen"] - means["rewards/rejected"] if len(means) == 2 else None
     return means if margin is None else means | {"rewards/margins": margin}
 

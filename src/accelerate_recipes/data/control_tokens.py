@@ -14,11 +14,11 @@ class Controls:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Collection[int]):
         added = tokenizer.added_tokens_decoder.items()  # a text holds no other token for certain
-        found = {number: token for number, token in added if token.special or number in stops}
-        self.names = {number: token.content for number, token in found.items() if token.content not in THOUGHT}
+        controls = {number: token for number, token in added if token.special or number in stops}
+        self.names = {number: token.content for number, token in controls.items() if token.content not in THOUGHT}
         self.tokenizer = tokenizer
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        is_normalized = any(token.normalized for token in found.values()) and backend is not None
+        is_normalized = any(token.normalized for token in controls.values()) and backend is not None
         self.normalizer = backend.normalizer if is_normalized else None
         words = {*self.names.values(), *map(self.normal, self.names.values())}
         self.pattern = re.compile(pattern_of(sorted(words)) or "(?!)")

@@ -81,8 +81,8 @@ def read_split(need: cache.HubDataset, split: str) -> "datasets.Dataset":
             options, is_typed = cache.options_of(builder.config), bool(builder.info.features)
         else:
             # `datasets` does not take a list of this class for patterns. Files in the cache of the Hub never change.
-            found = arguments["data_files"].items()
-            files = {name: DataFilesList(paths, [(path,) for path in paths]) for name, paths in found}
+            data_files = arguments["data_files"].items()
+            files = {name: DataFilesList(paths, [(path,) for path in paths]) for name, paths in data_files}
             arguments["data_files"] = files
             options = {name: value for name, value in arguments.items() if name not in ("path", "data_files")}
         names = cache.names_in(split)
@@ -94,8 +94,8 @@ def read_split(need: cache.HubDataset, split: str) -> "datasets.Dataset":
             return datasets.load_dataset(**arguments, split=split, cache_dir=str(root))
         parts = {name: read_files(files[name]) for name in names}
         sizes = {name: len(part) for name, part in parts.items()}
-        places = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
-        chosen = [parts[place.splitname].select(range(place.from_, place.to)) for place in places]
+        spans = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+        chosen = [parts[span.splitname].select(range(span.from_, span.to)) for span in spans]
         if not any(map(len, chosen)):
             raise ValueError("it has 0 rows")
         return datasets.concatenate_datasets(chosen)
@@ -119,8 +119,8 @@ def check_texts_or_messages(rows: "datasets.Dataset", columns: Collection[str], 
         values = rows.data.column(column)
         kind = values.type
         if isinstance(kind, pa.JsonType):  # several types
-            found = ((row, value) for row, value in enumerate(rows[column], 1) if not isinstance(value, str))
-            row, value = next(found, (1, rows[0][column]))
+            non_texts = ((row, value) for row, value in enumerate(rows[column], 1) if not isinstance(value, str))
+            row, value = next(non_texts, (1, rows[0][column]))
             raise DataError(
                 f"{source}, row {row}: {column!r} holds {value!r:.60}; give texts in all rows, or lists in all"
             )
@@ -135,8 +135,8 @@ def check_texts_or_messages(rows: "datasets.Dataset", columns: Collection[str], 
         if is_messages:
             check_messages(values, f"{source}{{}}: {column!r}")
     if len({*holds.values()}) > 1:
-        said = ", ".join(f"{column!r} holds {what}" for column, what in holds.items())
-        raise DataError(f"{source}: {said}; give all of them as texts, or all as lists of messages")
+        summary = ", ".join(f"{column!r} holds {what}" for column, what in holds.items())
+        raise DataError(f"{source}: {summary}; give all of them as texts, or all as lists of messages")
 
 
 def check_messages(values: "pa.ChunkedArray", where: str) -> None:
@@ -162,7 +162,7 @@ def check_messages(values: "pa.ChunkedArray", where: str) -> None:
     if isinstance(fields, pa.StructType) and any(
         pc.struct_field(c.flatten(), "role").null_count for c in values.chunks
     ):
-        number = next(i for i, found in enumerate(values.to_pylist(), 1) if any(m["role"] is None for m in found))
+        number = next(i for i, chat in enumerate(values.to_pylist(), 1) if any(m["role"] is None for m in chat))
         raise DataError(f"{where.format(f', row {number}')} has a message without a role")
 
 
@@ -187,9 +187,9 @@ def other_share(hashes: Collection[int], share: float) -> str:
     """Say which share would leave something on both sides, where this one leaves a side empty: the least, in few digits."""
     first, last = min(hashes, default=0), max(hashes, default=0)
     for digits in range(1, 18):
-        found = (first * 10**digits // 2**64 + 1) / 10**digits
-        if first < int(found * 2**64) <= last:
-            return f"give --heldout_share {found} (it is {share})"
+        candidate = (first * 10**digits // 2**64 + 1) / 10**digits
+        if first < int(candidate * 2**64) <= last:
+            return f"give --heldout_share {candidate} (it is {share})"
     return f"all are alike, and no --heldout_share (it is {share}) divides them: give others"
 
 

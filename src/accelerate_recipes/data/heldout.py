@@ -59,19 +59,19 @@ class RowsArgs:
     )
 
     def source_problems(self) -> list[str]:
-        found = super().source_problems()
+        problems = super().source_problems()
         if bool(self.dataset_name) == bool(self.train_files):
-            found.append("give one of --dataset_name and --train_files")
-        found += cache.folder_problems("dataset_name", self.dataset_name)
+            problems.append("give one of --dataset_name and --train_files")
+        problems += cache.folder_problems("dataset_name", self.dataset_name)
         for name in ("train_files", "eval_files"):
-            with collecting_errors(found, f"--{name}: "):
+            with collecting_errors(problems, f"--{name}: "):
                 files = in_folders(getattr(self, name))
                 files = [file for file in files if Path(file).suffix or not self.is_elsewhere(file)]  # else a folder
-                found += self.file_problems(name, SUFFIXES, files)
+                problems += self.file_problems(name, SUFFIXES, files)
                 if len(kinds := {file_kind(file): file for file in files}) > 1:
                     those = ", ".join(map(str, kinds.values()))
-                    found.append(f"--{name} must all be of one kind; these are not: {those}")
-        return found
+                    problems.append(f"--{name} must all be of one kind; these are not: {those}")
+        return problems
 
     @property
     def row_datasets(self) -> list[cache.HubDataset]:
@@ -121,7 +121,7 @@ class RowsArgs:
             # `datasets` finds its result again by all values that the function holds: keep `self` out.
             share = self.heldout_share
             heldout = whole.select_columns([asked]).map(
-                lambda rows: {"heldout": [falls_under(beginning({asked: said}, asked), share) for said in rows[asked]]},
+                lambda rows: {"heldout": [falls_under(beginning({asked: text}, asked), share) for text in rows[asked]]},
                 batched=True,
                 remove_columns=[asked],
             )
@@ -136,8 +136,8 @@ class RowsArgs:
             if both := repeated(trained, evaluated):
                 first = repr(beginning(rows["test"][both[0]], asked)[-60:])  # a conversation may begin as all others do
                 check_apart(both, len(evaluated), f"begin as rows of {self.source} do", first)
-                said = f"{len(both):,} of {len(evaluated):,} rows of {self.origins['test']}"
-                print_first(f"{said} begin as rows to train on do; the first is {first}")
+                counted = f"{len(both):,} of {len(evaluated):,} rows of {self.origins['test']}"
+                print_first(f"{counted} begin as rows to train on do; the first is {first}")
         for name, side in rows.items():
             if not len(side):
                 hashes = [text_hash(beginning(row, asked)) for row in whole.select_columns([asked])]
@@ -151,7 +151,7 @@ class RowsArgs:
 def repeated(trained: Iterable[int], evaluated: Sequence[int | None]) -> list[int]:
     """List the places of the rows to evaluate on whose hash is that of a row to train on."""
     common = {*evaluated}.intersection(trained)
-    return [place for place, row in enumerate(evaluated) if row in common]
+    return [position for position, row in enumerate(evaluated) if row in common]
 
 
 def check_apart(both: Sequence[int], evaluated: int, said: str, first: str) -> None:
@@ -171,23 +171,23 @@ def in_folders(files: list[str]) -> list[str]:
     Raises:
         ConfigError: for a folder without files that can be read, or with several kinds or splits.
     """
-    found = []
+    paths = []
     for name in files:
         splits = cache.saved_splits(name)
         if len(splits) > 1:
             raise ConfigError(
                 f"the folder {name} holds the splits {', '.join(splits)}; name that of one, {name}/{min(splits)}"
             )
-        found += next(iter(splits.values()), None) or (
+        paths += next(iter(splits.values()), None) or (
             files_of_folder(name, SUFFIXES) if Path(name).is_dir() else [name]
         )
-    return found
+    return paths
 
 
 def beginning(row: dict, asked: str) -> str:
     """Return the question of a row: its messages up to the first answer, its prompt, or its whole text."""
-    said = row[asked]
+    question = row[asked]
     if asked == "messages":
-        said = list(itertools.takewhile(lambda message: message.get("role") != "assistant", said)) or said
+        question = list(itertools.takewhile(lambda message: message.get("role") != "assistant", question)) or question
     # Arrow adds nulls to messages with different fields. The hash of a row must not depend on other rows.
-    return said if isinstance(said, str) else json.dumps(without_nulls(said), ensure_ascii=False)
+    return question if isinstance(question, str) else json.dumps(without_nulls(question), ensure_ascii=False)

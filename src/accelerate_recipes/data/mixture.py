@@ -164,8 +164,8 @@ class MixtureArgs:
 
     def values(self) -> dict[str, Any]:
         """Return all arguments by name; a mixture that the preset holds is a section, as there."""
-        found = super().values()  # pyright: ignore[reportAttributeAccessIssue]
-        return found | {"mixture": section_in(self.mixture) or self.mixture}
+        arguments = super().values()  # pyright: ignore[reportAttributeAccessIssue]
+        return arguments | {"mixture": section_in(self.mixture) or self.mixture}
 
     @property
     def sources(self) -> list[Any]:
@@ -177,12 +177,12 @@ class MixtureArgs:
             for f in fields(self)
             if f.name in WHICH_DATA
         }
-        found = []
+        arguments = []
         for source in self.mix.sources:
-            found.append(copy.copy(self))
-            vars(found[-1]).pop("mix", None)
-            vars(found[-1]).update(unset | {"mixture": "", "source_name": source.name, **source.values})
-        return found
+            arguments.append(copy.copy(self))
+            vars(arguments[-1]).pop("mix", None)
+            vars(arguments[-1]).update(unset | {"mixture": "", "source_name": source.name, **source.values})
+        return arguments
 
     @property
     def phases(self) -> list[MixturePhase]:
@@ -237,37 +237,37 @@ def section_in(mixture: str) -> dict[str, Any] | None:
 def read_mixture(given: str, args_class: type[MixtureArgs]) -> Mixture:
     """Read a mixture, as --mixture gives it. What is wrong with it is in `problems` of the result."""
     content: Any = section_in(given)
-    file, found = INSIDE if content else given, []
-    with collecting_errors(found, "--mixture "):
+    file, problems = INSIDE if content else given, []
+    with collecting_errors(problems, "--mixture "):
         content = content or read_yaml(Path(given), Texts)
-    if found:
-        return Mixture(file, problems=found)
+    if problems:
+        return Mixture(file, problems=problems)
     if not isinstance(content, dict) or not isinstance(content.get("sources"), list):
         must = "must hold `sources:`, a list of sections with a name, a weight and data; docs/mixtures.md"
         return Mixture(file, problems=[f"{file} {must}"])
-    found += unknown_keys(content, ("sources", "temperature", "phases"), file)
+    problems += unknown_keys(content, ("sources", "temperature", "phases"), file)
     sections = enumerate(content["sources"], 1)
-    sources = [read_source(section, number, file, args_class, found) for number, section in sections]
+    sources = [read_source(section, number, file, args_class, problems) for number, section in sections]
     names = [source.name for source in sources]
     if not names:
-        found.append(f"{file} names no source")
-    found += [f"{file}: two sources are called {name}" for name in sorted({n for n in names if names.count(n) > 1})]
+        problems.append(f"{file} names no source")
+    problems += [f"{file}: two sources are called {name}" for name in sorted({n for n in names if names.count(n) > 1})]
     phases = content.get("phases") or []
     phases = phases if isinstance(phases, list) else [phases]
     numbered = ((f"{file}, phase {number}", section) for number, section in enumerate(phases, 1))
-    phases = [read_phase(section, where, names, args_class.of_phase, found) for where, section in numbered]
-    temperature = number_in(content, "temperature", 1.0, file, found, above=0)
+    phases = [read_phase(section, where, names, args_class.of_phase, problems) for where, section in numbered]
+    temperature = number_in(content, "temperature", 1.0, file, problems, above=0)
     # By name: what a run trains on does not depend on their order in the file.
     mixture = Mixture(file, sorted(sources, key=lambda source: source.name), phases, temperature)
     sizes = [source.name for source in sources if source.weight is None]
     if sizes and len(sizes) < len(sources):
-        found.append(f"{file}: {', '.join(sizes)} have weight: {SIZE}, and others a number; give all of them alike")
+        problems.append(f"{file}: {', '.join(sizes)} have weight: {SIZE}, and others a number; give all of them alike")
     elif "temperature" in content and not sizes:
-        found.append(f"{file}: temperature is for weight: {SIZE}; remove it")
+        problems.append(f"{file}: temperature is for weight: {SIZE}; remove it")
     elif sources and not sizes and not any(source.weight for source in sources):
-        found.append(f"{file}: no source has a weight above 0")
-    found += far_apart((source.weight or 0 for source in sources), file)
-    mixture.problems = found
+        problems.append(f"{file}: no source has a weight above 0")
+    problems += far_apart((source.weight or 0 for source in sources), file)
+    mixture.problems = problems
     return mixture
 
 
@@ -287,9 +287,9 @@ def far_apart(weights: Iterable[float], where: str, remedy: str = "a weight of 0
 
 
 def number_in(
-    section: Mapping[str, Any], key: str, default: float, where: str, found: list[str], above: float = -math.inf
+    section: Mapping[str, Any], key: str, default: float, where: str, problems: list[str], above: float = -math.inf
 ) -> float:
-    """Read a finite number of at least 0; note in `found` what is wrong with it."""
+    """Read a finite number of at least 0; note in `problems` what is wrong with it."""
     if key not in section:
         return default
     value = section[key]
@@ -300,15 +300,15 @@ def number_in(
     if math.isfinite(number) and number >= 0 and number > above:
         return number
     shown = "null" if value is None else value
-    found.append(f"{where}: {key} is {shown}; it must be a number {'above' if above == 0 else 'of at least'} 0")
+    problems.append(f"{where}: {key} is {shown}; it must be a number {'above' if above == 0 else 'of at least'} 0")
     return default
 
 
-def read_source(section: Any, number: int, file: str, args_class: type[MixtureArgs], found: list[str]) -> Source:
-    """Read one source of a mixture, its arguments by the parser of the recipe; note in `found` what is wrong."""
+def read_source(section: Any, number: int, file: str, args_class: type[MixtureArgs], problems: list[str]) -> Source:
+    """Read one source of a mixture, its arguments by the parser of the recipe; note in `problems` what is wrong."""
     where = f"{file}, source {number}"
     if not isinstance(section, dict):
-        found.append(f"{where} is {section!r:.60}; it must be a section with a name, a weight and data")
+        problems.append(f"{where} is {section!r:.60}; it must be a section with a name, a weight and data")
         section = {}
     name = section.get("name")
     if isinstance(name, str) and NAME.fullmatch(name):
@@ -316,46 +316,48 @@ def read_source(section: Any, number: int, file: str, args_class: type[MixtureAr
     else:
         of_log = "not begin with eval_, nor be aux: the log has such names"
         must = of_log if isinstance(name, str) and NAME.fullmatch(f"x{name}") else "be letters, digits, _, - and ."
-        found.append(f"{where}: its name is {name if name else 'missing'}; it must {must}")
+        problems.append(f"{where}: its name is {name if name else 'missing'}; it must {must}")
         name = f"number {number}"
     if "weight" not in section:
-        found.append(f"{where}: its weight is missing; give a number, or {SIZE}")
-    weight = None if section.get("weight") == SIZE else number_in(section, "weight", 1.0, where, found)
-    max_epochs = number_in(section, "max_epochs", math.inf, where, found, above=0)
-    found += unknown_keys(section, ("name", "weight", "max_epochs", *args_class.of_source), where)
+        problems.append(f"{where}: its weight is missing; give a number, or {SIZE}")
+    weight = None if section.get("weight") == SIZE else number_in(section, "weight", 1.0, where, problems)
+    max_epochs = number_in(section, "max_epochs", math.inf, where, problems, above=0)
+    problems += unknown_keys(section, ("name", "weight", "max_epochs", *args_class.of_source), where)
     given = {f"--{key}": section[key] for key in args_class.of_source if section.get(key) not in (None, [])}
     groups = [(flag, value if isinstance(value, list) else [value], f"in {where}") for flag, value in given.items()]
     owned_elsewhere: Any = args_class.owned_elsewhere  # pyright: ignore[reportAttributeAccessIssue]
     parsed, right, wrong = parse_groups(recipe_parser(args_class), owned_elsewhere, groups)
-    found += wrong
+    problems += wrong
     return Source(name, weight, max_epochs, {flag[2:]: getattr(parsed, flag[2:]) for flag in right})
 
 
-def read_phase(section: Any, where: str, names: Sequence[str], known: Sequence[str], found: list[str]) -> MixturePhase:
-    """Read one phase of a mixture; note in `found` what is wrong."""
+def read_phase(
+    section: Any, where: str, names: Sequence[str], known: Sequence[str], problems: list[str]
+) -> MixturePhase:
+    """Read one phase of a mixture; note in `problems` what is wrong."""
     if not isinstance(section, dict):
-        found.append(f"{where} is {section!r:.60}; it must be a section with from, {' and '.join(known)}")
+        problems.append(f"{where} is {section!r:.60}; it must be a section with from, {' and '.join(known)}")
         return MixturePhase(1, {})
-    found += unknown_keys(section, ("from", *known), where)
-    begin = number_in(section, "from", 0, where, found, above=0)
+    problems += unknown_keys(section, ("from", *known), where)
+    begin = number_in(section, "from", 0, where, problems, above=0)
     if "from" not in section or (begin >= 1 and begin % 1):
-        found.append(f"{where}: from is {section.get('from')}; it must be a step, or a share of the run below 1")
+        problems.append(f"{where}: from is {section.get('from')}; it must be a step, or a share of the run below 1")
     given = section.get("weights", {})
     if not isinstance(given, dict) or (not given and "weights" in section):
-        found.append(f"{where}: weights is {given!r:.60}; it must be a section with a weight of each source")
+        problems.append(f"{where}: weights is {given!r:.60}; it must be a section with a weight of each source")
         given = {}
-    weights = {name: number_in(given, name, 0.0, f"{where}, weights", found) for name in given}
+    weights = {name: number_in(given, name, 0.0, f"{where}, weights", problems) for name in given}
     if lost := [name for name in names if given and name not in given]:
-        found.append(f"{where}: weights lacks {', '.join(lost)}; a weight of 0 leaves a source out")
-    found += unknown_keys(given, names, f"{where}, weights") + far_apart(weights.values(), where)
+        problems.append(f"{where}: weights lacks {', '.join(lost)}; a weight of 0 leaves a source out")
+    problems += unknown_keys(given, names, f"{where}, weights") + far_apart(weights.values(), where)
     if given and not any(weights.values()):
-        found.append(f"{where}: no weight is above 0")
+        problems.append(f"{where}: no weight is above 0")
     if not {*section}.intersection(known):
-        found.append(f"{where} changes nothing; give {' or '.join(known)}")
-    factor = number_in(section, "lr_factor", 1.0, where, found)
-    length = number_in(section, "max_length", 0, where, found)
+        problems.append(f"{where} changes nothing; give {' or '.join(known)}")
+    factor = number_in(section, "lr_factor", 1.0, where, problems)
+    length = number_in(section, "max_length", 0, where, problems)
     if "max_length" in section and (length < 2 or length % 1):
-        found.append(f"{where}: max_length is {section['max_length']}; it must be a number of tokens, 2 or more")
+        problems.append(f"{where}: max_length is {section['max_length']}; it must be a number of tokens, 2 or more")
     return MixturePhase(begin, weights, factor if "lr_factor" in section else None, int(length))
 
 

@@ -150,5 +150,5 @@ class PackedRows(torch.utils.data.Dataset):
         if not self.document_mask:
             return float(self.max_length)
         # Each of the n tokens of a document counts n: the mean over tokens is sum(n * n) / sum(n).
-        lengths = np.concatenate([found for _, found in chunks_of(self.rows, "lengths")]).astype(float)
+        lengths = np.concatenate([chunk for _, chunk in chunks_of(self.rows, "lengths")]).astype(float)
         return float((lengths**2).sum() / lengths.sum())

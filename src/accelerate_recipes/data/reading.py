@@ -116,8 +116,8 @@ def without_nulls(value: Any, kept: str = "") -> Any:
     """
     if isinstance(value, dict):
         needed = {"content": None} if value.get("tool_calls") else {}
-        said = {name: entry for name, entry in value.items() if entry is not None}
-        return needed | {name: entry if name == kept else without_nulls(entry, kept) for name, entry in said.items()}
+        fields = {name: entry for name, entry in value.items() if entry is not None}
+        return needed | {name: entry if name == kept else without_nulls(entry, kept) for name, entry in fields.items()}
     return [without_nulls(entry, kept) for entry in value] if isinstance(value, list) else value
 
 

@@ -48,9 +48,9 @@ def rows_of_step(step: int, batch_size: int, num_rows: int, seed: int, end: floa
     The epochs form one sequence without gaps, in which every row occurs once in each epoch. A step takes the next
     `batch_size` places of it. Places from `end` on hold -1.
     """
-    places = range(step * batch_size, (step + 1) * batch_size)
+    window = range(step * batch_size, (step + 1) * batch_size)
     return [
-        int(permutation(num_rows, seed, place // num_rows)[place % num_rows]) if place < end else -1 for place in places
+        int(permutation(num_rows, seed, index // num_rows)[index % num_rows]) if index < end else -1 for index in window
     ]
 
 
@@ -108,7 +108,7 @@ class EpochOrder(StepOrder):
     def rows(self, step: int) -> list[int]:
         first = step * self.args.total_batch_size
         rows = enumerate(super().rows(step), first)
-        return [row if row < 0 else place // self.num_rows * self.num_rows + row for place, row in rows]
+        return [row if row < 0 else index // self.num_rows * self.num_rows + row for index, row in rows]
 
 
 def num_steps(args: TrainArgs, num_rows: int) -> int:
@@ -224,7 +224,7 @@ def make_eval_loader(
     num_batches = math.ceil(len(rows) / (size * world_size))
     order = range(len(rows)) if lengths is None else np.argsort(lengths, kind="stable").tolist()
     # Deal the rows out in turn: with `lengths`, the ranks then have rows of similar length at the same time.
-    places = range(rank, num_batches * size * world_size, world_size)
-    mine = [order[place] if place < len(rows) else -1 for place in places]
+    positions = range(rank, num_batches * size * world_size, world_size)
+    mine = [order[position] if position < len(rows) else -1 for position in positions]
     batches = [mine[start : start + size] for start in range(0, len(mine), size)]
     return RowLoader(rows, batch_sampler=batches, collate_fn=collate_fn, num_workers=num_workers)

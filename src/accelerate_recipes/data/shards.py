@@ -39,9 +39,9 @@ def find_shards(dataset_name: str, pattern: str, revision: str = "") -> list[str
         ConfigError: when nothing matches, or the Hub cannot be reached.
     """
     is_here = constants.HF_HUB_OFFLINE or Path(dataset_name).is_dir()
-    found = cache.dataset_files(dataset_name, pattern) if is_here else on_hub(dataset_name, pattern, revision)
-    check_suffixes(found)
-    return found
+    shards = cache.dataset_files(dataset_name, pattern) if is_here else on_hub(dataset_name, pattern, revision)
+    check_suffixes(shards)
+    return shards
 
 
 def named_shards(files: Sequence[str], suffixes: Sequence[str] = SUFFIXES) -> list[str]:
@@ -53,27 +53,27 @@ def named_shards(files: Sequence[str], suffixes: Sequence[str] = SUFFIXES) -> li
     Raises:
         ConfigError: for a file that is missing, or of a kind that cannot be read.
     """
-    found = []
+    shards = []
     for file in files:
         if file.startswith(HUB):
             name, revision, path = parts_of_hub_path(file)
             if constants.HF_HUB_OFFLINE and revision:
                 raise ConfigError(f"{file}: HF_HUB_OFFLINE is set, and only files without @REVISION can be downloaded")
             if constants.HF_HUB_OFFLINE:
-                found += downloaded(file)
+                shards += downloaded(file)
             elif "*" in path:
-                found += on_hub(name, path, revision)
+                shards += on_hub(name, path, revision)
             else:
-                found.append(hub_url(name, path, revision or pinned_commit(name)))
+                shards.append(hub_url(name, path, revision or pinned_commit(name)))
         elif not is_remote(file) and Path(file).is_dir():
-            found += files_of_folder(file, suffixes)
+            shards += files_of_folder(file, suffixes)
         elif not is_remote(file) and not Path(file).is_file():
             url = "; of URLs, those of http, https and hf are read" if "://" in file else ""
             raise ConfigError(f"{file}: no such file{url or near_path(file)}")
         else:
-            found.append(file)
-    check_suffixes(found, suffixes)
-    return found
+            shards.append(file)
+    check_suffixes(shards, suffixes)
+    return shards
 
 
 def parts_of_hub_path(file: str) -> tuple[str, str, str]:
@@ -98,8 +98,8 @@ def hub_file(file: str, *, streamed: bool) -> cache.HubDataset:
 
 def hub_files(files: Sequence[str]) -> list[cache.HubDataset]:
     """List the files that `named_shards` reads from the Hub."""
-    found = [hub_file(file, streamed=True) for file in files if file.startswith(HUB)]
-    return [need for need in found if not need.revision]
+    needs = [hub_file(file, streamed=True) for file in files if file.startswith(HUB)]
+    return [need for need in needs if not need.revision]
 
 
 def downloaded(file: str) -> list[str]:
@@ -125,7 +125,7 @@ def check_suffixes(shards: Sequence[str], suffixes: Sequence[str] = SUFFIXES) ->
         if is_remote(shard) and shard.endswith(".parquet"):
             raise ConfigError(f"{shard}: Parquet is read from a disk only; download it first, see docs/offline.md")
         names.setdefault(identity(shard), []).append(shard)
-    if twice := next((found for found in names.values() if len(found) > 1), None):
+    if twice := next((aliases for aliases in names.values() if len(aliases) > 1), None):
         raise ConfigError(f"one file is named twice, it would be trained on twice: {', '.join(twice)}")
 
 
@@ -133,8 +133,8 @@ def identity(shard: str) -> Hashable:
     """Return what two names of one file have in common. In the Hub's cache, equal files of a dataset are one."""
     if is_remote(shard) or Path(shard).resolve().parent.name == "blobs":
         return shard
-    found = os.stat(shard)
-    return found.st_dev, found.st_ino
+    stat = os.stat(shard)
+    return stat.st_dev, stat.st_ino
 
 
 def on_hub(dataset_name: str, pattern: str, revision: str) -> list[str]:
@@ -143,8 +143,8 @@ def on_hub(dataset_name: str, pattern: str, revision: str) -> list[str]:
     try:
         commit = api.dataset_info(dataset_name, revision=revision or pinned_commit(dataset_name)).sha
         folder, recursive = cache.place_of(pattern)
-        place = {"path_in_repo": folder or None, "recursive": recursive, "revision": commit, "repo_type": "dataset"}
-        listed = [entry.path for entry in api.list_repo_tree(dataset_name, **place) if isinstance(entry, RepoFile)]
+        options = {"path_in_repo": folder or None, "recursive": recursive, "revision": commit, "repo_type": "dataset"}
+        listed = [entry.path for entry in api.list_repo_tree(dataset_name, **options) if isinstance(entry, RepoFile)]
     except EntryNotFoundError:
         commit, listed = "", []
     except Exception as error:  # connection errors of the Hub's client are not OSErrors
@@ -159,13 +159,13 @@ def on_hub(dataset_name: str, pattern: str, revision: str) -> list[str]:
 
 def shards_version(shards: Sequence[str]) -> dict[str, str]:
     """Return values that change with the shards: a checksum of file `sizes`, the Hub's `commit`; none for other URLs."""
-    found = {}
+    version = {}
     if sizes := [os.path.getsize(shard) for shard in shards if not is_remote(shard)]:
-        found["sizes"] = xxhash.xxh3_128_hexdigest(json.dumps(sizes).encode())
+        version["sizes"] = xxhash.xxh3_128_hexdigest(json.dumps(sizes).encode())
     prefix = re.compile(re.escape(f"{constants.ENDPOINT}/datasets/") + "[^/]+/[^/]+/resolve/([^/]+)/")
     if commits := {match[1] for shard in shards if (match := prefix.match(shard))}:
-        found["commit"] = ", ".join(sorted(commits))
-    return found
+        version["commit"] = ", ".join(sorted(commits))
+    return version
 
 
 def hub_url(dataset_name: str, name: str, revision: str) -> str:

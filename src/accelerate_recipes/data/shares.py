@@ -69,8 +69,8 @@ class Shares:
     ):
         self.stretches: list[Stretch] = []
         counts, begin = np.zeros(len(limits), dtype=np.int64), 0
-        for place, (first, given) in enumerate(weights):
-            end = weights[place + 1][0] if place + 1 < len(weights) else math.inf
+        for index, (first, given) in enumerate(weights):
+            end = weights[index + 1][0] if index + 1 < len(weights) else math.inf
             assert begin == first, weights
             while begin < end:
                 left = np.where(counts < limits, np.asarray(given, float), 0)

@@ -136,18 +136,18 @@ def unknown_lines(tokenizer: PreTrainedTokenizerBase, loaders: dict[str, HasRows
         for kind, parts in tokens_of(loader):
             numbers, first = np.zeros(4, int), ""
             for lengths, ids in parts:
-                (places,), ends = (ids == unknown).nonzero(), lengths.cumsum()
-                rows = ends.searchsorted(places, "right")
-                if len(places) and not first:
-                    place, row = places[0], rows[0]
-                    part = ids[max(place - CONTEXT, ends[row] - lengths[row]) : min(place + CONTEXT, ends[row])]
+                (positions,), ends = (ids == unknown).nonzero(), lengths.cumsum()
+                rows = ends.searchsorted(positions, "right")
+                if len(positions) and not first:
+                    position, row = positions[0], rows[0]
+                    part = ids[max(position - CONTEXT, ends[row] - lengths[row]) : min(position + CONTEXT, ends[row])]
                     first = f"row {numbers[3] + row + 1}: {tokenizer.decode(part)!r}"
-                numbers += len(places), len(ids), len({*rows.tolist()}), len(lengths)
+                numbers += len(positions), len(ids), len({*rows.tolist()}), len(lengths)
             if first:
-                found, tokens, having, rows = (f"{number:,}" for number in numbers)
+                count, tokens, having, rows = (f"{number:,}" for number in numbers)
                 kind = "tokens" if kind == "input" else f"{kind} tokens"
                 lines.append(
-                    f"{heading}: {found} of {tokens} {kind}, in {having} of {rows} rows, are {tokenizer.unk_token!r}, what "
+                    f"{heading}: {count} of {tokens} {kind}, in {having} of {rows} rows, are {tokenizer.unk_token!r}, what "
                     f"the tokenizer has no tokens for, and the model cannot tell apart; the first is in {first}"
                 )
     return lines
@@ -275,31 +275,31 @@ def as_html(parts: Sequence[tuple[str, list[ShownRow]]], counted: str) -> list[H
     """Write rows as parts of a page. The number of a token appears under the pointer."""
     every = [row for _, rows in parts for row in rows]
     kinds = {kind for row in every for token in row.tokens for kind in token.kinds}
-    said = [
+    legend = [
         "Tokens in ",
         element("span", "green", class_="target"),
         " are targets of the loss, the others are only read. ",
     ]
     if "target" not in kinds:
-        said = ["No token is a target of the loss: all are only read. "]
+        legend = ["No token is a target of the loss: all are only read. "]
         if any(row.has_label for row in every):
-            said.append("The target of a row is the label in its heading. ")
-    said += [element("span", "Framed", class_="special"), " tokens are special. "] if "special" in kinds else []
+            legend.append("The target of a row is the label in its heading. ")
+    legend += [element("span", "Framed", class_="special"), " tokens are special. "] if "special" in kinds else []
     if any(len(split_documents(row.tokens)) > 1 for row in every):
-        said.append("A dashed line: another document begins.")
-    body = [element("p", *said, class_="row"), element("p", counted)]
+        legend.append("A dashed line: another document begins.")
+    body = [element("p", *legend, class_="row"), element("p", counted)]
     for heading, rows in parts:
         body.append(element("h1", heading))
         for row in rows:
-            shown, place = [], 0
+            shown, position = [], 0
             for number, document in enumerate(split_documents(row.tokens)):
                 shown += [Html("<hr>")] if number else []
                 for token, count in runs_of_tokens(document):
-                    images = [row.images[i] for i in range(place, place + count) if i in row.images]
+                    images = [row.images[i] for i in range(position, position + count) if i in row.images]
                     shown += [picture(image, "image") for image in images]
                     text = token.text.replace("\n", "↵\n") + times_said(count)
                     shown.append(element("span", text, class_=" ".join(token.kinds), title=token.id))
-                    place += count
+                    position += count
             body += [element("h2", row.summary), element("div", *shown, class_="row")]
     return body
 

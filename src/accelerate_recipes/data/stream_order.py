@@ -129,11 +129,11 @@ def parts_of_stream(order: Order, num_shards: int, stream: int, epoch: int) -> l
     parts = [(shard, 0, 1) for shard in shards[stream : whole : order.num_streams]]
     if left:
         # The streams are divided among the shards left over: streams `first` to `end - 1` share this one.
-        place = stream * left // order.num_streams
-        first, end = (-(-p * order.num_streams // left) for p in (place, place + 1))
+        index = stream * left // order.num_streams
+        first, end = (-(-p * order.num_streams // left) for p in (index, index + 1))
         stride = end - first
         turn = (epoch * GOLDEN % 2**64) * stride >> 64 if order.runs_on else 0
-        parts.append((shards[whole + place], (stream - first + turn) % stride, stride))
+        parts.append((shards[whole + index], (stream - first + turn) % stride, stride))
     return parts
 
 
@@ -153,8 +153,8 @@ def stream_documents(
                 break
             shuffled = generator(order.seed, state.epoch, shard, residue, block).permutation(len(members)).tolist()
             chosen = [members[i] for i in shuffled]
-            for place, tokens in enumerate(source.tokens(shard, chosen, skip, state.epoch), skip):
-                yield (part, block * size + place), tokens
+            for position, tokens in enumerate(source.tokens(shard, chosen, skip, state.epoch), skip):
+                yield (part, block * size + position), tokens
             skip = 0
         skip = 0
 
@@ -170,9 +170,9 @@ def stream_rows(
 
     def row(is_rest: bool, behind: StreamState) -> Row:
         tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
-        place = state.rows * order.num_streams + stream
+        position = state.rows * order.num_streams + stream
         return Row(
-            0 if order.runs_on else state.epoch, is_rest, place, tokens, [len(piece) for piece in pieces], behind
+            0 if order.runs_on else state.epoch, is_rest, position, tokens, [len(piece) for piece in pieces], behind
         )
 
     # One turn of this loop is the rest of an epoch, from `state` on. `start` is the first unread token of the document.
@@ -193,8 +193,8 @@ def stream_rows(
                 ended += is_end
                 # A full row: its state names the document, or the token in it, with which the next row begins.
                 if space == 0:
-                    place = (document + 1, 0) if is_end else (document, start)
-                    behind = StreamState(state.epoch, part, *place, state.rows + 1, tokens_seen, ended, left_out)
+                    cursor = (document + 1, 0) if is_end else (document, start)
+                    behind = StreamState(state.epoch, part, *cursor, state.rows + 1, tokens_seen, ended, left_out)
                     yield row(False, behind)
                     state, pieces, space = behind, [], order.max_length
             start = 0
@@ -243,8 +243,8 @@ class Mixing:
 
     def counts(self, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Count the rows of each source among the first `num_rows` of the run, and those that the weights ask for, (K,)."""
-        places = [self.place(num_rows, stream) for stream in range(self.num_streams)]
-        both = [(shares.counts(place), shares.asked(place)) for shares, place in zip(self.shares, places, strict=True)]
+        ends = [self.place(num_rows, stream) for stream in range(self.num_streams)]
+        both = [(shares.counts(end), shares.asked(end)) for shares, end in zip(self.shares, ends, strict=True)]
         counts, asked = np.sum(both, axis=0)
         return counts.astype(int), asked
 
@@ -262,17 +262,17 @@ def rows_of_sources(
     Raises:
         DataError: if a source that is due has no document.
     """
-    shares, place = mixing.shares[stream], sum(state.rows for state in states)
+    shares, position = mixing.shares[stream], sum(state.rows for state in states)
     of_sources = zip(sources, orders, states, strict=True)
     rows = [stream_rows(source, order, stream, state, on_retry) for source, order, state in of_sources]
     while True:
-        for source in shares.take(place, place + ROWS_AT_ONCE)[0].tolist():
+        for source in shares.take(position, position + ROWS_AT_ONCE)[0].tolist():
             if source < 0:
                 return
             row = next(rows[source])._replace(source=source)
             # Without end, places of a row are counted over all sources.
-            yield row._replace(place=place * mixing.num_streams + stream) if orders[source].runs_on else row
-            place += 1
+            yield row._replace(place=position * mixing.num_streams + stream) if orders[source].runs_on else row
+            position += 1
 
 
 def check_not_empty(source: Documents, order: Order, on_retry: Callable[[], None]) -> None:
@@ -295,12 +295,12 @@ def no_document(use: str, shards: Sequence[str], min_document_tokens: int) -> st
 
 def tokens_of_epoch(lengths: Sequence[np.ndarray], order: Order, epoch: int) -> list[int]:
     """Count the tokens that each stream reads in an epoch, given the number of tokens of each document of each shard."""
-    found = []
+    counts = []
     for stream in range(order.num_streams):
         parts = parts_of_stream(order, len(lengths), stream, epoch)
         read = (lengths[shard][first::stride] for shard, first, stride in parts)
-        found.append(sum(int(some[some >= order.min_document_tokens].sum()) for some in read))
-    return found
+        counts.append(sum(int(some[some >= order.min_document_tokens].sum()) for some in read))
+    return counts
 
 
 def rows_of_epoch(lengths: Sequence[np.ndarray], order: Order, epoch: int) -> int:

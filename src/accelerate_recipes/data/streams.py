@@ -82,19 +82,19 @@ class StreamArgs:
         return False
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
+        problems = super().problems(world_size)
         if not self.is_streamed:
-            return found + (["--num_streams is for shards that are streamed; remove it"] if self.num_streams else [])
+            return problems + (["--num_streams is for shards that are streamed; remove it"] if self.num_streams else [])
         if self.max_steps < 1 and not self.is_finite:
-            found.append("--max_steps is missing: the length of a stream is not known")
-        return found + (stream_problems(self.num_streams, world_size, self.row_size) if self.num_streams else [])
+            problems.append("--max_steps is missing: the length of a stream is not known")
+        return problems + (stream_problems(self.num_streams, world_size, self.row_size) if self.num_streams else [])
 
     def settle(self, saved: Mapping[str, Any]) -> list[str]:
-        found = super().settle(saved)
+        problems = super().settle(saved)
         if self.num_streams or not self.is_streamed:
-            return found
+            return problems
         self.num_streams = saved.get("num_streams") or math.lcm(NUM_STREAMS, self.num_launched)
-        return found + stream_problems(self.num_streams, self.num_launched, self.row_size)
+        return problems + stream_problems(self.num_streams, self.num_launched, self.row_size)
 
 
 @dataclass
@@ -114,8 +114,8 @@ class StreamRows(IterableDataset):
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                 first = list(pool.map(lambda some: list(islice(some, 1)), rows))
             merged = heapq.merge(*(chain(row, rest) for row, rest in zip(first, rows, strict=True)))
-            while found := list(islice(merged, len(rows))):
-                yield found
+            while chunk := list(islice(merged, len(rows))):
+                yield chunk
         except DataError as error:  # yield its text: an exception would come wrapped in the worker's traceback
             yield [str(error)]
 
@@ -281,10 +281,10 @@ class StreamLoader:
 
     def seen(self, step: int) -> dict[str, float]:
         """Return what the log tells of the sources of a mixture after a step."""
-        num_rows, found = step * self.args.total_batch_size, {}
+        num_rows, record = step * self.args.total_batch_size, {}
         for name, count, asked in zip(self.mixture.names, *self.mixing.counts(num_rows), strict=False):
-            found |= {f"{name}_rows": int(count), f"{name}_share": count / num_rows, f"{name}_asked": asked / num_rows}
-        return found
+            record |= {f"{name}_rows": int(count), f"{name}_share": count / num_rows, f"{name}_asked": asked / num_rows}
+        return record
 
     def first_batch(self, source: int = 0) -> dict[str, Any]:
         """Make a batch of the first rows of a source in the first streams, to show them. Only this process reads them.
@@ -399,7 +399,7 @@ class StreamLoader:
             share += [left.popleft() for _ in range(self.share - len(share))]
         # Exchange the rows that another rank takes than the one that has read them. All ranks have computed the same shares,
         # so each knows which of its rows to give and which to keep of those that it receives.
-        found = {row.key: row for row in own}
+        by_key = {row.key: row for row in own}
         taken = {key for key, _, _ in chain(*shares[self.rank])}
         given = [[] for _ in range(self.world_size)]
         for taker, rows in enumerate(shares):
@@ -407,10 +407,10 @@ class StreamLoader:
                 if owner != taker:
                     given[owner].append(key)
         for start in range(0, max(map(len, given)), HANDED_OVER):
-            part = {key: found[key] for key in given[self.rank][start : start + HANDED_OVER]}
+            part = {key: by_key[key] for key in given[self.rank][start : start + HANDED_OVER]}
             for handed_over in on_all_data_ranks(part):
-                found |= {key: row for key, row in handed_over.items() if key in taken}
-        return [[found[key] for key, _, _ in rows] for rows in shares[self.rank]], own
+                by_key |= {key: row for key, row in handed_over.items() if key in taken}
+        return [[by_key[key] for key, _, _ in rows] for rows in shares[self.rank]], own
 
     def _batch(self, rows: list[list[Row]], max_length: int) -> dict[str, Any]:
         packed = []
@@ -455,8 +455,8 @@ class StreamLoader:
             self.consumed[stream] = tuple(StreamState(*numbers) for numbers in of_sources)
         before = states[0].get("weights", self.weights)
         self.weigh(continued(before, step, self.weights))
-        if said := changed_shares(before, self.weights, step):
-            print_first(said)
+        if message := changed_shares(before, self.weights, step):
+            print_first(message)
 
     def check(self, states: list[dict]) -> None:
         """Raise ConfigError if the states belong to other data, or to another order."""
@@ -484,18 +484,18 @@ class StreamLoader:
         `retries` counts retries on a failing network since this process started.
         """
         states = [*chain.from_iterable(self.consumed.values())]
-        found: dict[str, Any] = {
+        totals: dict[str, Any] = {
             "tokens_seen": sum(state.tokens for state in states),
             "documents_seen": sum(state.documents for state in states),
             "documents_left_out": sum(state.left_out for state in states),
             "retries": int(self.retries.sum()),
         }
         for name, own in zip(self.mixture.names, zip(*self.consumed.values(), strict=True), strict=False):
-            found[f"{name}_tokens"] = sum(state.tokens for state in own)
-            found[f"{name}_documents"] = sum(state.documents for state in own)
+            totals[f"{name}_tokens"] = sum(state.tokens for state in own)
+            totals[f"{name}_documents"] = sum(state.documents for state in own)
             # The mean over all streams, once the caller has added the ranks up.
-            found[f"{name}_epochs"] = sum(state.epoch for state in own) / self.order.num_streams
-        return found
+            totals[f"{name}_epochs"] = sum(state.epoch for state in own) / self.order.num_streams
+        return totals
 
 
 def lengths_in(documents: Any) -> list[np.ndarray]:

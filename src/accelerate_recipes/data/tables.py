@@ -52,8 +52,8 @@ def write_table(files: Sequence[str], kind: str, path: str) -> None:
         features = datasets.Features()
         for file in files:
             with reading(file):
-                found = datasets.Features.from_arrow_schema(plain_schema(READERS[kind](file)[0]))
-            features |= {name: value for name, value in found.items() if features.get(name, VOID) == VOID}
+                columns = datasets.Features.from_arrow_schema(plain_schema(READERS[kind](file)[0]))
+            features |= {name: value for name, value in columns.items() if features.get(name, VOID) == VOID}
         write_stream(path, features, (part for file in files for part in tables_of(file, kind)))
         return
     # In most files, all blocks have the fields of the first one.
@@ -138,10 +138,10 @@ def read_arrow(file: str) -> Read:
     """Read Arrow data in the file format, which Polars writes, or in the stream format, which `datasets` writes."""
     content = pa.memory_map(file)
     if content.size() >= 6 and content.read_at(6, 0) == b"ARROW1":
-        found = pa.ipc.open_file(content)
-        return found.schema, map(found.get_batch, range(found.num_record_batches))
-    found = pa.ipc.open_stream(content)
-    return found.schema, iter(found)
+        reader = pa.ipc.open_file(content)
+        return reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+    reader = pa.ipc.open_stream(content)
+    return reader.schema, iter(reader)
 
 
 def decompressed(file: str) -> io.BufferedReader:
@@ -214,20 +214,20 @@ def blocks_of(file: str) -> Iterator[list[dict]]:
                 yield rows[first : first + ROWS_A_CHUNK]
             return
         with decompressed(file) as lines:
-            found, size = [], 0
+            block, size = [], 0
             for number, line in enumerate(lines_of(lines), 1):
                 if len(line) > MAX_LINE:
                     raise DataError(f"{file}, line {number} {TOO_LONG}")
                 if line.removeprefix(BOM).strip():
-                    found.append(record_of(file, number - 1, line))
+                    block.append(record_of(file, number - 1, line))
                     if b"\\ud" in line.lower():  # maybe half of a surrogate pair
-                        check_characters(json.dumps(found[-1], ensure_ascii=False), f"{file}, line {number}")
+                        check_characters(json.dumps(block[-1], ensure_ascii=False), f"{file}, line {number}")
                 size += len(line)
-                if found and size >= BYTES_PARSED:
-                    yield found
-                    found, size = [], 0
-            if found:
-                yield found
+                if block and size >= BYTES_PARSED:
+                    yield block
+                    block, size = [], 0
+            if block:
+                yield block
 
 
 def lines_of(stream: io.BufferedReader) -> Iterator[bytes]:
@@ -256,10 +256,10 @@ def rows_on_many_lines(file: str) -> list[dict] | None:
     try:
         with decompressed(file) as lines:
             text = lines.read().decode("utf-8-sig")
-        values, place = [], SPACE.match(text).end()  # pyright: ignore[reportOptionalMemberAccess]
-        while place < len(text):
-            value, place = json.JSONDecoder().raw_decode(text, place)
-            place = SPACE.match(text, place).end()  # pyright: ignore[reportOptionalMemberAccess]
+        values, position = [], SPACE.match(text).end()  # pyright: ignore[reportOptionalMemberAccess]
+        while position < len(text):
+            value, position = json.JSONDecoder().raw_decode(text, position)
+            position = SPACE.match(text, position).end()  # pyright: ignore[reportOptionalMemberAccess]
             values.append(value)
     except (ValueError, RecursionError):
         return None

@@ -64,12 +64,12 @@ def object_of(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        found = json_in(arguments or "{}")
+        decoded = json_in(arguments or "{}")
     except ValueError as error:
         raise ValueError(f"the arguments {arguments!r:.60} of a tool call are no JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(decoded, dict):
         raise ValueError(f"the arguments {arguments!r:.60} of a tool call must be a JSON object")
-    return found
+    return decoded
 
 
 def in_texts(row: dict[str, Any], kinds: Mapping[str, Any] = {}) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def in_texts(row: dict[str, Any], kinds: Mapping[str, Any] = {}) -> dict[str, An
         return value if isinstance(value, str) else json.dumps(value, default=str)
 
     row = {name: as_written(value, kinds.get(name)) for name, value in row.items()}
-    said = {name: with_arguments(row[name], text) for name in MESSAGES if name in row}
-    return row | said | {name: text(row[name]) for name in SETTINGS if row.get(name) is not None}
+    messages = {name: with_arguments(row[name], text) for name in MESSAGES if name in row}
+    return row | messages | {name: text(row[name]) for name in SETTINGS if row.get(name) is not None}
 
 
 def with_arguments(value: Any, convert: Callable[[Any], Any]) -> Any:

@@ -68,8 +68,8 @@ def collate(pad_token_id: int, row_length: int, rows: Sequence[dict[str, Any]]) 
     for number, question in enumerate(asked):
         ids[number, : len(question.options)] = torch.tensor(question.label_ids)
         shares[number, : len(question.options)] = torch.tensor(question.target)
-    places = (batch["labels"] != IGNORE_INDEX).nonzero()
-    return batch | {"label_ids": ids, "shares": shares, "places": places, "questions": asked}
+    indices = (batch["labels"] != IGNORE_INDEX).nonzero()
+    return batch | {"label_ids": ids, "shares": shares, "places": indices, "questions": asked}
 
 
 def head_at(head: nn.Module, places: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -107,10 +107,10 @@ class DecisionLoss:
         Raises:
             Stopped: between two batches.
         """
-        found = []
+        answered = []
         for batch in batches_to_evaluate(run.accelerator, run.model, batches):
             values = DecisionLoss().log_probs(run.model, batch)[0].tolist()
             for question, log_probs in zip(batch["questions"], values, strict=True):
-                found.append(replace(question, log_probs=tuple(log_probs[: len(question.options)])))
-        everywhere = itertools.chain.from_iterable(on_all_data_ranks(found))
+                answered.append(replace(question, log_probs=tuple(log_probs[: len(question.options)])))
+        everywhere = itertools.chain.from_iterable(on_all_data_ranks(answered))
         return sorted(everywhere, key=lambda question: (question.row, question.name))

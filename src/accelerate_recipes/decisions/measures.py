@@ -38,15 +38,15 @@ class Reliability(NamedTuple):
 
 def padded(values: Sequence[Sequence[float]], fill: float) -> np.ndarray:
     """Return rows of different lengths as an array, (N, K)."""
-    found = np.full((len(values), max(map(len, values))), float(fill))
-    for row, value in zip(found, values, strict=True):
+    matrix = np.full((len(values), max(map(len, values))), float(fill))
+    for row, value in zip(matrix, values, strict=True):
         row[: len(value)] = value
-    return found
+    return matrix
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
-    found = np.exp(scores - scores.max(-1, keepdims=True))
-    return found / found.sum(-1, keepdims=True)
+    exps = np.exp(scores - scores.max(-1, keepdims=True))
+    return exps / exps.sum(-1, keepdims=True)
 
 
 def log_losses(probs: np.ndarray, shares: np.ndarray) -> np.ndarray:
@@ -92,7 +92,7 @@ def measure(answers: Sequence[dict]) -> dict[str, float]:
     probs, shares = arrays(answers)
     sure, right = confidence(answers)
     draw = np.random.default_rng(0)
-    found = {
+    measures = {
         "accuracy": right.mean(),
         "log_loss": log_losses(probs, shares).mean(),
         "calibration_error": calibration_error(sure, right),
@@ -101,14 +101,14 @@ def measure(answers: Sequence[dict]) -> dict[str, float]:
     }
     types = {answer["type"] for answer in answers}
     if types == {"noul"} and (value := auroc(*of_true(answers))) is not None:
-        found["auroc"] = value
+        measures["auroc"] = value
     if types == {"score"}:
-        found["mean_absolute_error"] = np.abs((probs - shares) @ np.arange(probs.shape[1])).mean()
+        measures["mean_absolute_error"] = np.abs((probs - shares) @ np.arange(probs.shape[1])).mean()
     if options := options_of(answers):
         matrix = confusion(answers, options)
         counts = matrix.sum(0) + matrix.sum(1)
-        found["macro_f1"] = (2 * matrix.diagonal()[counts > 0] / counts[counts > 0]).mean()
-    return {name: float(value) for name, value in found.items()}
+        measures["macro_f1"] = (2 * matrix.diagonal()[counts > 0] / counts[counts > 0]).mean()
+    return {name: float(value) for name, value in measures.items()}
 
 
 def arrays(answers: Iterable[dict]) -> tuple[np.ndarray, np.ndarray]:
@@ -135,8 +135,8 @@ def calibration_error(sure: np.ndarray, right: np.ndarray) -> float:
 
 def reliability(sure: np.ndarray, right: np.ndarray) -> list[tuple[float, float, int]]:
     """Return mean confidence, accuracy and number of the answers in each bin that has any."""
-    places = [bins_of(sure) == number for number in np.unique(bins_of(sure))]
-    return [(float(sure[own].mean()), float(right[own].mean()), int(own.sum())) for own in places]
+    bins = [bins_of(sure) == number for number in np.unique(bins_of(sure))]
+    return [(float(sure[own].mean()), float(right[own].mean()), int(own.sum())) for own in bins]
 
 
 def of_true(answers: Iterable[dict]) -> tuple[np.ndarray, np.ndarray]:
@@ -209,9 +209,9 @@ def thresholds(probs: np.ndarray, shares: np.ndarray) -> str:
     """Write how often, and how well, `true` is said if it is said from each probability on."""
     rows = [("true from a probability of", "is said", "precision", "recall")]
     for least in np.arange(1, 10) / 10:
-        said = probs >= least
-        hits = shares[said].sum()
-        values = said.mean(), hits / max(said.sum(), 1), hits / max(shares.sum(), 1e-300)
+        predicted = probs >= least
+        hits = shares[predicted].sum()
+        values = predicted.mean(), hits / max(predicted.sum(), 1), hits / max(shares.sum(), 1e-300)
         rows.append((f"{least:.1f}", *(f"{value:.3f}" for value in values)))
     return aligned(rows)
 

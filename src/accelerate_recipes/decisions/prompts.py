@@ -106,9 +106,9 @@ def check_template(name: str, config: DecisionConfig, tokenizer: PreTrainedToken
     Raises:
         ConfigError: for a base that decides by another head or by an adapter, and for a template that asks for no answer.
     """
-    remedy, place = "give --decision_config, a folder with a decision_template.jinja", hub.folder("model", name)
+    remedy, folder = "give --decision_config, a folder with a decision_template.jinja", hub.folder("model", name)
     heads = [kind for kind in load_config(name).architectures or () if kind.endswith("ForDecision")]
-    if heads or (place and (place / "decision_config.json").is_file()):
+    if heads or (folder and (folder / "decision_config.json").is_file()):
         raise ConfigError(f"{name} decides by a head of its own, not by the labels of options; give a language model")
     if config.adapter:
         raise ConfigError(f"decision.json names the adapter {config.adapter}: give the merged model, without it")
@@ -144,8 +144,8 @@ def serving_copy(tokenizer: Any) -> Any:
 
 def processor_of(name: str) -> list[ProcessorMixin]:
     """Load the processor by which a composite checkpoint is served; none for others."""
-    place, files = hub.folder("model", name), ("preprocessor_config.json", "processor_config.json")
-    has_files = place and any((place / file).is_file() for file in files) and is_composite(load_config(name))
+    folder, files = hub.folder("model", name), ("preprocessor_config.json", "processor_config.json")
+    has_files = folder and any((folder / file).is_file() for file in files) and is_composite(load_config(name))
     return [load_processor(name, load_image_tokenizer(name))] if has_files else []
 
 
@@ -181,16 +181,16 @@ def rendered(table: pa.Table, first: int, how: Rendering) -> pa.Table:
     Raises:
         DataError: names the first row that cannot be used.
     """
-    found = []
+    documents = []
     with frozen_date(how.date):
         for row, item in enumerate(rows_in(table, how.features), first):
             try:
                 request, answers = request_of(item, how.features, how.labels)
                 if answers:
-                    found += documents_of(row, request, answers, how)
+                    documents += documents_of(row, request, answers, how)
             except (TemplateError, TypeError, ValueError) as error:
                 raise DataError(f"{how.source}, row {item[NUMBER] + 1}: {error}") from error
-    return pa.Table.from_pylist(found, schema=DOCUMENTS.arrow_schema)
+    return pa.Table.from_pylist(documents, schema=DOCUMENTS.arrow_schema)
 
 
 def documents_of(row: int, request: dict, answers: dict, how: Rendering) -> Iterator[dict[str, Any]]:
@@ -213,12 +213,12 @@ def documents_of(row: int, request: dict, answers: dict, how: Rendering) -> Iter
             raise ValueError(f"a prompt has {len(ids):,} tokens, and none is cut; raise --max_length {how.longest}")
         if len({*marks} - {0}) != len(asked):
             raise ValueError(f"the template marks {len({*marks} - {0})} places to read for {len(asked)} questions")
-        labels, found = [IGNORE_INDEX] * len(ids), []
+        labels, questions = [IGNORE_INDEX] * len(ids), []
         for mark, question in zip(marks, asked, strict=True):  # marks ascend
             name, label_ids = question.name, ids_of_labels(serving_copy(readers[0]), tuple(question.labels))
             if name in answers:
                 target = shares_of(question, answers[name])
                 labels[mark - 1] = label_ids[int(np.argmax(target))]
-                found.append(asdict(Question(row, state, name, question.type, question.options, label_ids, target)))
-        if found:
-            yield {"input_ids": ids, "labels": labels, ASKED: json.dumps(found)}
+                questions.append(asdict(Question(row, state, name, question.type, question.options, label_ids, target)))
+        if questions:
+            yield {"input_ids": ids, "labels": labels, ASKED: json.dumps(questions)}

@@ -50,12 +50,12 @@ def read_decisions(args: Any) -> tuple[dict[str, datasets.Dataset], Labels | Non
                 f"{args.origins[side]} has the columns {', '.join(FLAT)}: write each row as `state`, `questions`, which are "
                 '{NAME: {"type": "choice", "instructions": ..., "criteria": {OPTION: null}}}, and `answers`, {NAME: OPTION}'
             )
-        form, found = recognised(table, FORMS, args.mapping, args.origins[side])
+        form, renamed = recognised(table, FORMS, args.mapping, args.origins[side])
         if asked not in ("", form.needs[0]):
             raise ConfigError(f"{args.origins[side]} has {form.name}, {args.source} another form; write both in one")
         asked = form.needs[0]
-        kept = [name for name in (*form.needs, *form.takes, *IMAGES) if name in found.column_names]
-        rows[side] = found.select_columns(kept).add_column(NUMBER, np.arange(len(found)))
+        kept = [name for name in (*form.needs, *form.takes, *IMAGES) if name in renamed.column_names]
+        rows[side] = renamed.select_columns(kept).add_column(NUMBER, np.arange(len(renamed)))
     return args.sides(rows, asked), labels_of(args, rows) if asked == TEXT else None
 
 
@@ -166,8 +166,8 @@ def shares_of(question: Question, answer: Any) -> list[float]:
         ValueError: for an answer that is none of the question's.
     """
     if isinstance(answer, dict) and not answer.keys() <= {*question.options}:
-        said = (answer.get(key) for key in ("probabilities", question.type, "label"))
-        answer = next((value for value in said if value is not None), answer)
+        candidates = (answer.get(key) for key in ("probabilities", question.type, "label"))
+        answer = next((value for value in candidates if value is not None), answer)
     if question.type == "score" and isinstance(answer, list):
         answer = dict(enumerate(answer))
     if isinstance(answer, dict):

@@ -132,18 +132,18 @@ def compare_decisions(export: Path, model: Any = None) -> str:
             pairs = zip(answer["options"], answer["served"], strict=True)
             differences.append(max(abs(probs[option] - value) for option, value in pairs))
     most = f"by at most {max(differences):.1e}"
-    said = f"of {len(differences)} questions, probabilities differ from those of the last evaluation {most}"
+    comparison = f"of {len(differences)} questions, probabilities differ from those of the last evaluation {most}"
     if max(differences) > TOLERANCES[model.dtype != torch.float32]:
-        raise ConfigError(f"{export} does not decide as the model that was evaluated: {said}")
-    return f'pipeline("decision") on the export: {said}'
+        raise ConfigError(f"{export} does not decide as the model that was evaluated: {comparison}")
+    return f'pipeline("decision") on the export: {comparison}'
 
 
 def ask_finished(run: Run[Any]) -> None:
     """Compare the decisions of a finished run's export, if it is not large, and print the result."""
     export = run.output_dir / "export"
     if run.is_first and not (export / "config.json").is_file():
-        said = "holds adapters, which no server asks by the settings in its folder; its README.md says how to ask them"
-        run.print(f"{export} {said}")
+        note = "holds adapters, which no server asks by the settings in its folder; its README.md says how to ask them"
+        run.print(f"{export} {note}")
     elif run.is_first:
         size = sum(file.stat().st_size for file in export.glob("*.safetensors"))
         command = f"python -m accelerate_recipes check-export {export}"

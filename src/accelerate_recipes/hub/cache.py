@@ -156,12 +156,12 @@ def revision(repo_type: str, name: str) -> str | None:
     """
     if manifest := read_manifest(repo_type, name):
         return manifest["revision"]
-    place = repository(repo_type, name)
+    repo = repository(repo_type, name)
     try:
-        commit = (place / "refs" / "main").read_text(encoding="utf-8").strip()
+        commit = (repo / "refs" / "main").read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return commit if commit and (place / "snapshots" / commit).is_dir() else None
+    return commit if commit and (repo / "snapshots" / commit).is_dir() else None
 
 
 def folder(repo_type: str, name: str) -> Path | None:
@@ -236,19 +236,19 @@ def is_path(name: str) -> bool:
 
 def lacking(need: Need) -> list[str]:
     """List the missing files of a need, by name or by a description. Reads only names and sizes."""
-    place = folder(need.repo_type, need.name)
-    if place is None:
+    directory = folder(need.repo_type, need.name)
+    if directory is None:
         return [ALL]
     if not os.path.isdir(need.name) and (manifest := read_manifest(need.repo_type, need.name)):
         if manifest["branch"] != need.branch:
             return [f"revision {need.branch}"]
         files = files_of(manifest, need)
-        if (found := absent(manifest, files)) or (files and isinstance(need, HubDataset)):
-            return found
+        if (missing := absent(manifest, files)) or (files and isinstance(need, HubDataset)):
+            return missing
     # `download` did not fetch these files, so no manifest says which files should be there.
     if isinstance(need, HubModel):
-        return lacking_of_model(place, need.weights)
-    if (need.files and any(place.glob(need.files))) or (os.path.isdir(need.name) and not need.files):
+        return lacking_of_model(directory, need.weights)
+    if (need.files and any(directory.glob(need.files))) or (os.path.isdir(need.name) and not need.files):
         return []
     return [f"a file that matches {need.files!r}" if need.files else ALL]
 
@@ -263,13 +263,13 @@ def lacking_of_model(place: Path, weights: bool) -> list[str]:
     names = ["config.json"] if any("index.json" in name for name in pointers) else ["config.json", *weight_files(place)]
     # A clone may hold pointers to weights in other formats, which are not read.
     needed = {name for name in pointers if not name.endswith(WEIGHT_FORMATS) or (weights and name in names)}
-    found = [f"{name} (it is a git-LFS pointer; `git lfs pull` gets the file)" for name in sorted(needed)]
+    missing = [f"{name} (it is a git-LFS pointer; `git lfs pull` gets the file)" for name in sorted(needed)]
     if not weights:
-        return found if any((place / name).is_file() for name in TOKENIZERS) else [*found, "tokenizer.json"]
+        return missing if any((place / name).is_file() for name in TOKENIZERS) else [*missing, "tokenizer.json"]
     if (place / "adapter_config.json").is_file() and not (place / "config.json").is_file():
         return ["a whole model, as it holds adapters: `python -m accelerate_recipes export --merge_adapter` makes one"]
     lost = [name for name in names if not (place / name).is_file()]
-    return found + [without_weights(place) if name == WEIGHT_FILES[0] else name for name in lost]
+    return missing + [without_weights(place) if name == WEIGHT_FILES[0] else name for name in lost]
 
 
 def without_weights(place: Path) -> str:
@@ -279,15 +279,15 @@ def without_weights(place: Path) -> str:
         stem, end = shards[0].split("-")[0], shards[0].rpartition(".")[2]
         return f"{stem}.{end}.index.json (it names the weights in {shards[0]} and its like; copy or download it too)"
     if other := next((name for name in names if name.endswith(WEIGHT_FORMATS)), None):
-        said = "is for llama.cpp" if other.endswith(".gguf") else "is in a format that is not read here"
-        return f"{WEIGHT_FILES[0]} ({other} {said}; give the same model in the format of transformers)"
+        reason = "is for llama.cpp" if other.endswith(".gguf") else "is in a format that is not read here"
+        return f"{WEIGHT_FILES[0]} ({other} {reason}; give the same model in the format of transformers)"
     return WEIGHT_FILES[0]
 
 
 def weight_files(place: Path) -> list[str]:
     """Return the files of a folder that hold the weights: those of the first index or file that `from_pretrained` takes."""
-    found = next((name for name in WEIGHT_FILES if (place / name).is_file()), WEIGHT_FILES[0])
-    return shards_of(place / found) if found.endswith(".index.json") else [found]
+    weight_file = next((name for name in WEIGHT_FILES if (place / name).is_file()), WEIGHT_FILES[0])
+    return shards_of(place / weight_file) if weight_file.endswith(".index.json") else [weight_file]
 
 
 def shards_of(index: Path) -> list[str]:
@@ -304,10 +304,10 @@ def shards_of(index: Path) -> list[str]:
 
 def paths_of(need: HubDataset) -> list[str]:
     """List the paths of a dataset's files on this machine, in the order of their names; empty if it is not here."""
-    place = folder("dataset", need.name)
-    if place and not os.path.isdir(need.name) and (manifest := read_manifest("dataset", need.name)):
-        return [str(place / file) for file in files_of(manifest, need)]
-    return sorted(map(str, place.glob(need.files or "**/*"))) if place else []
+    directory = folder("dataset", need.name)
+    if directory and not os.path.isdir(need.name) and (manifest := read_manifest("dataset", need.name)):
+        return [str(directory / file) for file in files_of(manifest, need)]
+    return sorted(map(str, directory.glob(need.files or "**/*"))) if directory else []
 
 
 def bytes_of(need: HubDataset) -> int:
@@ -321,10 +321,10 @@ def dataset_files(name: str, pattern: str) -> list[str]:
     Raises:
         ConfigError: if no file matches.
     """
-    found = paths_of(HubDataset(name, files=pattern))
-    if not found:
+    paths = paths_of(HubDataset(name, files=pattern))
+    if not paths:
         raise ConfigError(f"no file of {name!r} that matches {pattern!r} is here")
-    return found
+    return paths
 
 
 def load_arguments(need: HubDataset) -> dict:
@@ -347,8 +347,8 @@ def load_arguments(need: HubDataset) -> dict:
     manifest = read_manifest("dataset", need.name)
     if manifest is None or need.config not in manifest["configs"]:
         raise ConfigError(f"{need} was not downloaded")
-    entry, place = manifest["configs"][need.config], folder("dataset", need.name)
-    files = {name: [str(place / file) for file in entry["splits"].get(name, [])] for name in need.split_names}
+    entry, directory = manifest["configs"][need.config], folder("dataset", need.name)
+    files = {name: [str(directory / file) for file in entry["splits"].get(name, [])] for name in need.split_names}
     return {"path": entry["builder"], "data_files": files} | entry["options"]
 
 
@@ -365,8 +365,8 @@ def saved_splits(name: str) -> dict[str, list[str]]:
         folders = {split: Path(name) / split for split in read_json(index)["splits"]}
     else:
         folders = {"train": Path(name)} if (Path(name) / "state.json").is_file() else {}
-    found = {split: read_json(place / "state.json")["_data_files"] for split, place in folders.items()}
-    return {split: [str(folders[split] / file["filename"]) for file in files] for split, files in found.items()}
+    data_files = {split: read_json(path / "state.json")["_data_files"] for split, path in folders.items()}
+    return {split: [str(folders[split] / file["filename"]) for file in files] for split, files in data_files.items()}
 
 
 def folder_problems(flag: str, name: str) -> list[str]:

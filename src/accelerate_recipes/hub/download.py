@@ -127,23 +127,23 @@ def tree(
 ) -> dict[str, dict]:
     """Return size and checksum of each file of a repository, or of a folder in it."""
     entries = api.list_repo_tree(name, inside or None, recursive=recursive, revision=revision, repo_type=repo_type)
-    found = {}
+    files = {}
     for file in (entry for entry in entries if isinstance(entry, RepoFile)):
         checksum = f"sha256:{file.lfs.sha256}" if file.lfs else f"git-sha1:{file.blob_id}"
-        found[file.path] = {"size": file.size, "checksum": checksum}
-    return found
+        files[file.path] = {"size": file.size, "checksum": checksum}
+    return files
 
 
 def files_of_model(plan: dict, listed: dict[str, dict], weights: bool) -> dict[str, dict]:
     names = [name for name in listed for pattern in MODEL_FILES if cache.matches(name, pattern)]
     names = [name for name in names if not name.endswith(".index.json")]
     if weights:
-        found = next((name for name in cache.WEIGHT_FILES if name in listed), None)
-        if found is None:
+        weight_file = next((name for name in cache.WEIGHT_FILES if name in listed), None)
+        if weight_file is None:
             raise ConfigError(f"model {plan['name']!r} has no weights for PyTorch; it has {first_few(listed)}")
-        names.append(found)
-        if found.endswith(".index.json"):
-            names += cache.shards_of(Path(hf_hub_download(plan["name"], found, revision=plan["revision"])))
+        names.append(weight_file)
+        if weight_file.endswith(".index.json"):
+            names += cache.shards_of(Path(hf_hub_download(plan["name"], weight_file, revision=plan["revision"])))
     return {name: listed[name] for name in names}
 
 
@@ -158,8 +158,8 @@ def files_of_config(api: HfApi, plan: dict, need: cache.HubDataset) -> dict[str,
     except ValueError as error:  # it names the existing configurations
         raise ConfigError(f"{need}: {first_line(error)}") from None
     prefix = f"hf://datasets/{full_name}@{plan['revision']}/"
-    found = builder.config.data_files.items()
-    splits = {str(split): [file.removeprefix(prefix) for file in files] for split, files in found}
+    data_files = builder.config.data_files.items()
+    splits = {str(split): [file.removeprefix(prefix) for file in files] for split, files in data_files}
     if unknown := sorted(set(need.split_names) - set(splits)):
         raise ConfigError(f"{need} has no split {', '.join(unknown)}; it has {', '.join(splits)}")
     kind = type(builder).__module__.rpartition(".")[2]
@@ -172,11 +172,11 @@ def files_of_config(api: HfApi, plan: dict, need: cache.HubDataset) -> dict[str,
 def check_download_fits(plans: Sequence[dict]) -> None:
     """Check that the disk has room. Raises ConfigError."""
     needed = sum(total(to_fetch(plan)) for plan in plans)
-    place = existing(Path(constants.HF_HUB_CACHE))
-    free = shutil.disk_usage(place).free
+    folder = existing(Path(constants.HF_HUB_CACHE))
+    free = shutil.disk_usage(folder).free
     if needed > free:
         remedy = "make room, or set HF_HOME to a folder on another disk"
-        raise ConfigError(f"{readable(needed)} are to be fetched, but {place} has {readable(free)} free; {remedy}")
+        raise ConfigError(f"{readable(needed)} are to be fetched, but {folder} has {readable(free)} free; {remedy}")
 
 
 def write_manifest(plan: dict, recipe: str) -> None:
@@ -194,9 +194,9 @@ def write_manifest(plan: dict, recipe: str) -> None:
     files = manifest["files"] | plan["files"]
     manifest["files"] = {file: files[file] for entry in asked.values() for file in entry["files"]}
     manifest["configs"] |= plan["configs"]
-    place = cache.repository(plan["type"], plan["name"])
-    place.mkdir(parents=True, exist_ok=True)
-    write_atomically(place / cache.MANIFEST, json.dumps(manifest, indent=1), own_suffix())
+    folder = cache.repository(plan["type"], plan["name"])
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / cache.MANIFEST, json.dumps(manifest, indent=1), own_suffix())
 
 
 def transfer(plan: dict) -> None:
@@ -231,17 +231,17 @@ def verify() -> str:
 
 def file_problem(manifest: dict, name: str) -> str | None:
     """Return why a downloaded file is not as the Hub has it, with the command that replaces it; None if it is."""
-    place, wanted = cache.snapshot(manifest) / name, manifest["files"][name]["checksum"]
+    path, wanted = cache.snapshot(manifest) / name, manifest["files"][name]["checksum"]
     what = f"{manifest['type']} {manifest['name']}: {name}"
     asked = next(entry for entry in manifest["asked"].values() if name in entry["files"])
     again = f"python -m accelerate_recipes download {asked['recipes'][-1]}"
-    if not place.is_file():
+    if not path.is_file():
         return f"{what} is missing; run: {again}"
-    found = hub_checksum(place, wanted)
-    if found == wanted:
+    actual = hub_checksum(path, wanted)
+    if actual == wanted:
         return None
-    remove = f"rm {shlex.quote(os.path.realpath(place))}"
-    return f"{what} is damaged: its checksum is {found} instead of {wanted}; run: {remove} && {again}"
+    remove = f"rm {shlex.quote(os.path.realpath(path))}"
+    return f"{what} is damaged: its checksum is {actual} instead of {wanted}; run: {remove} && {again}"
 
 
 def hub_checksum(file: Path, expected: str) -> str:

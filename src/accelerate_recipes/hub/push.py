@@ -45,19 +45,19 @@ def name_problems(repo: str) -> list[str]:
 
 def push_problems(repo: str) -> list[str]:
     """List the reasons that prevent a push from this machine, one sentence each, without asking the Hub."""
-    found = name_problems(repo)
+    problems = name_problems(repo)
     if constants.HF_HUB_OFFLINE:
         remedy = "unset it, or push the export later: python -m accelerate_recipes push EXPORT ORG/NAME"
-        found.append(f"a push needs the Hub, and HF_HUB_OFFLINE is set: {remedy}")
+        problems.append(f"a push needs the Hub, and HF_HUB_OFFLINE is set: {remedy}")
     try:
         token = get_token() or ""
     except Exception as error:  # a login by OIDC asks a server
-        return [*found, f"a push needs a token, and the login fails: {type(error).__name__}"]
+        return [*problems, f"a push needs a token, and the login fails: {type(error).__name__}"]
     if not token:
-        found.append("a push needs a token that may write: run `hf auth login`, or set HF_TOKEN")
+        problems.append("a push needs a token that may write: run `hf auth login`, or set HF_TOKEN")
     elif not token.isascii() or not token.isprintable() or " " in token:  # the error of an HTTP library would print it
-        found.append("the token holds characters that no token has; run `hf auth login` again, or set HF_TOKEN anew")
-    return found
+        problems.append("the token holds characters that no token has; run `hf auth login` again, or set HF_TOKEN anew")
+    return problems
 
 
 def push(export: Path, files: Sequence[str], repo: str, *, public: bool = False) -> None:
@@ -79,13 +79,13 @@ def push(export: Path, files: Sequence[str], repo: str, *, public: bool = False)
     if not sys.stderr.isatty():  # a job's log: plain lines
         disable_progress_bars()
     try:
-        said = commit(HfApi(token=token), export, files, repo, public)
+        message = commit(HfApi(token=token), export, files, repo, public)
     # For a failing network or server, or a lack of permission, the Hub's client raises errors without a common class.
     except Exception as error:
         reason = str(error) if isinstance(error, ConfigError) else said_by(error).replace(token, "<token>")
-        said = f"{export} was not pushed: {reason}. It is whole and unchanged; to push it, run: {again}"
-        raise ConfigError(said) from None
-    print(said, flush=True)
+        message = f"{export} was not pushed: {reason}. It is whole and unchanged; to push it, run: {again}"
+        raise ConfigError(message) from None
+    print(message, flush=True)
 
 
 def said_by(error: Exception) -> str:

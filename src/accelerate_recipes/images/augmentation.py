@@ -129,15 +129,15 @@ class Preparation:
         """
         settings, generator = self.augmentation, np.random.default_rng(key)
         first, label = self.decoded(labelled, number)
-        found = {"labels": torch.tensor(label)}
+        sample = {"labels": torch.tensor(label)}
         pixels = self.augmented(first, generator)
         if settings.mixup_alpha or settings.cutmix_alpha:
             (second, other_label), share = self.decoded(labelled, int(generator.integers(count))), 1.0
             if second is not None:
                 pixels, share = self.mixed(pixels, self.augmented(second, generator), generator)
             other_label = label if first is None else other_label
-            found |= {"other_labels": torch.tensor(other_label), "share": torch.tensor(share)}
-        return found | {"pixel_values": normalized(pixels, self.processor)}
+            sample |= {"other_labels": torch.tensor(other_label), "share": torch.tensor(share)}
+        return sample | {"pixel_values": normalized(pixels, self.processor)}
 
     def decoded(self, labelled: Labelling, number: int) -> tuple[Image.Image | None, int]:
         """Return image and label, `labelled(number)`; for a broken image that is left out, no image and no target."""

@@ -60,23 +60,23 @@ def new_vision_config(args: Architecture) -> PreTrainedConfig:
 
 def image_size_problems(args: Architecture) -> list[str]:
     """List the sizes that no new model can have, one sentence each."""
-    if found := args.architecture_problems(None):
-        return found
-    config, found = new_vision_config(args), []
+    if problems := args.architecture_problems(None):
+        return problems
+    config, problems = new_vision_config(args), []
     if not isinstance(size := getattr(config, "image_size", 0), int):
-        found.append(f"--config_overrides: image_size {size}: a new model takes square images; give one number")
+        problems.append(f"--config_overrides: image_size {size}: a new model takes square images; give one number")
     for name, of in (("hidden_size", "num_attention_heads"), ("image_size", "patch_size")):
         size, part = getattr(config, name, 0), getattr(config, of, 1)
         if isinstance(size, int) and isinstance(part, int) and (part < 1 or size % part):
-            found.append(f"--config_overrides: {name} {size} is not a multiple of {of} {part}")
+            problems.append(f"--config_overrides: {name} {size} is not a multiple of {of} {part}")
     if config.model_type == "swin":
         widths = [config.embed_dim * 2**stage for stage in range(len(config.depths))]
         if len(config.num_heads) != len(widths) or 0 in config.num_heads or any(map(mod, widths, config.num_heads)):
-            found.append(
+            problems.append(
                 f"--config_overrides: of depths {config.depths}, the widths are {widths}; num_heads {config.num_heads} must "
                 "have a divisor of each"
             )
-    return found
+    return problems
 
 
 def new_classifier(args: Architecture, names: list[str], dtype: torch.dtype) -> transformers.PreTrainedModel:

@@ -62,20 +62,20 @@ def texts_and_images(rows: datasets.Dataset, args: Any, side: str) -> tuple[data
         rows = rows.remove_columns(others).rename_columns({column: "images"})
     features = datasets.Features({name: undecoded(feature) for name, feature in rows.features.items()})
     forms = {args.mapping.get(name, name): name for form in args.forms for name in (*form.needs, *form.takes)}
-    said = {name: forms[name] for name in features if name in forms and features[name] != datasets.Value("null")}
-    kinds = {name: kind_of_texts(features[name], form) for name, form in said.items()}
+    columns = {name: forms[name] for name in features if name in forms and features[name] != datasets.Value("null")}
+    kinds = {name: kind_of_texts(features[name], form) for name, form in columns.items()}
     others = {name: feature for name, feature in features.items() if name not in UNUSED}
-    given = {"features": features, "said": said, "kinds": kinds, "source": args.origins[side]}
+    given = {"features": features, "said": columns, "kinds": kinds, "source": args.origins[side]}
     make, made = partial(divided, **given, folders=args.folders(side)), datasets.Features(others | kinds | IMAGES)
     how = {"num_proc": args.dataset_num_proc, "desc": "Reading rows", "batch": ROWS_IN_MEMORY}
-    found = map_rows(rows, make, made, code=(sys.modules[__name__],), **how)
+    prepared = map_rows(rows, make, made, code=(sys.modules[__name__],), **how)
     having: dict[str, list[int]] = defaultdict(list)  # rows of which the same was made
-    for number, some in enumerate(found["notes"], 1):
+    for number, some in enumerate(prepared["notes"], 1):
         for note in {*some}:
             having[note].append(number)
     for note, numbers in having.items():
         print_first(f"{args.origins[side]}: {note}, in {len(numbers):,} rows; the first is row {numbers[0]}")
-    return found.remove_columns([*IMAGES]), found.select_columns(["images", "row"])
+    return prepared.remove_columns([*IMAGES]), prepared.select_columns(["images", "row"])
 
 
 def undecoded(feature: Any) -> Any:
@@ -226,9 +226,9 @@ def marked_part(part: Any, named: list[Any], notes: list[str], is_literal: bool)
         return mark_places(part["text"], named, notes, is_literal)
     if kind not in OF_IMAGE:
         raise ValueError(f"a message has a part that is no text and no image, {part!r:.60}; remove the row")
-    if (place := part.get("index")) not in (None, len(named)):
+    if (index := part.get("index")) not in (None, len(named)):
         raise ValueError(
-            f"the image of index {place} stands at place {len(named)}; put images in the order of their places"
+            f"the image of index {index} stands at place {len(named)}; put images in the order of their places"
         )
     name = next((name for name in NAMES if part.get(name)), "")
     image, unread = part.get(name), {field: part[field] for field in part.keys() - {"type", "text", "index", *NAMES}}
@@ -257,14 +257,14 @@ def images_of(row: dict, named: list[Any]) -> list[Any]:
             value = json.loads(value)
         except json.JSONDecodeError:
             raise ValueError(f"its images are {value!r:.60}, which is no list in JSON") from None
-    found = value if isinstance(value, list) else [value]
+    in_column = value if isinstance(value, list) else [value]
     inside = [image for image in named if image is not None]
-    if inside and (found or len(inside) < len(named)):
+    if inside and (in_column or len(inside) < len(named)):
         raise ValueError(
-            f"{len(inside)} of {len(named)} places name their image, and the column of images holds {len(found)}; name "
+            f"{len(inside)} of {len(named)} places name their image, and the column of images holds {len(in_column)}; name "
             "all of them in one way"
         )
-    return inside or found
+    return inside or in_column
 
 
 def file_of(image: Any, folder: str) -> dict[str, Any]:
@@ -276,9 +276,9 @@ def file_of(image: Any, folder: str) -> dict[str, Any]:
     if content is not None or not path or not isinstance(path, str):
         raise ValueError(f"an image is {image!r:.60}; give the path of a file, or bytes")
     if path[:5].lower() == "data:":
-        head, _, said = path.partition(",")
+        head, _, payload = path.partition(",")
         try:
-            content = unquote_to_bytes(said)
+            content = unquote_to_bytes(payload)
             return {"path": None, "bytes": base64.b64decode(content) if head.lower().endswith(";base64") else content}
         except ValueError as error:
             raise ValueError(f"an image is {path!r:.60}, which is not base64: {error}") from None

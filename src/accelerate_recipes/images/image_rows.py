@@ -62,11 +62,11 @@ class ImageRowArgs(FormatArgs):
         return SFT
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
+        problems = super().problems(world_size)
         folder = Path(self.image_folder)
         if not folder.is_dir() and not self.is_elsewhere(folder / "any"):
-            found.append(f"--image_folder {self.image_folder} is no folder here; give one, or put it there")
-        return found
+            problems.append(f"--image_folder {self.image_folder} is no folder here; give one, or put it there")
+        return problems
 
     def folders(self, side: str) -> list[tuple[int, str]]:
         """Return the folders in which the paths of images of a side begin, each with the number of its first row, from 0.
@@ -111,7 +111,7 @@ def load_image_sides(
         texts, images = texts_and_images(rows, args, side)
         written[side], columns[side] = usual_texts(texts, args, source)
         kept = without_controls(written[side], columns[side], processor.tokenizer, stops, source, args.control_tokens)
-        said = checked_texts(kept, columns[side], args, source)
+        checked = checked_texts(kept, columns[side], args, source)
         if len(kept) < len(images):
             images = images.select(np.asarray(kept["row"][:]) - 1).flatten_indices()
         # It is done again once a file has another size or time.
@@ -120,15 +120,15 @@ def load_image_sides(
         measured = map_rows(images, make, datasets.Features(MEASURES), (pictures, sys.modules[__name__]), **how)
         if args.skip_broken_images:
             whole = unbroken(measured, source)
-            said, images, measured = (part.select(whole).flatten_indices() for part in (said, images, measured))
+            checked, images, measured = (part.select(whole).flatten_indices() for part in (checked, images, measured))
         measured = measured.remove_columns("broken")
-        joined = datasets.concatenate_datasets([said, measured.select_columns(["checksums"])], axis=1)
+        joined = datasets.concatenate_datasets([checked, measured.select_columns(["checksums"])], axis=1)
         given = {"columns": columns[side], "weighs": is_weighed(args, columns[side]), "source": source}
         make = partial(parted, **given, marks=marks_of(processor), tokenizer=processor.tokenizer)
         code = (sys.modules[__name__], rendering)
         parts = map_rows(joined, make, PARTED, code, args.dataset_num_proc, "Finding places of images")
-        if settings := [name for name in SETTINGS if name in said.column_names]:
-            parts = datasets.concatenate_datasets([parts, said.select_columns(settings)], axis=1)
+        if settings := [name for name in SETTINGS if name in checked.column_names]:
+            parts = datasets.concatenate_datasets([parts, checked.select_columns(settings)], axis=1)
         check_written(parts, ("messages",), processor.tokenizer, f"{source}, row", args.template_date)
         read[side] = datasets.concatenate_datasets([parts, images, measured], axis=1)
         num_images += sum(map(len, measured["checksums"]))
@@ -140,10 +140,10 @@ def load_image_sides(
     sides = {name: side.remove_columns(ASKED) for name, side in args.sides(read, ASKED).items()}
     rows, first = written["train"], []
     for row in itertools.islice(sides["train"], NUM_COMPARED):
-        said = in_texts(rows[row["row"] - 1], rows.features)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        row_in_texts = in_texts(rows[row["row"] - 1], rows.features)  # pyright: ignore[reportCallIssue, reportArgumentType]
         as_texts = {message["role"] for message in row["messages"] if isinstance(message.get("content"), str)}
-        messages = messages_of_parts(said, columns["train"], is_weighed(args, columns["train"]), as_texts)
-        settings = {name: said[name] for name in SETTINGS if name in said}
+        messages = messages_of_parts(row_in_texts, columns["train"], is_weighed(args, columns["train"]), as_texts)
+        settings = {name: row_in_texts[name] for name in SETTINGS if name in row_in_texts}
         first.append({"messages": messages} | settings | {"images": row["images"]})
     return sides, first
 
@@ -161,12 +161,12 @@ def unbroken(measured: datasets.Dataset, source: str) -> np.ndarray:
     broken = np.array([error is not None for error in errors])
     if broken.any():
         number, first = int(broken.sum()), next(filter(None, errors))
-        said = (
+        message = (
             f"{source}: {number:,} of {len(errors):,} rows have an image that cannot be decoded; the first is {first}"
         )
         if broken.all():
-            raise ConfigError(said)
-        print_first(f"{said}. They are left out")
+            raise ConfigError(message)
+        print_first(f"{message}. They are left out")
     return np.flatnonzero(~broken)
 
 
@@ -193,11 +193,11 @@ def measure(table: pa.Table, first: int, source: str, files: str, skips: bool) -
     made: dict[str, list] = {name: [] for name in MEASURES}
     for row in table.to_pylist():
         sizes, checksums, broken = [], [], None
-        place = f"{source}, row {row['row']}"
+        where = f"{source}, row {row['row']}"
         try:
             for number, image in enumerate(row["images"], 1):
-                content = image_bytes(image, place)
-                named = f"{place}, {image['path'] or f'image {number}'}"
+                content = image_bytes(image, where)
+                named = f"{where}, {image['path'] or f'image {number}'}"
                 sizes.append(decoded(content, named).size if skips else upright_size(content, named))
                 checksums.append(pictures.image_checksum(content))
         except DataError as error:
@@ -253,8 +253,8 @@ def checked_texts(rows: datasets.Dataset, columns: tuple[str, ...], args: Any, s
             f"{source} has messages that are no targets, by their weight or as a prompt, but everything is trained; remove "
             "--assistant_only_loss false"
         )
-    if is_first() and (said := missing_answers(texts, columns[-1], source)):
-        print_first(said.replace(ascii(SEEN)[1:-1], PLACE))
+    if is_first() and (message := missing_answers(texts, columns[-1], source)):
+        print_first(message.replace(ascii(SEEN)[1:-1], PLACE))
     return texts
 
 
@@ -275,18 +275,18 @@ def parted(
     as_texts: dict[frozenset, set[str]] = {}
     typed = re.compile("|".join(map(re.escape, marks)))
     for row in rows_in(table):
-        place, checksums = f"{source}, row {row['row']}", row["checksums"]
+        where, checksums = f"{source}, row {row['row']}", row["checksums"]
         messages = messages_of_parts(row, columns, weighs)
-        if found := next(filter(None, map(typed.search, texts_in([messages, row.get("tools")]))), None):
+        if match := next(filter(None, map(typed.search, texts_in([messages, row.get("tools")]))), None):
             raise DataError(
-                f"{place}: the text {found.string!r:.80} holds {found[0]!r}, which the model would read as an image, a "
+                f"{where}: the text {match.string!r:.80} holds {match[0]!r}, which the model would read as an image, a "
                 "video or a sound; remove it"
             )
         num_places = sum(part == IMAGE for message in messages for part in message.get("content") or ())
         if num_places != len(checksums):
             remedy = f"write {PLACE} in a text, or a part of the type image, where each image stands"
             remedy += "" if checksums else ", or name their column by --columns images=COLUMN"
-            raise DataError(f"{place} has {num_places} places for images, and {len(checksums)} images; {remedy}")
+            raise DataError(f"{where} has {num_places} places for images, and {len(checksums)} images; {remedy}")
         question = beginning({"messages": messages}, "messages")
         asked = checksums[: question.count(json.dumps(IMAGE))]
         roles = frozenset(message["role"] for message in messages if "content" in message)
@@ -324,8 +324,8 @@ def written_as_texts(messages: list[dict], tokenizer: PreTrainedTokenizerBase, s
     roles = sorted({*having})
     for some in itertools.chain.from_iterable(itertools.combinations(roles, n) for n in range(len(roles) + 1)):
         contents = {role: MARK if role in some else known for role in roles}
-        said = [m | {"content": contents[m["role"]]} if isinstance(m.get("content"), list) else m for m in messages]
-        text = unless_refused(partial(tokenizer.apply_chat_template, tokenize=False, **settings), said) or ""
+        trial = [m | {"content": contents[m["role"]]} if isinstance(m.get("content"), list) else m for m in messages]
+        text = unless_refused(partial(tokenizer.apply_chat_template, tokenize=False, **settings), trial) or ""
         number = text.count(MARK) - len(PRINTED.findall(text))
         if number > most:
             best, most = {*some}, number
@@ -337,5 +337,5 @@ def written_as_texts(messages: list[dict], tokenizer: PreTrainedTokenizerBase, s
 def split_at_marks(text: str) -> list[dict]:
     """Divide a text at its marks into parts; an empty text has none."""
     texts = [{"type": "text", "text": between} for between in text.split(SEEN)]
-    found = [part for between in texts for part in (IMAGE, between)][1:]
-    return [part for part in found if part.get("text") != ""]
+    parts = [part for between in texts for part in (IMAGE, between)][1:]
+    return [part for part in parts if part.get("text") != ""]

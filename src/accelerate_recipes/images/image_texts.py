@@ -107,12 +107,12 @@ def document_of(part: Part, tokenizer: PreTrainedTokenizerBase, sizes: Sequence[
     encoded = tokenizer(part.text, add_special_tokens=False, return_attention_mask=False, verbose=False)
     (encoding,) = encoded.encodings  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
     ids: list[int] = encoded["input_ids"]  # pyright: ignore[reportAssignmentType]
-    targets, places = part.targets(encoding), ranges_in(images, encoding)
-    for first, last in places:
+    targets, spans = part.targets(encoding), ranges_in(images, encoding)
+    for first, last in spans:
         targets[first:last] = [False] * (last - first)
     targets = [False] * len(before) + targets + [False] * len(behind)
-    places = [[len(before) + border for border in place] for place in places]
-    return Document(before + ids + behind, targets, part.opened, places)
+    spans = [[len(before) + border for border in span] for span in spans]
+    return Document(before + ids + behind, targets, part.opened, spans)
 
 
 def added_around(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -139,7 +139,7 @@ def expanded(part: Part, sizes: Sequence[Size], texts: ImageTexts) -> tuple[Part
     marks = np.cumsum([len(piece) + len(texts.mark) for piece in (first, *pieces[:-1])] if pieces else [])  # their ends
     grown = np.cumsum([0, *(len(image) - len(texts.mark) for image in written)])
     answers = [
-        tuple(int(place + grown[marks.searchsorted(place, "right")]) for place in answer) for answer in part.answers
+        tuple(int(offset + grown[marks.searchsorted(offset, "right")]) for offset in answer) for answer in part.answers
     ]
     return part._replace(text=text, answers=answers), images
 
@@ -158,7 +158,7 @@ def rendered_documents(
     Raises:
         ConfigError: for a row that cannot be rendered.
     """
-    found = []
+    records = []
     for number, row in enumerate(rows_in(table), first):
         sizes = [*zip(row["widths"], row["heights"], strict=True)]
         try:
@@ -172,8 +172,8 @@ def rendered_documents(
             checksums = row["checksums"][: len(images)]
             differs = texts.differ_alone(sizes[: len(images)])
             columns = (ids, labels, number, opened, begins, ends, checksums, differs)
-            found.append(dict(zip(DOCUMENTS, columns, strict=True)))
-    return pa.Table.from_pylist(found, schema=DOCUMENTS.arrow_schema)
+            records.append(dict(zip(DOCUMENTS, columns, strict=True)))
+    return pa.Table.from_pylist(records, schema=DOCUMENTS.arrow_schema)
 
 
 def cut_documents(table: pa.Table, first: int, longest: int) -> pa.Table:
@@ -186,7 +186,7 @@ def cut_document(document: dict, longest: int) -> dict | None:
     """Cut a document. Returns None if no target is left, and if the image that is left of several has other tokens alone."""
     labels, kept = document["labels"], len(document["labels"])
     if kept > longest:  # tokens of an image are no targets, so images stay whole
-        kept = max((place for place in range(longest) if labels[place] != IGNORE_INDEX), default=-1) + 1
+        kept = max((position for position in range(longest) if labels[position] != IGNORE_INDEX), default=-1) + 1
     number = sum(end <= kept for end in document["image_ends"])
     is_other = number == 1 < len(document["image_ends"]) and document["differs_alone"]
     if is_other or all(label == IGNORE_INDEX for label in labels[1:kept]):  # the first token is no target

@@ -75,7 +75,7 @@ def same_images(train: Labelled, test: Labelled) -> tuple[list[int], int]:
     common = {sizes[number] for number in chosen} & {*of_train} - {None}
     trained = (digest_of(train, number) for number, size in enumerate(of_train) if size in common)
     evaluated = [digest_of(test, number) if sizes[number] in common else None for number in chosen]
-    return [int(chosen[place]) for place in repeated(filter(None, trained), evaluated)], len(chosen)
+    return [int(chosen[position]) for position in repeated(filter(None, trained), evaluated)], len(chosen)
 
 
 def digest_of(side: Labelled, number: int) -> int | None:
@@ -137,9 +137,9 @@ def read_bytes(image: dict) -> bytes:
 
 def image_place(path: str) -> tuple[str, int, int]:
     """Return the file that holds an image, its first byte there, and its size. Raises OSError if there is no such file."""
-    shard, *place = path.rsplit(":", 2)
-    if place and shard.endswith(TAR):
-        offset, size = map(int, place)
+    shard, *extent = path.rsplit(":", 2)
+    if extent and shard.endswith(TAR):
+        offset, size = map(int, extent)
         return shard, offset, size
     return path, 0, os.path.getsize(path)
 
@@ -164,12 +164,12 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
     skip_broken_images: bool = arg(False, "Leave out images that cannot be decoded, instead of ending with an error.")
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
+        messages = super().problems(world_size)
         if self.rand_augment:
             try:
                 from torchvision.transforms import v2  # noqa: F401 # pyright: ignore[reportMissingImports]
             except Exception as error:  # a torchvision for another torch fails with various errors
-                found.append(
+                messages.append(
                     f"--rand_augment needs torchvision, but it cannot be imported: {first_line(error)}; install one "
                     "that was built for this torch, from the same index, or give --rand_augment 0"
                 )
@@ -181,25 +181,27 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
             "--train_files are streamed, and no share of a stream can be held out; give --eval_files: .tar or .parquet "
             "files that are here, or hf://datasets/ORG/NAME/PATH, which is downloaded": self.is_streamed and not files,
         }
-        return found + that_apply(problems)
+        return messages + that_apply(problems)
 
     def file_problems(self, name: str, suffixes: Collection[str], files: Sequence[str] | None = None) -> list[str]:
         if name not in ("train_files", "eval_files"):
             return super().file_problems(name, suffixes)
         named: list[str] = getattr(self, name)
         kinds = (".parquet", TAR)
-        found = super().file_problems(name, kinds, [file for file in named if not is_named_elsewhere(file)])
+        problems = super().file_problems(name, kinds, [file for file in named if not is_named_elsewhere(file)])
         for file in filter(is_named_elsewhere, named):
             if name == "train_files" and not file.endswith(TAR):
-                found.append(f"--{name} {file}: what is streamed must end with {TAR}; download it, or pack it so")
+                problems.append(f"--{name} {file}: what is streamed must end with {TAR}; download it, or pack it so")
             elif name == "eval_files" and not file.startswith(HUB):
-                found.append(f"--{name} {file}: images to evaluate on are not streamed; download it and give its path")
+                problems.append(
+                    f"--{name} {file}: images to evaluate on are not streamed; download it and give its path"
+                )
             elif not file.endswith(kinds):
-                found.append(f"--{name} {file}: its name must end with one of {', '.join(kinds)}")
+                problems.append(f"--{name} {file}: its name must end with one of {', '.join(kinds)}")
             elif file.startswith(HUB):
-                with collecting_errors(found, f"--{name} "):
+                with collecting_errors(problems, f"--{name} "):
                     hub_file(file, streamed=False)
-        return found
+        return problems
 
     @property
     def is_streamed(self) -> bool:
@@ -353,8 +355,8 @@ def members(files: list[str], versions: list) -> Iterator[dict]:
                 else:
                     content = text_of_label(shard.extractfile(member).read(), f"{file}: {member.name}")  # pyright: ignore[reportOptionalMemberAccess]
                 parts.append((stem, is_image, content))
-            for place, label in with_labels(sorted(parts), file):  # the two members of an image may lie apart
-                yield {"image": {"bytes": None, "path": place}, "label": label}
+            for path, label in with_labels(sorted(parts), file):  # the two members of an image may lie apart
+                yield {"image": {"bytes": None, "path": path}, "label": label}
 
 
 class Images(Preparation, torch.utils.data.Dataset):
@@ -378,12 +380,12 @@ class Images(Preparation, torch.utils.data.Dataset):
         epoch, row = divmod(number, len(self)) if number >= 0 else (0, -1)
         try:
             if self.augmentation is None:
-                found = self.evaluated(row)
+                sample = self.evaluated(row)
             else:
-                found = self.trained((self.seed, epoch, max(row, 0)), row, len(self), self.labelled)
+                sample = self.trained((self.seed, epoch, max(row, 0)), row, len(self), self.labelled)
         except DataError as error:
             return {"error": str(error)}
-        return found | {"row": torch.tensor(row)}
+        return sample | {"row": torch.tensor(row)}
 
     def evaluated(self, row: int) -> dict[str, torch.Tensor]:
         """Prepare the image of a row with the model's own processor. Raises DataError."""

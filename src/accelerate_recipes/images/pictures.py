@@ -71,8 +71,8 @@ def image_bytes(image: dict[str, Any], place: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:  # a path with a null character
-        said = getattr(error, "strerror", None) or error
-        raise DataError(f"{place}: the image {path} cannot be read: {said}; put it there, or remove the row") from None
+        cause = getattr(error, "strerror", None) or error
+        raise DataError(f"{place}: the image {path} cannot be read: {cause}; put it there, or remove the row") from None
 
 
 def checked_image(image: dict[str, Any], expected: str, place: str) -> bytes:
@@ -82,10 +82,10 @@ def checked_image(image: dict[str, Any], expected: str, place: str) -> bytes:
         DataError: for a file that has changed, or cannot be read.
     """
     content = image_bytes(image, place)
-    if (found := image_checksum(content)) != expected:
+    if (checksum := image_checksum(content)) != expected:
         raise DataError(
             f"{place}: the image {image['path'] or 'in it'} has changed since the rows were prepared: its checksum is "
-            f"{found}, was {expected}; put it back, or start the run anew with the new one"
+            f"{checksum}, was {expected}; put it back, or start the run anew with the new one"
         )
     return content
 
@@ -124,8 +124,8 @@ def reading_image(place: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = str(error).partition(" <")[0] or type(error).__name__
-        raise DataError(f"{place}: the image cannot be read: {said}; mend the file, or remove the row") from None
+        cause = str(error).partition(" <")[0] or type(error).__name__
+        raise DataError(f"{place}: the image cannot be read: {cause}; mend the file, or remove the row") from None
 
 
 def image_checksum(content: bytes) -> str:
@@ -134,12 +134,12 @@ def image_checksum(content: bytes) -> str:
 
 def keys_of(documents: Iterable[tuple[str, Sequence[Size]]]) -> dict[Key, str]:
     """Map the keys of all images of documents to the first document with it; see `Pictures.texts_for`."""
-    found: dict[Key, str] = {}
-    for place, sizes in documents:
+    keys: dict[Key, str] = {}
+    for where, sizes in documents:
         # A part of the row may have the first image alone.
         for key in [*((*size, len(sizes) > 1) for size in sizes), *((*size, False) for size in sizes[:1])]:
-            found.setdefault(key, place)
-    return found
+            keys.setdefault(key, where)
+    return keys
 
 
 class Pictures:
@@ -159,11 +159,11 @@ class Pictures:
             DataError: for a size that the processor refuses.
         """
         texts = {}
-        for key, place in keys_of(documents).items():
+        for key, where in keys_of(documents).items():
             try:
                 texts[key] = zlib.compress(self.of_size(*key)[0].encode())
             except ValueError as error:
-                raise DataError(f"{place}: {error}") from error
+                raise DataError(f"{where}: {error}") from error
         return ImageTexts(self.processor.image_token, texts)
 
     def of_size(self, width: int, height: int, is_among_others: bool) -> tuple[str, dict[str, torch.Tensor]]:
@@ -221,8 +221,8 @@ def known_sizes(
     """
     wanted = keys_of(documents)
     folder = Path(datasets.config.HF_DATASETS_CACHE) / f"image-sizes-{version_of(processor, config)}"
-    found = {key: row for file in folder.glob("*.parquet") for key, row in by_key(read_sizes(file)).items()}
-    if missing := sorted(wanted.keys() - found.keys()):
+    known = {key: row for file in folder.glob("*.parquet") for key, row in by_key(read_sizes(file)).items()}
+    if missing := sorted(wanted.keys() - known.keys()):
         columns = dict(zip(("width", "height", "is_among_others"), map(list, zip(*missing, strict=True)), strict=True))
         make = partial(of_sizes, processor=processor, config=config)
         number = num_proc or num_processes(len(missing) * ROWS_A_SIZE)
@@ -232,12 +232,12 @@ def known_sizes(
         if len(kept := made.filter(pc.field("refused").is_null())):
             file = folder / f"{xxhash.xxh3_128_hexdigest(json.dumps(missing).encode())}.parquet"
             made_once(file, lambda partial_file: pq.write_table(kept, partial_file, write_page_checksum=True))
-        found |= by_key(made)
-    for key, place in wanted.items():
-        if refused := found[key]["refused"]:
-            raise DataError(f"{place}: {refused}")
-    texts = ImageTexts(processor.image_token, {key: found[key]["text"] for key in wanted})
-    return texts, {key: found[key]["patches"] for key in wanted}
+        known |= by_key(made)
+    for key, where in wanted.items():
+        if refused := known[key]["refused"]:
+            raise DataError(f"{where}: {refused}")
+    texts = ImageTexts(processor.image_token, {key: known[key]["text"] for key in wanted})
+    return texts, {key: known[key]["patches"] for key in wanted}
 
 
 def version_of(processor: ProcessorMixin, config: PreTrainedConfig) -> str:
@@ -296,11 +296,11 @@ def render_with_images(row: dict, processor: ProcessorMixin, **settings: Any) ->
         DataError: for an image that cannot be read.
     """
     tokenizer = processor.tokenizer
-    place = "one of the first rows"
-    images = [decoded(image_bytes(image, place), f"{place}, {image['path']}") for image in row["images"]]
+    where = "one of the first rows"
+    images = [decoded(image_bytes(image, where), f"{where}, {image['path']}") for image in row["images"]]
     sizes = [image.size for image in images]
     row = row | {"widths": [width for width, _ in sizes], "heights": [height for _, height in sizes]}
-    documents = render_documents(row, tokenizer, Pictures(processor).texts_for([(place, sizes)]), **settings)
+    documents = render_documents(row, tokenizer, Pictures(processor).texts_for([(where, sizes)]), **settings)
     if documents:
         # A processor takes settings that its template does not name for its own.
         given = {name: value for name, value in settings_of(row).items() if name in str(processor.chat_template)}
@@ -308,8 +308,8 @@ def render_with_images(row: dict, processor: ProcessorMixin, **settings: Any) ->
         messages = with_images(read, images)
         (ids,) = processor.apply_chat_template([messages], tokenize=True, **given)
         if documents[-1].ids != [*ids]:
-            place = shared_length(documents[-1].ids, ids)
-            raise ValueError(f"token {place + 1} is another of the processor: images stand elsewhere than in training")
+            where = shared_length(documents[-1].ids, ids)
+            raise ValueError(f"token {where + 1} is another of the processor: images stand elsewhere than in training")
     if images and row.get("pixels"):
         before, now = row["pixels"], pixels_shown(processor, images)
         # Releases of PIL and numpy may round otherwise; another mean, size or filter changes more.
@@ -338,11 +338,11 @@ def processor_of(export: Path, tokenizer: PreTrainedTokenizerBase) -> ProcessorM
 def with_images(messages: Sequence[dict], images: Iterable[Image.Image]) -> list[dict]:
     """Put images at their places into messages, as the processors of transformers take them."""
     rest = iter(images)
-    found = []
+    filled = []
     for message in messages:
         parts = [part | ({"image": next(rest)} if part["type"] == "image" else {}) for part in parts_in(message)]
-        found.append(message | ({"content": parts} if parts else {}))
-    return found
+        filled.append(message | ({"content": parts} if parts else {}))
+    return filled
 
 
 def marks_of(processor: ProcessorMixin) -> list[str]:

@@ -84,8 +84,8 @@ class PackedDocuments(Packed):
     def __getitem__(self, number: int) -> dict[str, Any]:
         row = super().__getitem__(number)
         read = [self.read[number] for number in row.pop("of_row")]
-        images = [found["images"][: len(sums)] for found, sums in zip(read, row["checksums"], strict=True)]
-        return row | {"images": images, "places": [f"{self.source}, row {found['row']}" for found in read]}
+        images = [source_row["images"][: len(sums)] for source_row, sums in zip(read, row["checksums"], strict=True)]
+        return row | {"images": images, "places": [f"{self.source}, row {source_row['row']}" for source_row in read]}
 
 
 class ImageCollator:
@@ -134,10 +134,10 @@ class ImageCollator:
         Raises:
             DataError: for a file that has changed since the rows were prepared.
         """
-        for images, checksums, place in zip(row["images"], row["checksums"], row["places"], strict=True):
+        for images, checksums, where in zip(row["images"], row["checksums"], row["places"], strict=True):
             for number, (image, of_image) in enumerate(zip(images, checksums, strict=True), 1):
-                said = f"{place}, image {number}"
-                yield decoded(checked_image(image, of_image, said), said)
+                image_name = f"{where}, image {number}"
+                yield decoded(checked_image(image, of_image, image_name), image_name)
 
     def show(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Make a batch to show: rows with padding, and small images, by the places of their tokens in a row."""
@@ -160,18 +160,18 @@ class ImageCollator:
             documents.append(self.blank)
         batch = join_documents(self.base, documents)
         batch["labels"][text_positions(batch["position_ids"]) == 0] = IGNORE_INDEX
-        return batch | {"places": [place for row in rows for place in row["places"]]}
+        return batch | {"places": [where for row in rows for where in row["places"]]}
 
 
 def documents_to_try(collate: ImageCollator) -> list[dict[str, torch.Tensor]]:
     """Make documents with two images, with none and with one, of two sizes and colours, for `check_whole`."""
-    tokenizer, found = collate.processor.tokenizer, []
+    tokenizer, documents = collate.processor.tokenizer, []
     for sizes in (SIZES_TO_TRY, [], SIZES_TO_TRY[1:]):
         texts = [collate.pictures.of_size(*size, len(sizes) > 1)[0] for size in sizes]
         ids: Any = tokenizer("1".join(["2 ", *texts, " 3 4 5"]), add_special_tokens=False)["input_ids"]
-        images = [Image.new("RGB", size, (10, 20, 30 + 50 * len(found) + size[0])) for size in sizes]
-        found.append(collate.document(ids, ids, images))
-    return found
+        images = [Image.new("RGB", size, (10, 20, 30 + 50 * len(documents) + size[0])) for size in sizes]
+        documents.append(collate.document(ids, ids, images))
+    return documents
 
 
 def prepare_with_images(
@@ -204,12 +204,14 @@ def prepare_with_images(
         given = {"tokenizer": tokenizer, "date": args.template_date, "texts": texts, "source": source}
         make, code = partial(rendered_documents, **given, **how), (image_texts, rendering)
         make_all = partial(map_rows, rows, make, DOCUMENTS, code, args.dataset_num_proc, f"Tokenizing {use}")
-        whole[side] = found = local_main_process_first(make_all)
-        check_answers_are_left(rows, found, use)
-        check_room(found, longest)
+        whole[side] = tokenized = local_main_process_first(make_all)
+        check_answers_are_left(rows, tokenized, use)
+        check_room(tokenized, longest)
         if side == "train":
-            added, first = tell_of_rendering(rows, found, tokenizer, how)
-        cut_all = partial(map_rows, found, partial(cut_documents, longest=longest), DOCUMENTS, desc="Cutting documents")
+            added, first = tell_of_rendering(rows, tokenized, tokenizer, how)
+        cut_all = partial(
+            map_rows, tokenized, partial(cut_documents, longest=longest), DOCUMENTS, desc="Cutting documents"
+        )
         cut[side] = local_main_process_first(cut_all)
         check_rows_are_left(sides, {side: cut[side]}, args.max_length)
         lengths = lengths_of(cut[side])
@@ -243,12 +245,12 @@ def prepare_with_images(
 def patches_in(documents: datasets.Dataset, read: datasets.Dataset, patches: Patches) -> list[int]:
     """List the patches of all tiles of the images of documents."""
     read = read.select_columns(["widths", "heights"])
-    found = []
+    counts = []
     for number, sums in zip(documents["of_row"], documents["checksums"], strict=True):
         row = read[number]
         for width, height, _ in zip(row["widths"], row["heights"], sums, strict=False):
-            found += patches[width, height, len(sums) > 1]
-    return found
+            counts += patches[width, height, len(sums) > 1]
+    return counts
 
 
 def flops_with_images(args: Any, rows: PackedDocuments, num_targets: int) -> Callable[[PreTrainedModel], Flops]:
@@ -311,8 +313,8 @@ def check_room(documents: datasets.Dataset, longest: int) -> None:
         ConfigError: if none does: texts alone would be trained.
     """
     begins, ends = (np.array([sum(numbers) for numbers in documents[name]]) for name in ("image_begins", "image_ends"))
-    found = (ends - begins)[ends > begins]
-    fewest, most = (found.min(), found.max()) if len(found) else (0, 0)
+    num_tokens = (ends - begins)[ends > begins]
+    fewest, most = (num_tokens.min(), num_tokens.max()) if len(num_tokens) else (0, 0)
     if fewest >= longest:
         raise ConfigError(
             f"the images of a row take {fewest:,} to {most:,} tokens, and --max_length is {longest:,}: no answer is left; "
@@ -322,11 +324,11 @@ def check_room(documents: datasets.Dataset, longest: int) -> None:
 
 def with_pixels(rows: list[dict], processor: ProcessorMixin, places: Sequence[str]) -> list[dict]:
     """Return rows with some of the values of their `pixels`; see `pixels_shown`. `places` name the rows in errors."""
-    found = []
-    for row, place in zip(rows, places, strict=True):
-        images = [decoded(image_bytes(image, place), f"{place}, {image['path']}") for image in row["images"]]
-        found.append(row | {"pixels": pixels_shown(processor, images) if images else []})
-    return found
+    extended = []
+    for row, where in zip(rows, places, strict=True):
+        images = [decoded(image_bytes(image, where), f"{where}, {image['path']}") for image in row["images"]]
+        extended.append(row | {"pixels": pixels_shown(processor, images) if images else []})
+    return extended
 
 
 def with_files(run: Run[Any], rows: list[dict]) -> list[dict]:
@@ -335,7 +337,7 @@ def with_files(run: Run[Any], rows: list[dict]) -> list[dict]:
     Raises:
         ConfigError: if a file of the user is in the way.
     """
-    folder, found = run.output_dir.resolve() / "images", []
+    folder, saved = run.output_dir.resolve() / "images", []
     for row in rows:
         images = []
         for image in row["images"]:
@@ -349,5 +351,5 @@ def with_files(run: Run[Any], rows: list[dict]) -> list[dict]:
                 file.write_bytes(image["bytes"])
                 image = {"path": str(file), "bytes": None}
             images.append(image)
-        found.append(row | {"images": images})
-    return found
+        saved.append(row | {"images": images})
+    return saved

@@ -89,21 +89,21 @@ def with_labels(parts: Iterable[tuple[str, bool, T]], shard: str) -> Iterator[tu
     """
     names = set()
     for name, same in groupby(parts, key=lambda part: part[0]):
-        found: dict[bool, T] = {}
+        pair: dict[bool, T] = {}
         for _, is_image, content in same:
-            if is_image in found or name in names:
+            if is_image in pair or name in names:
                 raise DataError(
                     f"{shard} has two {'images' if is_image else 'labels'} called {name}; give each image its own name, and "
                     "put its two members one after the other"
                 )
-            found[is_image] = content
+            pair[is_image] = content
         names.add(name)
-        if len(found) < 2:
+        if len(pair) < 2:
             raise DataError(
-                f"{shard}: {name} has no {'label' if True in found else 'image'} beside it; the members {name}.jpg and "
+                f"{shard}: {name} has no {'label' if True in pair else 'image'} beside it; the members {name}.jpg and "
                 f"{name}.cls must follow each other"
             )
-        yield found[True], found[False]
+        yield pair[True], pair[False]
 
 
 def stream_images(chunks: Iterable[bytes], first: int, *, shard: str, stride: int) -> Iterator[TarImage]:
@@ -168,24 +168,24 @@ class ImageShards(Preparation):
     def tokens(
         self, shard: int, documents: Sequence[tuple[int, TarImage]], first: int = 0, epoch: int = 0
     ) -> Iterator[np.ndarray]:
-        for _, found in documents:
-            if found.label not in self.number_of:
+        for _, image in documents:
+            if image.label not in self.number_of:
                 raise DataError(
-                    f"{self.shards[shard]}, {found.name}: the label {found.label!r} is none of the {some_names(self.names)} "
+                    f"{self.shards[shard]}, {image.name}: the label {image.label!r} is none of the {some_names(self.names)} "
                     "classes of the images to evaluate on; give --eval_files with images of each class"
                 )
 
-        def labelled(place: int) -> tuple[Image.Image, int]:
-            _, found = documents[place]
-            with reading(f"{self.shards[shard]}, {found.name}: the image"):
-                return self.checked(decode(found.content)), self.number_of[found.label]
+        def labelled(position: int) -> tuple[Image.Image, int]:
+            _, image = documents[position]
+            with reading(f"{self.shards[shard]}, {image.name}: the image"):
+                return self.checked(decode(image.content)), self.number_of[image.label]
 
-        for place in range(first, len(documents)):
-            index, _ = documents[place]
-            found = self.trained((self.seed, epoch, shard, index), place, len(documents), labelled)
+        for position in range(first, len(documents)):
+            index, _ = documents[position]
+            image = self.trained((self.seed, epoch, shard, index), position, len(documents), labelled)
             row = np.empty(1, dtype=object)
             # Use arrays, because each tensor from a worker would need a file descriptor.
-            row[0] = {name: value.numpy() for name, value in found.items()} | {"row": np.array([epoch, shard, index])}
+            row[0] = {name: value.numpy() for name, value in image.items()} | {"row": np.array([epoch, shard, index])}
             yield row
 
 

@@ -50,9 +50,9 @@ def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
         f"{local_world} processes on this machine, which has {num_devices} GPUs; "
         f"launch with --num_processes {num_devices} per machine at most": 0 < num_devices < local_world,
     }
-    found = that_apply(problems) + (fp8_problems(env) if precision == "fp8" else [])
-    found += parallelism_problems(env) if is_on(env, "ACCELERATE_USE_PARALLELISM_CONFIG") else []
-    return found + (fsdp_problems(env, num_devices) if is_on(env, "ACCELERATE_USE_FSDP") else [])
+    messages = that_apply(problems) + (fp8_problems(env) if precision == "fp8" else [])
+    messages += parallelism_problems(env) if is_on(env, "ACCELERATE_USE_PARALLELISM_CONFIG") else []
+    return messages + (fsdp_problems(env, num_devices) if is_on(env, "ACCELERATE_USE_FSDP") else [])
 
 
 def fp8_problems(env: Mapping[str, str]) -> list[str]:
@@ -85,8 +85,8 @@ def fp8_layers(model: transformers.PreTrainedModel) -> set[str]:
     """
     layers, experts = linear_layers_and_experts(model)
     if experts:
-        said = f"{type(model).__name__} keeps the experts of a layer in one weight ({experts[0]}, ...)"
-        raise ConfigError(f"mixed_precision: fp8 is for linear layers, but {said}; set `mixed_precision: bf16`")
+        problem = f"{type(model).__name__} keeps the experts of a layer in one weight ({experts[0]}, ...)"
+        raise ConfigError(f"mixed_precision: fp8 is for linear layers, but {problem}; set `mixed_precision: bf16`")
     fitting = [name for name, layer in layers.items() if layer.in_features % 16 == layer.out_features % 16 == 0]
     return {name for name in fitting if ".lora_" not in name}
 

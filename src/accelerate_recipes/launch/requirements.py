@@ -62,24 +62,24 @@ class Requirements:
 
 def write_problems(args: TrainArgs) -> list[str]:
     """List the directories that a run must write to but cannot, one sentence each."""
-    found = []
+    problems = []
     for name in WRITTEN_FOLDERS:
         directory = getattr(args, name, None)
         if directory:
             if name != "output_dir" and os.path.isdir(directory) and os.listdir(directory):
                 continue  # it holds prepared data, perhaps of somebody else, which are only read
             if why := refusal(directory):
-                found.append(f"--{name} {directory} cannot be written to: {why}; give another")
+                problems.append(f"--{name} {directory} cannot be written to: {why}; give another")
         elif directory == "" and name != "pretokenize":  # an empty --pretokenize means off
-            found.append(f"--{name} is empty; name a folder")
+            problems.append(f"--{name} is empty; name a folder")
     if args.fills_caches:
         for name in list(CACHE_FOLDERS)[: 1 if args.data_cache_dir else 2]:
             directory = cache_of_library(name)
             if why := refusal(directory):
                 of_hub = f"HF_HUB_CACHE to {constants.HF_HUB_CACHE} if the models lie there"
                 remedy = f"set HF_HOME to a folder of your own, and {of_hub}"
-                found.append(f"{directory} cannot be written to: {why}; {remedy}")
-    return found
+                problems.append(f"{directory} cannot be written to: {why}; {remedy}")
+    return problems
 
 
 def cache_of_library(variable: str) -> Path:
@@ -91,36 +91,38 @@ def push_to_hub_problems(args: TrainArgs, *, from_here: bool) -> list[str]:
     """List what prevents the push of --push_to_hub, one sentence each. Rank 0 pushes, perhaps from another machine."""
     if not args.push_to_hub:
         return []
-    found = push.push_problems(args.push_to_hub) if from_here else push.name_problems(args.push_to_hub)
-    return [f"--push_to_hub: {problem}" for problem in found]
+    problems = push.push_problems(args.push_to_hub) if from_here else push.name_problems(args.push_to_hub)
+    return [f"--push_to_hub: {problem}" for problem in problems]
 
 
 def lacking_problems(needs: Sequence[cache.Need], command: Sequence[str]) -> list[str]:
     """List the requirements that are missing here, and how to download them. `command` is the recipe with its arguments."""
-    found, place = [], constants.HF_HUB_CACHE
+    problems, hub_cache = [], constants.HF_HUB_CACHE
     lacking = {need: names for need in needs if (names := cache.lacking(need))}
     for need, names in lacking.items():
         if os.path.isdir(need.name):
-            found.append(f"{need.name} is a folder, but lacks {', '.join(names)}")
+            problems.append(f"{need.name} is a folder, but lacks {', '.join(names)}")
         elif cache.is_path(need.name):
-            found.append(f"{need}: no such folder{near_path(need.name)}")
+            problems.append(f"{need}: no such folder{near_path(need.name)}")
         elif names == [cache.ALL]:
-            found.append(f"{need} is not in {place}")
+            problems.append(f"{need} is not in {hub_cache}")
         else:
-            found.append(f"{need} is incomplete in {place}, it lacks {', '.join(names)}")
+            problems.append(f"{need} is incomplete in {hub_cache}, it lacks {', '.join(names)}")
     if not all(cache.is_path(need.name) for need in lacking):
-        said = "HF_HUB_OFFLINE is set; " if constants.HF_HUB_OFFLINE else ""
-        found.append(f"{said}where there is internet, run: python -m accelerate_recipes download {shlex.join(command)}")
-    return found
+        reason = "HF_HUB_OFFLINE is set; " if constants.HF_HUB_OFFLINE else ""
+        problems.append(
+            f"{reason}where there is internet, run: python -m accelerate_recipes download {shlex.join(command)}"
+        )
+    return problems
 
 
 def needs_problems(needed: Requirements, command: Sequence[str]) -> tuple[list[str], list[str]]:
     """List what is missing here and no run could download, and, as warnings, what a run would download."""
     may_lack = [] if constants.HF_HUB_OFFLINE else [need for need in needed.needs if not cache.is_path(need.name)]
     must_be = [need for need in needed.needs if need not in may_lack]
-    found = lacking_problems(may_lack, command)
-    found += ["without that, the run reads it from the Hub itself, and needs internet"] if found else []
-    return lacking_problems(must_be, command), found
+    downloads = lacking_problems(may_lack, command)
+    downloads += ["without that, the run reads it from the Hub itself, and needs internet"] if downloads else []
+    return lacking_problems(must_be, command), downloads
 
 
 def check_models(
@@ -136,7 +138,7 @@ def check_models(
     """
     models, others, problems = [], [], []
     for name in needed.models:
-        if (place := cache.folder("model", name)) and (place / "config.json").is_file():
+        if (folder := cache.folder("model", name)) and (folder / "config.json").is_file():
             with collecting_errors(problems):
                 model = check_model(name, needed.kind)
                 (models if name == args.base_model else others).append(model)
@@ -169,13 +171,13 @@ def model_problems(
     PEFT is not imported: it may import bitsandbytes, which looks at the GPUs before the process has chosen its own.
     """
     of_trained = {} if is_trained else {"FSDP_TRANSFORMER_CLS_TO_WRAP": ""}
-    found = wrap_problems(model, {**env, **of_trained}) + attention_problems(args, model, env)
-    with collecting_errors(found):
+    problems = wrap_problems(model, {**env, **of_trained}) + attention_problems(args, model, env)
+    with collecting_errors(problems):
         if args.use_peft and is_trained:
             adapters.targets(model, args)
         if env.get("ACCELERATE_MIXED_PRECISION") == "fp8":
             fp8_layers(model)
-    return found
+    return problems
 
 
 def attention_problems(args: TrainArgs, model: transformers.PreTrainedModel, env: Mapping[str, str]) -> list[str]:

@@ -54,14 +54,14 @@ def acquire(file: Path, owner: dict) -> dict | None:
                 json.dump(owner, opened, indent=1)
             return None
         except FileExistsError:
-            found = read(file), touched(file)
-            if found[1] is None:  # released since
+            snapshot = read(file), touched(file)
+            if snapshot[1] is None:  # released since
                 continue
             if other := living_owner(file, owner):
                 return other
         takeover = file.with_name(f"{file.stem}-takeover.json")
         if acquire(takeover, owner) is None:
-            if (read(file), touched(file)) == found:
+            if (read(file), touched(file)) == snapshot:
                 file.unlink(missing_ok=True)
             takeover.unlink(missing_ok=True)
 

@@ -99,9 +99,9 @@ def tell_launcher(message: str) -> bool:
     if not file:
         return False
     # The launcher names the first process to fail, by whole seconds. Those that it ends then may end in the same second.
-    said = {"message": message, "extraInfo": {"timestamp": int(time.time()) - 1}}
+    failure = {"message": message, "extraInfo": {"timestamp": int(time.time()) - 1}}
     with contextlib.suppress(OSError):
-        write_atomically(Path(file), json.dumps({"message": said}))
+        write_atomically(Path(file), json.dumps({"message": failure}))
         # Before it restarts its processes, it prints no message.
         restarts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
         if int(restarts[0]) >= int(restarts[1]) and os.getppid() == _launcher:

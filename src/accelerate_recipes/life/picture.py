@@ -25,8 +25,8 @@ class Bars(NamedTuple):
         width = 0.8 / len(self.values)
         colors = ("0.75", "tab:orange", "tab:blue")
         for i, (series, values) in enumerate(self.values.items()):
-            places = [place + (i - (len(self.values) - 1) / 2) * width for place in range(len(values))]
-            drawn = axes.bar(places, list(values.values()), width * 0.95, label=series, color=colors[i % 3])
+            positions = [tick + (i - (len(self.values) - 1) / 2) * width for tick in range(len(values))]
+            drawn = axes.bar(positions, list(values.values()), width * 0.95, label=series, color=colors[i % 3])
             axes.bar_label(drawn, fmt="%.3g", fontsize=8)
             axes.set_xticks(range(len(values)), list(values))
         axes.set(ylabel=self.unit, title=self.title)
@@ -57,16 +57,16 @@ def draw_run(path: Path, records: list[dict], chart: Chart | None, panels: Seque
     columns = 2 if number in (2, 4) else min(3, number)
     rows = -(-number // columns)
     figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")
-    places = list(figure.subplots(rows, columns, squeeze=False).ravel())
-    for curve, panel in zip(places, panels, strict=False):
+    all_axes = list(figure.subplots(rows, columns, squeeze=False).ravel())
+    for curve, panel in zip(all_axes, panels, strict=False):
         for label, name in panel.names.items():
             plot(curve, records, name, label, markersize=4)
         curve.set(xlabel="optimizer step", title=panel.title)
         curve.grid(alpha=0.3)
         curve.legend()
     if chart:
-        chart.draw(places[len(panels)])
-    for unused in places[number:]:
+        chart.draw(all_axes[len(panels)])
+    for unused in all_axes[number:]:
         unused.remove()
     figure.savefig(path, dpi=110)
 
@@ -90,8 +90,8 @@ def plot(axes: Any, records: Sequence[dict], name: str, label: str | None, **sty
 
 def points_of(records: Sequence[dict], name: str) -> list[tuple[int, float]]:
     """List the steps that have a value, with the value."""
-    found = [(record["step"], record.get(name)) for record in records]
-    return [(step, value) for step, value in found if isinstance(value, int | float) and math.isfinite(value)]
+    pairs = [(record["step"], record.get(name)) for record in records]
+    return [(step, value) for step, value in pairs if isinstance(value, int | float) and math.isfinite(value)]
 
 
 def spoken(name: str) -> str:
@@ -107,10 +107,10 @@ def draw_images(path: Path, images: Sequence[tuple[np.ndarray, str, bool]], titl
     rows = -(-len(images) // columns)
     figure = Figure(figsize=(1.35 * columns, 0.4 + 1.75 * rows), layout="constrained")
     figure.suptitle(title, fontsize=11)
-    places = figure.subplots(rows, columns, squeeze=False).ravel()
-    for place in places:
-        place.axis("off")
-    for place, (image, text, is_right) in zip(places, images, strict=False):
-        place.imshow(image)
-        place.set_title(text, fontsize=7, color="black" if is_right else "red")
+    all_axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes in all_axes:
+        axes.axis("off")
+    for axes, (image, text, is_right) in zip(all_axes, images, strict=False):
+        axes.imshow(image)
+        axes.set_title(text, fontsize=7, color="black" if is_right else "red")
     figure.savefig(path, dpi=110)

@@ -120,13 +120,13 @@ def update_status(output_dir: Path, **changes: object) -> None:
 
 def read_attempts(output_dir: Path) -> list[dict]:
     """Read attempts.jsonl without damaged lines. A full disk, for example, may have cut a line."""
-    file, found = output_dir / "attempts.jsonl", []
+    file, attempts = output_dir / "attempts.jsonl", []
     for line in file.read_bytes().split(b"\n") if file.exists() else []:
         with contextlib.suppress(ValueError, RecursionError):
             entry = json.loads(line)
             if isinstance(entry, dict) and {"job", "step"} <= entry.keys():
-                found.append(entry)
-    return found
+                attempts.append(entry)
+    return attempts
 
 
 def write_attempts(output_dir: Path, attempts: list[dict]) -> None:
@@ -178,8 +178,8 @@ def of_this_run(attempts: list[dict]) -> list[dict]:
     """
     is_new = [entry.get("from") == 0 and (b["step"] or b.get("state") == "failed") for b, entry in pairwise(attempts)]
     anew = [i for i, new in enumerate(is_new, start=1) if new]
-    found = attempts[anew[-1] :] if anew else attempts
-    return found[:1] + [entry for before, entry in pairwise(found) if not only_exported(before, entry)]
+    current = attempts[anew[-1] :] if anew else attempts
+    return current[:1] + [entry for before, entry in pairwise(current) if not only_exported(before, entry)]
 
 
 def only_exported(before: dict, attempt: dict) -> bool:

@@ -107,7 +107,7 @@ def raise_if_requested(accelerator: Accelerator) -> None:
 
 def reason() -> str:
     """Return on all ranks the causes of the stop; remove the file `stop`, so that the next run may start."""
-    found = on_all_ranks(requested())
+    causes = on_all_ranks(requested())
     if is_first_of_machine() and _file is not None:  # each machine may have an output directory of its own
         _file.unlink(missing_ok=True)
-    return ", ".join(dict.fromkeys(filter(None, found)))
+    return ", ".join(dict.fromkeys(filter(None, causes)))

@@ -172,8 +172,8 @@ class Watch:
         ranks_at = defaultdict(list)
         for rank, sign in now.items():
             ranks_at[sign["at"]].append(rank)
-        places = sorted(ranks_at.items(), key=lambda item: len(item[1]))  # small groups first
-        return "; ".join([self._lateness(), *(f"rank {', '.join(map(str, r))} at {place}" for place, r in places)])
+        groups = sorted(ranks_at.items(), key=lambda item: len(item[1]))  # small groups first
+        return "; ".join([self._lateness(), *(f"rank {', '.join(map(str, r))} at {where}" for where, r in groups)])
 
     def _end(self, message: str) -> None:
         self.gave_up.set()

@@ -38,8 +38,8 @@ def start_fork_server(*, of_loaders: bool = True) -> None:
     if len(os.fsencode(folder)) > LONGEST_FOLDER:
         if not of_loaders:
             return
-        said = f"--dataloader_num_workers: the path of {folder}, which will hold a socket"
-        raise ConfigError(f"{said}, is longer than {LONGEST_FOLDER} bytes; set TMPDIR to a shorter one, such as /tmp")
+        prefix = f"--dataloader_num_workers: the path of {folder}, which will hold a socket"
+        raise ConfigError(f"{prefix}, is longer than {LONGEST_FOLDER} bytes; set TMPDIR to a shorter one, such as /tmp")
     if of_loaders:
         multiprocessing.set_start_method("forkserver", force=True)
     # The resource tracker, the server and the workers inherit the blocked signals.

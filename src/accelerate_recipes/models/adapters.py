@@ -114,23 +114,23 @@ def targets(model: transformers.PreTrainedModel, args: TrainArgs) -> dict[str, l
             f"there are {', '.join(kinds)}"
         )
     of_layers = [end for end in ends if ending_with([end], layers)]
-    found = {"target_modules": of_layers}
+    adapted = {"target_modules": of_layers}
     if sees_images(model.config):  # the tower may have layers of these names: name layers whole
         chosen = (ending_with([end], in_text) or ending_with([end], layers) for end in of_layers)
-        found["target_modules"] = sorted({*itertools.chain(*chosen)})
+        adapted["target_modules"] = sorted({*itertools.chain(*chosen)})
     parents = {name.rpartition(".")[0] for name in ending_with(of_layers, experts)}
     chosen = [end for end in ends if ending_with([end], experts)]
     others = [name for name in experts if name.rpartition(".")[0] in parents and not ending_with(chosen, [name])]
     chosen += sorted({".".join(name.split(".")[-2:]) for name in others})
     taken = NAMES_OF_EXPERTS.get(TYPES.get(model.config.model_type, ""), ())
-    mistaken = [end for end in found["target_modules"] if end.rpartition(".")[2] in taken]
+    mistaken = [end for end in adapted["target_modules"] if end.rpartition(".")[2] in taken]
     if chosen or mistaken:
-        found["target_modules"] = [end for end in found["target_modules"] if end not in mistaken]
+        adapted["target_modules"] = [end for end in adapted["target_modules"] if end not in mistaken]
         names = [name for name, _ in model.named_parameters()]
         of_experts = (own_ends(end, experts, names) for end in chosen)
         weights = [f"{name}.weight" for name in layers]
         of_mistaken = (own_ends(f"{end}.weight", weights, names) for end in mistaken)
-        found["target_parameters"] = [*itertools.chain(*of_experts, *of_mistaken)]
+        adapted["target_parameters"] = [*itertools.chain(*of_experts, *of_mistaken)]
         settings = {"--lora_dropout above 0": args.lora_dropout, "--use_dora": args.use_dora}
         settings |= {"--load_in_4bit": args.load_in_4bit, "dynamo_backend in the accelerate YAML": is_compiled()}
         if refused := [setting for setting, is_on in settings.items() if is_on]:
@@ -140,7 +140,7 @@ def targets(model: transformers.PreTrainedModel, args: TrainArgs) -> dict[str, l
                 f"--use_peft: {type(model).__name__} {why} ({', '.join(chosen or mistaken)}), whose adapters do not work "
                 f"with {' and '.join(refused)}; change that, or name other layers: --lora_target_modules {' '.join(free)}"
             )
-    return found
+    return adapted
 
 
 def own_ends(end: str, own: Collection[str], names: Iterable[str]) -> list[str]:
@@ -314,7 +314,7 @@ def row_lengths(layers: Mapping[str, LoraLayer], source: Source | None) -> dict[
             name: source.whole(weight_of(name, layers[name])).to(weights[name].dtype).float().norm(dim=1)  # pyright: ignore
             for name in share(list(layers))
         }
-        lengths = {name: length for found in on_all_ranks(of_rank) for name, length in found.items()}
+        lengths = {name: length for part in on_all_ranks(of_rank) for name, length in part.items()}
 
     def check() -> None:
         for name, length in lengths.items():
@@ -393,13 +393,13 @@ def names_in_base(
     Raises:
         ConfigError: if the files use other names.
     """
-    found = parts_in_files(model, base, weights)
-    if lacking := {name for names in found.values() for name in names} - base.keys():
+    parts = parts_in_files(model, base, weights)
+    if lacking := {name for names in parts.values() for name in names} - base.keys():
         raise ConfigError(
             f"--merge_adapter: there is no {min(lacking)} in the files of the model, which name weights otherwise than "
             f"{type(model).__name__} does; remove it"
         )
-    return found
+    return parts
 
 
 def merged(
@@ -438,10 +438,10 @@ def merged(
 
     def lengths(weights: tuple[str, ...], name: str) -> torch.Tensor:
         """Return DoRA's length of each row of a tensor in the files, as a column; NaN where no adapter is."""
-        found = {weight: torch.full((shapes[weight][0], 1), torch.nan) for weight in weights}
-        for weight in layers.keys() & found.keys():
-            found[weight] = adapter[f"{layers[weight][0]}.lora_magnitude_vector.{NAME}.weight"].float().unsqueeze(1)
-        return as_in_files(plain, found, base)[name]
+        norms = {weight: torch.full((shapes[weight][0], 1), torch.nan) for weight in weights}
+        for weight in layers.keys() & norms.keys():
+            norms[weight] = adapter[f"{layers[weight][0]}.lora_magnitude_vector.{NAME}.weight"].float().unsqueeze(1)
+        return as_in_files(plain, norms, base)[name]
 
     def weight_named(name: str) -> torch.Tensor:
         if name in extended:

@@ -43,7 +43,7 @@ def width_of_heads(layer: PreTrainedConfig) -> int:
 def class_of(config: PreTrainedConfig) -> Any:
     """Return the class of a decoder, of text alone or of images and text; None if it is not from transformers."""
     mappings = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return next((found for mapping in mappings if (found := mapping.get(type(config), None))), None)
+    return next((model_class for mapping in mappings if (model_class := mapping.get(type(config), None))), None)
 
 
 @functools.cache

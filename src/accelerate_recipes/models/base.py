@@ -41,13 +41,13 @@ class Base:
 
 def folder_of_base(name: str, revision: str | None) -> Path:
     """Return the folder of a pretrained model. Raises ConfigError if it holds no weights."""
-    place = cache.repository("model", name) / "snapshots" / revision if revision else Path(name)
-    if not any((place / file).is_file() for file in cache.WEIGHT_FILES):
+    folder = cache.repository("model", name) / "snapshots" / revision if revision else Path(name)
+    if not any((folder / file).is_file() for file in cache.WEIGHT_FILES):
         raise ConfigError(
-            f"{place.absolute()} holds no weights, but the export needs those of {name}; put them back (if relative, start "
+            f"{folder.absolute()} holds no weights, but the export needs those of {name}; put them back (if relative, start "
             "in the folder of the run), or export with --text_only_export what was trained of a whole model"
         )
-    return place
+    return folder
 
 
 def open_base(model: transformers.PreTrainedModel, name: str, revision: str | None) -> Base:
@@ -58,11 +58,11 @@ def open_base(model: transformers.PreTrainedModel, name: str, revision: str | No
     """
     with torch.device("meta"):  # a loaded model would also carry the names that transformers changed as it loaded
         plain = type(model)(model.config)
-    place = folder_of_base(name, revision)
-    tensors = pretrained.mapped_weights(place)
-    files = pretrained.names_in_files(plain, str(place), tensors)
+    folder = folder_of_base(name, revision)
+    tensors = pretrained.mapped_weights(folder)
+    files = pretrained.names_in_files(plain, str(folder), tensors)
     read = {tensor for tensor, *_ in pretrained.conversions(plain, files)}
-    if is_text_part(plain.config, pretrained.load_config(str(place))):
+    if is_text_part(plain.config, pretrained.load_config(str(folder))):
         rest = tensors.keys() - {files[weight] for weight in read}
     else:
         ignored = plain._keys_to_ignore_on_load_unexpected or ()
@@ -116,7 +116,7 @@ def form_differences(
     rows = getattr(model.config.get_text_config(), "vocab_size", None)
     is_classifier = model.get_output_embeddings() is None
     ties = {*tied, *model.all_tied_weights_keys.values()}
-    found = []
+    differences = []
     for weights in sorted(of_base.keys() | of_export.keys()):
         theirs, ours = of_base.get(weights, {}), of_export.get(weights, {})
         if (is_classifier and pretrained.is_new(weights[0], model)) or (weights[0] in ties and not (theirs and ours)):
@@ -130,21 +130,21 @@ def form_differences(
         kinds = [{tensor.is_floating_point() for tensor in side.values()} for side in (theirs, ours)]
         is_same = shapes[0] == shapes[1] if theirs.keys() == ours.keys() else theirs and ours and sizes[0] == sizes[1]
         if not is_same or kinds[0] != kinds[1]:
-            found.append(f"{with_shapes(theirs)} in the base, {with_shapes(ours)} in the export")
-    return found
+            differences.append(f"{with_shapes(theirs)} in the base, {with_shapes(ours)} in the export")
+    return differences
 
 
 def tensors_by_weight(
     model: transformers.PreTrainedModel, tensors: Mapping[str, torch.Tensor]
 ) -> dict[tuple[str, ...], dict[str, torch.Tensor]]:
     """Group tensors in files by the weights of a model that they form: several, if these are published as one tensor."""
-    parts, found = parts_in_files(model, (), model.state_dict()), {}
+    parts, groups = parts_in_files(model, (), model.state_dict()), {}
     together: dict[str, tuple[str, ...]] = {}
     for weight, names in parts.items():
         together[names[0]] = (*together.get(names[0], ()), weight)
     for name, weight, *_ in pretrained.conversions(model, tensors):
-        found.setdefault(together[parts[weight][0]], {})[name] = tensors[name]
-    return found
+        groups.setdefault(together[parts[weight][0]], {})[name] = tensors[name]
+    return groups
 
 
 def kept_in_fp32(model: transformers.PreTrainedModel, base: Mapping[str, torch.Tensor]) -> set[str]:
@@ -154,14 +154,14 @@ def kept_in_fp32(model: transformers.PreTrainedModel, base: Mapping[str, torch.T
     `base` although most of its values are narrower.
     """
     listed = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
-    found = {*named_by(listed, model.state_dict())}
+    kept = {*named_by(listed, model.state_dict())}
     values = [tensor for tensor in base.values() if tensor.is_floating_point()]
     narrow = sum(tensor.numel() for tensor in values if tensor.dtype.itemsize < 4)
     if 2 * narrow > sum(tensor.numel() for tensor in values):
         for weights, tensors in tensors_by_weight(model, base).items():
             if all(tensor.dtype == torch.float32 for tensor in tensors.values()):
-                found |= {*weights}
-    return found
+                kept |= {*weights}
+    return kept
 
 
 def named_by(modules: Sequence[str], weights: Iterable[str]) -> list[str]:
@@ -173,17 +173,17 @@ def named_by(modules: Sequence[str], weights: Iterable[str]) -> list[str]:
 def check_one_dtype(model: transformers.PreTrainedModel, name: str) -> None:
     """Raise ConfigError for a model of which transformers would load some trained weights in fp32, the others in bf16."""
     weights = [weight for weight, _ in model.named_parameters()]
-    if found := named_by([*(model._keep_in_fp32_modules_strict or ())], weights):
+    if kept := named_by([*(model._keep_in_fp32_modules_strict or ())], weights):
         raise ConfigError(
-            f"{name} is a {model.config.model_type}, which keeps {found[0]} in fp32, but --optim adamw_bf16_kahan keeps the "
+            f"{name} is a {model.config.model_type}, which keeps {kept[0]} in fp32, but --optim adamw_bf16_kahan keeps the "
             "weights in bf16, and FSDP shards those of a layer in one dtype; give another --optim"
         )
 
 
 def with_shapes(tensors: Mapping[str, torch.Tensor]) -> str:
     """Name tensors with their shapes and dtypes, at most two."""
-    said = [f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in sorted(tensors.items())]
-    return first_few(said, 2) or "none"
+    names = [f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in sorted(tensors.items())]
+    return first_few(names, 2) or "none"
 
 
 def check_export_form(model: transformers.PreTrainedModel, name: str) -> None:
@@ -196,10 +196,10 @@ def check_export_form(model: transformers.PreTrainedModel, name: str) -> None:
     with torch.device("meta"):
         plain = type(model)(model.config)
     written = as_in_files(plain, plain.state_dict(), base.files if base.rest and is_decoder(model) else ())
-    if found := form_differences(plain, base.weights, written, plain.all_tied_weights_keys):
+    if differences := form_differences(plain, base.weights, written, plain.all_tied_weights_keys):
         raise ConfigError(
             f"an export of {name} would not have the form of its files, so that other programs might not read it: "
-            f"{'; '.join(found[: pretrained.NUM_NAMED])}; give another model, or train adapters alone (--use_peft)"
+            f"{'; '.join(differences[: pretrained.NUM_NAMED])}; give another model, or train adapters alone (--use_peft)"
         )
 
 
@@ -220,8 +220,8 @@ def described(
     by_size = sorted(weights.items(), key=lambda weight: weight[1].nbytes)  # so that each rank reads about as much
     with ThreadPoolExecutor() as threads:
         lines = list(threads.map(line, share(by_size) if by_all else by_size))
-    found = itertools.chain(*on_all_ranks(lines)) if by_all else lines
-    checksum = xxhash.xxh3_128_hexdigest("".join(sorted(found)).encode())
+    all_lines = itertools.chain(*on_all_ranks(lines)) if by_all else lines
+    checksum = xxhash.xxh3_128_hexdigest("".join(sorted(all_lines)).encode())
     return {"name": name, "revision": revision, "checksum": checksum}
 
 

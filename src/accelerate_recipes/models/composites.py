@@ -94,15 +94,15 @@ def weights_by_part(model: transformers.PreTrainedModel) -> dict[str, list[nn.Pa
     A projector lies beside the tower, or inside it, as the mergers of Qwen-VL and GLM do.
     """
     text, tower = children_of(model)
-    found: dict[str, list[nn.Parameter]] = {part: [] for part in PARTS_OF_WHOLE}
+    weights: dict[str, list[nn.Parameter]] = {part: [] for part in PARTS_OF_WHOLE}
     for name, parameter in model.base_model.named_parameters():
         child, *rest = name.split(".")
         in_projector = child != tower or any("merger" in part for part in rest)
         part = "language_model" if child == text else "multi_modal_projector" if in_projector else "vision_tower"
         if "audio" not in child:
-            found[part].append(parameter)
-    found["language_model"] += model.get_output_embeddings().parameters()
-    return found
+            weights[part].append(parameter)
+    weights["language_model"] += model.get_output_embeddings().parameters()
+    return weights
 
 
 def unused_parameters(model: transformers.PreTrainedModel) -> list[nn.Parameter]:
@@ -118,7 +118,7 @@ def unused_parameters(model: transformers.PreTrainedModel) -> list[nn.Parameter]
     read = getattr(model.config, "vision_feature_layer", None)
     if read is not None:
         # Of the states before the first layer and behind each.
-        last = max(place % (number + 1) for place in (read if isinstance(read, list | tuple) else [read]))
+        last = max(layer % (number + 1) for layer in (read if isinstance(read, list | tuple) else [read]))
         lists = [part for part in parts[tower].modules() if isinstance(part, nn.ModuleList) and len(part) == number]
         unused += [*lists[0][last:], *(part for name, part in parts[tower].named_modules() if name == "post_layernorm")]
     return [parameter for part in unused for parameter in part.parameters()]
@@ -153,12 +153,12 @@ def check_tokens(batch: dict[str, Any], model: nn.Module) -> None:
     if not known or "input_ids" not in batch:
         return
     ids = batch["input_ids"]
-    found = torch.isin(ids, torch.tensor([*known])).nonzero().tolist()
-    if found:
-        place: tuple[int, ...] = tuple(found[0])
-        token, rows = int(ids[place]), (batch["row"] + 1).tolist()
-        named = rows[place[0]] if len(rows) == len(ids) else " or ".join(map(str, rows))
-        raise DataError(stands_for_image(named, place[1], token, known[token]))
+    positions = torch.isin(ids, torch.tensor([*known])).nonzero().tolist()
+    if positions:
+        position: tuple[int, ...] = tuple(positions[0])
+        token, rows = int(ids[position]), (batch["row"] + 1).tolist()
+        named = rows[position[0]] if len(rows) == len(ids) else " or ".join(map(str, rows))
+        raise DataError(stands_for_image(named, position[1], token, known[token]))
 
 
 def stands_for_image(row: int | str, place: int, token: int, field: str, before: str = "") -> str:
@@ -181,17 +181,17 @@ def places_of_parts(model: transformers.PreTrainedModel, names: Collection[str])
     last = path.rpartition(".")[2]
     root = path.removesuffix(last)
     inside = [name.removeprefix(root) for name in own if name.startswith(root)]
-    places = [name.removesuffix(f"{last}.weight") for name in names if f".{name}".endswith(f".{last}.weight")]
+    candidates = [name.removesuffix(f"{last}.weight") for name in names if f".{name}".endswith(f".{last}.weight")]
     # Heads that predict several tokens may have another embedding. Take the one among most weights of the text part.
-    place = max(sorted(places), key=lambda place: sum(place + name in names for name in inside), default=root)
-    found = {f"{root}{part}.": f"{place}{part}." for part in (name.split(".")[0] for name in inside)}
+    prefix = max(sorted(candidates), key=lambda prefix: sum(prefix + name in names for name in inside), default=root)
+    prefixes = {f"{root}{part}.": f"{prefix}{part}." for part in (name.split(".")[0] for name in inside)}
     # Search a part outside of the text part's root, such as the output layer, from the place of the text part upwards.
     for part in {f"{name.split('.')[0]}." for name in own if not name.startswith(root)}:
-        above = place
+        above = prefix
         while above and not any(name.startswith(above + part) for name in names):
             above = above[: above.rfind(".", 0, -1) + 1]
-        found[part] = above + part
-    return found
+        prefixes[part] = above + part
+    return prefixes
 
 
 def name_in_whole(name: str, places: dict[str, str]) -> str:
@@ -211,5 +211,5 @@ def layers_in_whole(ends: Collection[str], places: dict[str, str]) -> str:
 
 def names_of_class(model: transformers.PreTrainedModel, names: Collection[str]) -> dict[str, str]:
     """Map `names` (see `places_of_parts`) to the names in the class of the text part; leave out names of other parts."""
-    parts = {place: part for part, place in places_of_parts(model, names).items()}
+    parts = {prefix: part for part, prefix in places_of_parts(model, names).items()}
     return {name: name_in_whole(name, parts) for name in names if f"{name}.".startswith(tuple(parts))}

@@ -47,13 +47,13 @@ class Architecture:
         """List why no new model can be made, one sentence each; `max_length` and `decided` are those of `new_config`."""
         if not self.from_scratch:
             return []
-        config, found = try_config(self, None, max_length, decided)
+        config, problems = try_config(self, None, max_length, decided)
         if config and max_length and max_length > (longest := max_positions(config)):
-            found.append(
+            problems.append(
                 f"--max_length is {max_length}, but the model is made for max_position_embeddings {longest}; set that in "
                 f"--config_overrides to {max_length} or more"
             )
-        return found
+        return problems
 
 
 def new_config(
@@ -67,9 +67,9 @@ def new_config(
     Raises:
         ConfigError: with everything that is wrong with the arguments.
     """
-    config, found = try_config(args, tokenizer, max_length, decided)
+    config, problems = try_config(args, tokenizer, max_length, decided)
     if config is None:
-        raise ConfigError(error_list("No new model can be made", found))
+        raise ConfigError(error_list("No new model can be made", problems))
     return config
 
 
@@ -86,8 +86,8 @@ def try_config(
         wanted = args.kind.auto.removeprefix("Auto")
         return None, [f"{title}: transformers has no {wanted} of this type{close}"]
     title = "--config_overrides" if args.config_overrides else title
-    if found := field_problems(config_class, args.config_overrides):
-        return None, [f"{title}: {problem}" for problem in found]
+    if problems := field_problems(config_class, args.config_overrides):
+        return None, [f"{title}: {problem}" for problem in problems]
     usual: dict[str, Any] = {"pad_token_id": None}  # where rows are packed
     # ModernBERT's decoder must have one.
     if any(f.name == "pad_token_id" and f.type is int for f in fields(config_class)):
@@ -101,15 +101,15 @@ def try_config(
     values = {name: value for name, value in usual.items() if name in names} | decided | args.config_overrides
     try:
         # transformers only warns of unknown keys in `rope_parameters`, and of factors in the wrong order.
-        with mock.patch.object(modeling_rope_utils.logger, "warning", found.append):
+        with mock.patch.object(modeling_rope_utils.logger, "warning", problems.append):
             config = config_class(**nested(values, config_class.attribute_map))
         args.kind.check(config, f"--model_type {args.model_type}")
-        found += size_problems(config.get_text_config())
+        problems += size_problems(config.get_text_config())
     except ConfigError as error:
         return None, [str(error)]
     except Exception as error:  # each class of configurations checks its fields in its own way
         return None, [f"{title}: {one_line(error)}"]
-    return None if found else config, [f"{title}: {problem}" for problem in dict.fromkeys(found)]
+    return None if problems else config, [f"{title}: {problem}" for problem in dict.fromkeys(problems)]
 
 
 def has_positions(config_class: type[PreTrainedConfig], max_length: int, overrides: Mapping[str, Any]) -> bool:
@@ -129,58 +129,60 @@ def has_positions(config_class: type[PreTrainedConfig], max_length: int, overrid
 
 def field_problems(config_class: type[PreTrainedConfig], overrides: Mapping[str, Any], path: str = "") -> list[str]:
     """List names that are no fields of a class of configurations, or of a class nested in it, and impossible values."""
-    known, found, inner = field_names(config_class), [], {}
+    known, problems, inner = field_names(config_class), [], {}
     for name, value in overrides.items():
         first, _, rest = name.partition(".")
         if first not in known:
-            found.append(f"a {config_class.model_type} has no field {path}{first}{suggestion(first, known, 0.6)}")
+            problems.append(f"a {config_class.model_type} has no field {path}{first}{suggestion(first, known, 0.6)}")
         elif isinstance(value, float) and not math.isfinite(value):
-            found.append(f"{path}{name} is {value}; it must be a finite number")
+            problems.append(f"{path}{name} is {value}; it must be a finite number")
         elif "layer" in name and isinstance(value, int) and value > MOST_LAYERS:  # some classes make a list of them
-            found.append(f"{path}{name} is {value}; it must be at most {MOST_LAYERS}")
+            problems.append(f"{path}{name} is {value}; it must be at most {MOST_LAYERS}")
         elif rest:
             inner.setdefault(first, {})[rest] = value
     if twice := {config_class.attribute_map.get(name) for name in overrides} & {*overrides}:
-        found.append(f"{', '.join(sorted(twice))} is set under two names, of {', '.join(overrides)}; give one of them")
+        problems.append(
+            f"{', '.join(sorted(twice))} is set under two names, of {', '.join(overrides)}; give one of them"
+        )
     for first, values in inner.items():
         if spec := config_class.sub_configs_defaults.get(first):
-            found += field_problems(type(spec.default_config), values, f"{path}{first}.")
-    return found
+            problems += field_problems(type(spec.default_config), values, f"{path}{first}.")
+    return problems
 
 
 def size_problems(config: PreTrainedConfig) -> list[str]:
     """List sizes that contradict each other. transformers would make a model of them that cannot compute."""
 
     def number(*names: str) -> tuple[str, int]:
-        found = {f.name: getattr(config, f.name) for f in fields(config) if f.name in names}
-        return next(((name, value) for name, value in found.items() if isinstance(value, int) and value), (names[0], 0))
+        sizes = {f.name: getattr(config, f.name) for f in fields(config) if f.name in names}
+        return next(((name, value) for name, value in sizes.items() if isinstance(value, int) and value), (names[0], 0))
 
     dropouts = {name: Range(min=0, below=1) for name in vars(config) if "drop" in name}
-    found = []
+    problems = []
     for name, limits in (RANGES | dropouts).items():
         value = getattr(config, name, None)
         if type(value) in (int, float) and (problem := limits.problem(value)):
-            found.append(f"{name} is {value}; {problem}")
+            problems.append(f"{name} is {value}; {problem}")
     (_, heads), (_, groups) = number("num_attention_heads"), number("num_key_value_heads")
-    if groups and heads % groups and not found:
-        found.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
+    if groups and heads % groups and not problems:
+        problems.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
     (name, experts), (chosen, num_chosen) = number(*EXPERTS), number(*CHOSEN_EXPERTS)
     if experts and num_chosen > experts:
-        found.append(f"{chosen} is {num_chosen}, but {name} is {experts}")
-    return found
+        problems.append(f"{chosen} is {num_chosen}, but {name} is {experts}")
+    return problems
 
 
 def nested(values: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
     """Turn dotted names into sections, {"a.b": 1} into {"a": {"b": 1}}, and other names of a field into its proper name."""
-    found: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for name, value in values.items():
         first, *rest = name.split(".")
         *path, last = aliases.get(first, first), *rest
-        section = found
+        section = tree
         for part in path:
             section = section.setdefault(part, {})
         section[last] = copy.deepcopy(value)  # classes of configurations change lists in place
-    return found
+    return tree
 
 
 def check_belong_together(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -189,9 +191,9 @@ def check_belong_together(config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
     Raises:
         ConfigError: with everything that does not fit.
     """
-    found = []
+    problems = []
     if len(tokenizer) > config.vocab_size:
-        found.append(
+        problems.append(
             f"the tokenizer has {len(tokenizer):,} tokens, the model's vocab_size is {config.vocab_size:,}; "
             f"set vocab_size in --config_overrides to {len(tokenizer)} or more, or --tokenizer_name to the model's own"
         )
@@ -199,8 +201,8 @@ def check_belong_together(config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
         theirs = getattr(tokenizer, name)
         ours = getattr(config, name, theirs)
         if theirs is not None and theirs not in (ours if isinstance(ours, list) else [ours]):
-            found.append(
+            problems.append(
                 f"the tokenizer's {name} is {theirs}, the model's is {ours}; leave it out of --config_overrides, or give "
                 "the model's own tokenizer"
             )
-    raise_problems("Model and data do not belong together", found)
+    raise_problems("Model and data do not belong together", problems)

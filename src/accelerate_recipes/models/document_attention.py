@@ -66,11 +66,11 @@ def documents(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     window = -1 if sliding_window is None else sliding_window - 1
-    found = varlen_attn(
+    attended = varlen_attn(
         query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
         scale=scaling, window_size=(window, 0), **GROUPED_HEADS,
     )  # fmt: skip
-    return found.unflatten(0, (rows, length)), None
+    return attended.unflatten(0, (rows, length)), None
 
 
 def blocks(ends: torch.Tensor, window: int) -> Iterator[tuple[slice, slice, torch.Tensor]]:
@@ -98,13 +98,13 @@ def probabilities(query: torch.Tensor, key: torch.Tensor, unseen: torch.Tensor, 
 def _attend_on_cpu(query, key, value, ends, _, max_q, max_k, is_causal=False, scale=None, window_size=(-1, -1), *args):
     repeats = query.shape[1] // key.shape[1]
     wide_key, wide_value = (t.repeat_interleave(repeats, 1) for t in (key, value))
-    found = torch.empty_like(query)
+    attended = torch.empty_like(query)
     for rows, columns, unseen in blocks(ends, window_size[0]):
         weights = probabilities(query[rows], wide_key[columns], unseen, scale or query.shape[-1] ** -0.5)
-        found[rows] = torch.einsum("hqk,khd->qhd", weights, wide_value[columns].float()).to(query.dtype)
+        attended[rows] = torch.einsum("hqk,khd->qhd", weights, wide_value[columns].float()).to(query.dtype)
     # The backward pass on a GPU needs these values; the backward pass below computes them again.
     lse = torch.empty(query.shape[1], query.shape[0])
-    return found, lse, torch.zeros(2, dtype=torch.uint64)
+    return attended, lse, torch.zeros(2, dtype=torch.uint64)
 
 
 @_varlen_attn_backward.register_kernel("cpu")

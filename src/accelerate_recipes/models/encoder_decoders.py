@@ -56,8 +56,8 @@ def dropouts(config: PreTrainedConfig, rate: float) -> dict[str, float]:
     without end.
     """
     kinds = ("dropout_rate", "dropout", "attention_dropout", "activation_dropout")
-    found = {kind: rate for kind in kinds if hasattr(config, kind)}
-    return found | {kind: 0.0 for kind in ("encoder_layerdrop", "decoder_layerdrop") if hasattr(config, kind)}
+    rates = {kind: rate for kind in kinds if hasattr(config, kind)}
+    return rates | {kind: 0.0 for kind in ("encoder_layerdrop", "decoder_layerdrop") if hasattr(config, kind)}
 
 
 def encoder_decoder_on_meta(

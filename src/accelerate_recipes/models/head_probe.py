@@ -86,13 +86,13 @@ def compared(model: Any, tokens: torch.Tensor, loss_fn: LossOfTokens, name: str)
             print_first(f"{UNTRIED.format(name)} its loss without whole logits is that of its logits")
             return ""
         try:
-            found, trains = loss_and_trained(model, tokens, loss_fn)
+            losses, trains = loss_and_trained(model, tokens, loss_fn)
         except Exception as error:
             return f"a tiny {name} cannot be computed: {one_line(error)}"
         if other := sorted(trained ^ trains):
             return f"a tiny {name} trains {len(trains)} of {len(trained)} parameters, without {other[0]}"
-        own = own[: len(found)]
-        far = ((found - own).abs() / own.abs()).max()
+        own = own[: len(losses)]
+        far = ((losses - own).abs() / own.abs()).max()
         if not far <= NEAR:
             return f"the loss of a tiny {name} is {100 * float(far):.2g} % off"
     return ""

@@ -45,10 +45,10 @@ def check_whole(config: PreTrainedConfig, name: str, attention: str, documents: 
     pairs = {"the loss": (sum(losses), packed)}
     pairs |= {f"the gradient of its {part}": (gradients[part], of_packed[part]) for part in gradients}
     far = {what: distance(*some) for what, some in pairs.items()}
-    if found := [f"{what} by {value:.0%}" for what, value in far.items() if not value <= NEAR]:
+    if diffs := [f"{what} by {value:.0%}" for what, value in far.items() if not value <= NEAR]:
         raise ConfigError(
             f"a {config.model_type} as {name} does not compute the documents of a packed row with images as it would alone: "
-            f"{', '.join(found)} differ; give another model, or another release of transformers ({transformers.__version__})"
+            f"{', '.join(diffs)} differ; give another model, or another release of transformers ({transformers.__version__})"
         )
 
 
@@ -62,7 +62,7 @@ def computed(
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Compute a loss of each of some packed rows, and the gradients of their sum, by parts of the model."""
     base = image_model_on_meta(model.config).base_model
-    found: list[torch.Tensor] = []
+    losses: list[torch.Tensor] = []
     model.zero_grad()
     with torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for row in rows:
@@ -70,13 +70,13 @@ def computed(
             lengths = [document["input_ids"].shape[1] for document in row]
             # Any loss will do; it reads each token of a document, at the same place of it, in another direction.
             wanted = [torch.randn(n, states.shape[-1], generator=torch.Generator().manual_seed(n)) for n in lengths]
-            found.append((states * torch.cat(wanted)).sum())
-            found[-1].backward()
+            losses.append((states * torch.cat(wanted)).sum())
+            losses[-1].backward()
     gradients = {
         part: torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
         for part, parameters in weights_by_part(model).items()
     }
-    return [loss.detach() for loss in found], gradients
+    return [loss.detach() for loss in losses], gradients
 
 
 def with_few_words(

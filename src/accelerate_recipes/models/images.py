@@ -59,8 +59,8 @@ def positions_of(base: Any, document: dict[str, torch.Tensor]) -> torch.Tensor:
     if "image_grid_thw" not in document:
         return text.expand(4, *text.shape)
     settings = {name: document[name] for name in ("mm_token_type_ids", "image_grid_thw")}
-    places, _ = base.get_rope_index(input_ids=ids, **settings)
-    return torch.cat([text[None], places])
+    rope_index, _ = base.get_rope_index(input_ids=ids, **settings)
+    return torch.cat([text[None], rope_index])
 
 
 def join_images(values: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
@@ -93,8 +93,8 @@ def image_masks(config: PreTrainedConfig, batch: dict[str, Any]) -> dict[str, An
     # An image begins behind another token, or with its document.
     begins = is_image & (is_first | ~pad(is_image, (1, -1)))
     image = begins.cumsum(-1)
-    place = torch.arange(positions.shape[-1], device=positions.device)
-    distance = place[:, None] - place
+    index = torch.arange(positions.shape[-1], device=positions.device)
+    distance = index[:, None] - index
     same_image = (image[:, :, None] == image[:, None]) & is_image[:, :, None] & is_image[:, None]
     causal = (distance >= 0).expand_as(same_image)
     window = distance < text.sliding_window
@@ -142,23 +142,23 @@ class ImageModelArgs:
     def image_model_problems(self) -> list[str]:
         """List problems of these arguments, and of others that do not fit such a model, one sentence each."""
         args: Any = self
-        found = []
+        problems = []
         if all(getattr(args, f"freeze_{part}") for part in PARTS_OF_WHOLE):
-            found.append("--freeze_language_model with the other two leaves nothing to train; remove one")
+            problems.append("--freeze_language_model with the other two leaves nothing to train; remove one")
         if args.use_peft and args.freeze_language_model:
-            found.append(
+            problems.append(
                 "--freeze_language_model: the adapters of --use_peft lie in the text part; remove one of the two"
             )
         if args.use_peft and not args.freeze_vision_tower:
-            found.append(
+            problems.append(
                 "--freeze_vision_tower false: --use_peft trains adapters alone, in the text part; remove one of the two, or "
                 "name layers of the tower by --lora_target_modules"
             )
         if args.load_in_4bit:
-            found.append("--load_in_4bit does not work yet with a model that sees images; remove it")
+            problems.append("--load_in_4bit does not work yet with a model that sees images; remove it")
         if args.text_only_export:
-            found.append("--text_only_export: the whole model is trained, not its text part alone; remove it")
-        return found
+            problems.append("--text_only_export: the whole model is trained, not its text part alone; remove it")
+        return problems
 
 
 def check_image_model(config: PreTrainedConfig, name: str) -> None:

@@ -73,16 +73,16 @@ def documents_of(position_ids: torch.Tensor) -> Unpacking | None:
     lengths = ends.diff()
     if len(lengths) == len(position_ids):
         return None
-    groups, places, taken = [], torch.empty(position_ids.numel(), dtype=torch.int64), 0
+    groups, indices, taken = [], torch.empty(position_ids.numel(), dtype=torch.int64), 0
     for numbers in alike(lengths.tolist()):
         own = lengths[numbers, None]
         steps = torch.arange(int(own.max()))
-        # Places beyond the end of a document repeat its last token; `places` leaves them out.
+        # Places beyond the end of a document repeat its last token; `indices` leaves them out.
         groups.append(ends[numbers, None] + steps.minimum(own - 1))
-        places[groups[-1][steps < own]] = taken + (steps < own).flatten().nonzero().flatten()
+        indices[groups[-1][steps < own]] = taken + (steps < own).flatten().nonzero().flatten()
         taken += groups[-1].numel()
     device = position_ids.device
-    return Unpacking(position_ids.shape, [group.to(device) for group in groups], places.to(device))
+    return Unpacking(position_ids.shape, [group.to(device) for group in groups], indices.to(device))
 
 
 def alike(lengths: list[int]) -> list[list[int]]:
@@ -105,8 +105,8 @@ def unpack_documents(model: transformers.PreTrainedModel, mixers: Collection[str
     Returns:
         These modules.
     """
-    found = [module for module in model.modules() if type(module).__name__ in mixers]
-    return take_over(model, found, by_document, begin, end)
+    modules = [module for module in model.modules() if type(module).__name__ in mixers]
+    return take_over(model, modules, by_document, begin, end)
 
 
 def take_over(
@@ -167,7 +167,7 @@ def by_document(forward: Callable, *args: Any, **kwargs: Any) -> Any:
         kwargs |= {} if is_told else dict.fromkeys(kwargs.keys() & BOUNDARIES)
         return forward(*args, **kwargs)
     kwargs |= dict.fromkeys(kwargs.keys() & OF_ROWS)
-    found = []
+    outputs = []
     with Keeping(None):  # a mixer inside a mixer already gets documents
         for group in documents.groups:
             some_args, some_kwargs = tree_map(partial(taken, documents.shape, group), (args, kwargs))
@@ -177,12 +177,12 @@ def by_document(forward: Callable, *args: Any, **kwargs: Any) -> Any:
                 ends = torch.arange(0, group.numel() + 1, group.shape[1], dtype=torch.int32, device=group.device)
                 some_kwargs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
                 some_kwargs |= {"max_length_q": group.shape[1], "max_length_k": group.shape[1]}
-            found.append(forward(*some_args, **some_kwargs))
-    is_tuple = isinstance(found[0], tuple)
-    results = [result[0] if is_tuple else result for result in found]
+            outputs.append(forward(*some_args, **some_kwargs))
+    is_tuple = isinstance(outputs[0], tuple)
+    results = [result[0] if is_tuple else result for result in outputs]
     rows = torch.cat([result.flatten(0, 1) for result in results])
     rows = rows.index_select(0, documents.places).unflatten(0, documents.shape)
-    return (rows, *[None] * (len(found[0]) - 1)) if is_tuple else rows  # the other values are states
+    return (rows, *[None] * (len(outputs[0]) - 1)) if is_tuple else rows  # the other values are states
 
 
 def taken(shape: torch.Size, group: torch.Tensor, value: Any) -> Any:

@@ -140,24 +140,24 @@ def load_text_config(name: str) -> PreTrainedConfig:
 def max_positions(config: PreTrainedConfig) -> int:
     """Return the longest sequence of a model, in tokens; a huge number if its configuration has no limit."""
     text = config.get_text_config()
-    found = getattr(text, "max_position_embeddings", None) or 0
-    if found <= 0:  # XLNet has -1
+    limit = getattr(text, "max_position_embeddings", None) or 0
+    if limit <= 0:  # XLNet has -1
         return sys.maxsize
     model_class = transformers.MODEL_MAPPING.get(type(text), None)
     if hasattr(text, "rope_parameters") or not isinstance(model_class, type):
         ropes = text.rope_parameters or {}  # or one for each kind of layer
         each = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
         stretched = [(rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 1) for rope in each]
-        return max(found, *map(int, stretched))
+        return max(limit, *map(int, stretched))
     try:
         with torch.device("meta"):
             model = model_class(text)
     except Exception:  # of such a configuration no model can be made, which is told where one is
-        return found
+        return limit
     # RoBERTa and its family count positions from the row behind the one of padding.
     tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
     padding = (table.padding_idx for table in tables if isinstance(table, nn.Embedding))
-    return found - next((row + 1 for row in padding if row is not None), 0)
+    return limit - next((row + 1 for row in padding if row is not None), 0)
 
 
 def check_length(
@@ -168,16 +168,16 @@ def check_length(
     Batches are padded to a `multiple`. With a `config`, that of the model, `length` is that of the longest prepared
     document, which `flag` may cut.
     """
-    found = config or load_config(name)
-    longest = max_positions(found) // multiple * multiple
+    model_config = config or load_config(name)
+    longest = max_positions(model_config) // multiple * multiple
     if length > longest:
-        said, meant, cut = f"--{flag} is {length}", "it", ""
+        too_long, meant, cut = f"--{flag} is {length}", "it", ""
         if config:
-            said, meant, cut = f"the longest document has {length} tokens", f"--{flag}", ", which cuts longer ones"
+            too_long, meant, cut = f"the longest document has {length} tokens", f"--{flag}", ", which cuts longer ones"
         padded = f" (batches are padded to a multiple of {multiple})" if multiple > 1 else ""
         raise ConfigError(
-            f"{said}, but {name} is made for {longest} tokens{padded}; set {meant} to {longest} or less{cut}"
-            + (f"; {LONGER}" if hasattr(found.get_text_config(), "rope_parameters") else "")
+            f"{too_long}, but {name} is made for {longest} tokens{padded}; set {meant} to {longest} or less{cut}"
+            + (f"; {LONGER}" if hasattr(model_config.get_text_config(), "rope_parameters") else "")
         )
 
 
@@ -242,7 +242,7 @@ def loaded_on_meta(model: transformers.PreTrainedModel, name: str, kind: Kind) -
     settings = {"config": model.config, "state_dict": weights, "device_map": "meta"}
     settings |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # so that all differences are reported
     try:
-        loaded, found = model_class.from_pretrained(None, **settings)
+        loaded, loading_info = model_class.from_pretrained(None, **settings)
     except RuntimeError as error:  # if several weights, such as those of experts, cannot be joined into one
         raise ConfigError(
             f"a {type(model).__name__} joins weights of a layer, such as those of its experts, into one, but in {name} one "
@@ -250,12 +250,12 @@ def loaded_on_meta(model: transformers.PreTrainedModel, name: str, kind: Kind) -
         ) from error
     shapes = {
         f"{weight} {tuple(of_file)} instead of {tuple(wanted)}": weight
-        for weight, of_file, wanted in found["mismatched_keys"]
+        for weight, of_file, wanted in loading_info["mismatched_keys"]
     }
     kinds = {
-        "not in the files, so that they would begin with random values": found["missing_keys"],
+        "not in the files, so that they would begin with random values": loading_info["missing_keys"],
         "in the files, but not in such a model": [
-            weight for weight in found["unexpected_keys"] if not weight.endswith(MASKS)
+            weight for weight in loading_info["unexpected_keys"] if not weight.endswith(MASKS)
         ],
         "of another shape": shapes,
     }
@@ -337,19 +337,19 @@ def mapped_weights(place: Path) -> dict[str, torch.Tensor]:
     for file in map(place.joinpath, cache.weight_files(place)):
         try:
             if file.suffix == ".safetensors":
-                found = load_file(file)
+                tensors = load_file(file)
             else:  # files from before torch 1.6 are not archives, and cannot be mapped
-                found = dict(load_plain(file, map_location="cpu", mmap=zipfile.is_zipfile(file)))
+                tensors = dict(load_plain(file, map_location="cpu", mmap=zipfile.is_zipfile(file)))
         except Exception as error:  # torch and safetensors raise many kinds
             raise ConfigError(
                 f"{file} cannot be read: {first_line(error)}; it has {file.stat().st_size:,} bytes, and is cut, damaged or "
                 "no file of weights: copy or download it again"
             ) from error
-        if other := next((name for name, value in found.items() if not isinstance(value, torch.Tensor)), None):
+        if other := next((name for name, value in tensors.items() if not isinstance(value, torch.Tensor)), None):
             raise ConfigError(
                 f"{file} holds {other}, which is no weight; save what `state_dict()` of the model returns"
             )
-        weights |= found
+        weights |= tensors
     return weights
 
 
@@ -359,17 +359,17 @@ def model_checksum(name: str) -> str | None:
     The checksum covers the whole content of the other files, and of each weight the name, shape, dtype and first values.
     The first values are enough, because training changes almost all values of a weight.
     """
-    place = cache.folder("model", name)
-    if place is None or cache.lacking_of_model(place, weights=True):
+    folder = cache.folder("model", name)
+    if folder is None or cache.lacking_of_model(folder, weights=True):
         return None
-    found = xxhash.xxh3_128()
-    files = (file for end in TEXTS for file in place.glob(end) if not file.name.endswith((".index.json", *RESULTS)))
+    hasher = xxhash.xxh3_128()
+    files = (file for end in TEXTS for file in folder.glob(end) if not file.name.endswith((".index.json", *RESULTS)))
     for file in sorted(files):
-        found.update(f"{file.name} {checksum(file)}\n".encode())
-    for weight, tensor in sorted(mapped_weights(place).items()):
+        hasher.update(f"{file.name} {checksum(file)}\n".encode())
+    for weight, tensor in sorted(mapped_weights(folder).items()):
         first = tensor.flatten()[:NUM_VALUES].view(torch.uint8).numpy()
-        found.update(f"{weight} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(first)}\n".encode())
-    return found.hexdigest()
+        hasher.update(f"{weight} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(first)}\n".encode())
+    return hasher.hexdigest()
 
 
 def with_weights(

@@ -211,9 +211,9 @@ def fields_by_layer(
     if not text.is_heterogeneous:
         return None
     layers, names = text.per_layer_config, [*(text.per_layer_attributes or ())]
-    found = {new: {name: sizes.get(name, getattr(layers[i], name)) for name in names} for new, i in enumerate(chosen)}
+    fields = {new: {name: sizes.get(name, getattr(layers[i], name)) for name in names} for new, i in enumerate(chosen)}
     text.per_layer_config = None
-    return found
+    return fields
 
 
 def sizes_of_tiny(text: PreTrainedConfig, layers: int) -> dict[str, Any]:
@@ -377,14 +377,14 @@ def shares_in_small(config: PreTrainedConfig) -> bool | None:
     model = tiny_model(config, "alone", sequence_group=None)
     if model is None:
         return None
-    places = torch.arange(12)[None]  # tokens and their positions
+    positions = torch.arange(12)[None]  # tokens and their positions
 
     def logits() -> tuple[torch.Tensor, torch.Tensor]:
-        parts = [model(input_ids=part, position_ids=part, **group).logits for part in places.split(6, 1)]
-        return torch.cat(parts, 1), model(input_ids=places, position_ids=places, **group).logits
+        parts = [model(input_ids=part, position_ids=part, **group).logits for part in positions.split(6, 1)]
+        return torch.cat(parts, 1), model(input_ids=positions, position_ids=positions, **group).logits
 
     try:
-        is_seen = sees(model, slice(6), slice(6, None), input_ids=places, position_ids=places, **group)
+        is_seen = sees(model, slice(6), slice(6, None), input_ids=positions, position_ids=positions, **group)
         return not is_seen and are_equal(model, logits)
     except REFUSALS:
         return False
@@ -433,11 +433,11 @@ def own_balance(config: PreTrainedConfig) -> float | None:
         with whole_rows(), on_cpu_in_fp32():
             model: Any = tiny_model(config, "eager")
             if model is None:  # nothing can be tried: the configuration is believed
-                places = [config.get_text_config()]
-                is_balanced = hasattr(places[0], "output_router_logits")
+                owners = [config.get_text_config()]
+                is_balanced = hasattr(owners[0], "output_router_logits")
             else:
-                places, is_balanced = [model, model.config], bool(router_of(model, torch.arange(12)[None]))
-        weights = [getattr(place, name, None) for place in places for name in ("router_aux_loss_coef", "aux_loss_coef")]
+                owners, is_balanced = [model, model.config], bool(router_of(model, torch.arange(12)[None]))
+        weights = [getattr(owner, name, None) for owner in owners for name in ("router_aux_loss_coef", "aux_loss_coef")]
         _balances[key] = next((weight for weight in weights if weight is not None), None) if is_balanced else None
     return _balances[key]
 
@@ -462,36 +462,36 @@ def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
     heads = math.gcd(*(getattr(layer, "num_attention_heads", 0) or 0 for layer in attention.of_layers(text)))
     if config.is_encoder_decoder:
         return [f"{name} is an encoder-decoder, whose rows are not packed; set parallelism_config_cp_size to 1"]
-    found = []
+    problems = []
     if not heads or heads % size:
         sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        found.append(
+        problems.append(
             f"{name} has {heads} query heads, which parallelism_config_cp_size {size} does not divide; set it to one of "
             f"{sizes or 1}"
         )
     if asked := [what for what in attention.beyond_documents(config) if what in attention.NOT_SHARED]:
-        found.append(f"{name} has {', '.join(asked)}; set parallelism_config_cp_size to 1")
+        problems.append(f"{name} has {', '.join(asked)}; set parallelism_config_cp_size to 1")
     elif (shares := shares_in_small(config)) is None:
-        found.append(f"{UNTRIED.format(name)} ranks can share its rows; set parallelism_config_cp_size to 1")
+        problems.append(f"{UNTRIED.format(name)} ranks can share its rows; set parallelism_config_cp_size to 1")
     elif not shares:
-        found.append(
+        problems.append(
             f"layers of {name} mix positions beside attention (a linear attention, a state space, a convolution), or do not "
             "call attention by transformers' interface: a rank would see only its part of a row; set "
             "parallelism_config_cp_size to 1"
         )
     elif balance_weight(config) and not balances_as_known(config):
-        found.append(
+        problems.append(
             f"{name} balances its experts by a loss of its own, which would see only a part of a row; set "
             "parallelism_config_cp_size to 1, or router_aux_loss_coef in its config.json to 0"
         )
     ropes = getattr(text, "rope_parameters", None) or {}
     of_kinds = [part for part in ropes.values() if isinstance(part, dict)]
     if moving := {*ROPE_KINDS} & {part.get("rope_type") for part in (ropes, *of_kinds)}:
-        found.append(
+        problems.append(
             f"the rotary embedding of {name} ({', '.join(moving)}) depends on the last position, and each rank has another; "
             "set parallelism_config_cp_size to 1"
         )
-    return found
+    return problems
 
 
 def check_shared_masks(config: PreTrainedConfig, kernel: str, max_length: int) -> None:
@@ -517,7 +517,7 @@ def balances_as_known(config: PreTrainedConfig) -> bool:
         return False
     try:
         output = model(torch.arange(12)[None], use_cache=False, output_router_logits=True, sequence_group=None)
-        found, _ = balance_of_rows(output.router_logits, model.config.num_experts_per_tok, torch.ones(()), None)
-        return bool((found - output.aux_loss).abs() <= 1e-4 * output.aux_loss)
+        loss, _ = balance_of_rows(output.router_logits, model.config.num_experts_per_tok, torch.ones(()), None)
+        return bool((loss - output.aux_loss).abs() <= 1e-4 * output.aux_loss)
     except REFUSALS:
         return False

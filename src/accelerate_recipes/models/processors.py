@@ -102,9 +102,9 @@ def class_of_processor(name: str) -> type[ProcessorMixin]:
     module = importlib.import_module(module_name)
     if getattr(module, "num2words", True) is None:
         module.num2words = str  # of videos alone
-    found = getattr(module, name)
+    original = getattr(module, name)
 
-    class WithoutVideos(found):
+    class WithoutVideos(original):
         def check_argument_for_proper_class(self, argument_name, argument):
             return type(None) if argument is None else super().check_argument_for_proper_class(argument_name, argument)
 
@@ -117,7 +117,7 @@ def class_of_processor(name: str) -> type[ProcessorMixin]:
 
 def remade(name: str, fields: dict[str, Any]) -> ProcessorMixin:
     """Make a processor of `class_of_processor` again from its fields."""
-    found = class_of_processor(name)
-    processor = found.__new__(found)
+    cls = class_of_processor(name)
+    processor = cls.__new__(cls)
     processor.__dict__.update(fields)
     return processor

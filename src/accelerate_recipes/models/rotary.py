@@ -33,8 +33,8 @@ _texts: TextPlaces | None = None  # of the batch that a model is computing
 def kinds_of(module: nn.Module) -> set[str]:
     """Return those kinds of a module that depend on the length: of a rotary embedding, one for each kind of layer."""
     kinds = getattr(module, "rope_type", None)
-    found = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return {kind for kind in found if isinstance(kind, str)} & {*ROPE_KINDS}
+    types = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return {kind for kind in types if isinstance(kind, str)} & {*ROPE_KINDS}
 
 
 def embed_by_length(model: nn.Module) -> list[nn.Module]:
@@ -50,15 +50,15 @@ def embed_by_length(model: nn.Module) -> list[nn.Module]:
 
 def texts_of(inputs: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None) -> TextPlaces:
     """Find the documents of a batch: a row with padding is one; in packed rows a document begins where a position is 0."""
-    places = torch.arange(inputs.shape[1], device=inputs.device).expand(inputs.shape[:2])
+    index = torch.arange(inputs.shape[1], device=inputs.device).expand(inputs.shape[:2])
     if mask is not None:
         lengths, starts = mask.long().sum(1, keepdim=True), mask.long().argmax(1, keepdim=True)
-        return TextPlaces(lengths.clamp(min=1).expand_as(places), starts.expand_as(places))
-    begins = torch.zeros_like(places, dtype=torch.bool) if positions is None else (positions == 0).expand_as(places)
-    begins = begins | (places == 0)
+        return TextPlaces(lengths.clamp(min=1).expand_as(index), starts.expand_as(index))
+    begins = torch.zeros_like(index, dtype=torch.bool) if positions is None else (positions == 0).expand_as(index)
+    begins = begins | (index == 0)
     numbers = begins.flatten().cumsum(0) - 1
-    lengths = torch.bincount(numbers)[numbers].view(places.shape)
-    return TextPlaces(lengths, torch.where(begins, places, 0).cummax(1).values)
+    lengths = torch.bincount(numbers)[numbers].view(index.shape)
+    return TextPlaces(lengths, torch.where(begins, index, 0).cummax(1).values)
 
 
 def begin_texts(model: transformers.PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ def by_length(
     # From the begin of the text: only differences of positions count.
     positions = (positions - positions.gather(1, starts)).clamp(min=0).minimum(lengths - 1)
     long = lengths[lengths > original].unique()
-    found = None
+    rope = None
     for group in [lengths <= original, *([lengths == n for n in long] if is_dynamic else [lengths > original])]:
         if not group.any():
             continue
@@ -106,9 +106,7 @@ def by_length(
             module.register_buffer(f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False)
             setattr(module, f"{prefix}max_seq_len_cached", original)
         made = forward(x, torch.where(group, positions, 0), **of_layer)  # the largest of these positions decides
-        found = (
-            made if found is None else [torch.where(group[..., None], *pair) for pair in zip(made, found, strict=True)]
-        )
-    assert found is not None
-    cos, sin = found
+        rope = made if rope is None else [torch.where(group[..., None], *pair) for pair in zip(made, rope, strict=True)]
+    assert rope is not None
+    cos, sin = rope
     return cos, sin

@@ -178,8 +178,8 @@ def balance_of_rows(
     num_tokens, num_experts = probabilities.shape
     chosen = probabilities.topk(top_k).indices.flatten()
     shares = probabilities.new_zeros(num_experts).index_add(0, chosen, probabilities.new_ones(len(chosen))) / num_tokens
-    found = torch.cat([shares, num_targets[None]])
+    means = torch.cat([shares, num_targets[None]])
     if group is not None:
-        dist.all_reduce(found, group=group)
-        found /= group.size()
-    return num_experts * (found[:-1] * probabilities.mean(0)).sum(), found[-1]
+        dist.all_reduce(means, group=group)
+        means /= group.size()
+    return num_experts * (means[:-1] * probabilities.mean(0)).sum(), means[-1]

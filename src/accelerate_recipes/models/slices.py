@@ -59,12 +59,12 @@ def applies(name: str, settings: dict[str, Any]) -> bool:
     It does if the model gets its weights when it is sharded, from files of safetensors. With a quantization in `settings`,
     each process reads the whole model and rounds it.
     """
-    place = cache.folder("model", name)
+    folder = cache.folder("model", name)
     return (
         loads_when_sharded()
         and "quantization_config" not in settings
-        and place is not None
-        and all(file.endswith(".safetensors") for file in cache.weight_files(place))
+        and folder is not None
+        and all(file.endswith(".safetensors") for file in cache.weight_files(folder))
     )
 
 
@@ -179,14 +179,14 @@ def load_on_meta(
 
 def places_in_files(folder: Path) -> dict[str, tuple[Path, int]]:
     """Map each tensor in the safetensors files of a folder to its file and its first byte there."""
-    found = {}
+    offsets = {}
     for file in map(folder.joinpath, cache.weight_files(folder)):
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(size))
         header.pop("__metadata__", None)
-        found |= {tensor: (file, 8 + size + entry["data_offsets"][0]) for tensor, entry in header.items()}
-    return found
+        offsets |= {tensor: (file, 8 + size + entry["data_offsets"][0]) for tensor, entry in header.items()}
+    return offsets
 
 
 def source_of(model: nn.Module) -> Source | None:
@@ -259,8 +259,8 @@ def read_slices(
     empty = {place.name for place in all_places(model) if place.tensor.is_meta}
 
     def with_memory(tensor: torch.Tensor) -> torch.Tensor:
-        place = storage if isinstance(tensor, nn.Parameter) else device
-        return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor
+        target = storage if isinstance(tensor, nn.Parameter) else device
+        return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor
 
     model._apply(with_memory)
     model.tie_weights()  # again: a tied parameter now has memory of its own under each name

@@ -77,12 +77,12 @@ class Seen(NamedTuple):
         What a killed run has computed after its checkpoint is no longer in the log. Steps between the last log line and
         the checkpoint are: their time is estimated by the speed of the next line.
         """
-        found, last, batch = [], 0, self.args.get("total_batch_size", 0)
+        intervals, last, batch = [], 0, self.args.get("total_batch_size", 0)
         for record in self.records:
             if (speed := record.get("samples_per_second")) and "time" in record:
-                found.append((record["time"] - (record["step"] - last) * batch / speed, record["time"]))
+                intervals.append((record["time"] - (record["step"] - last) * batch / speed, record["time"]))
                 last = record["step"]
-        return found
+        return intervals
 
     @property
     def lost(self) -> list[float | None]:
@@ -91,14 +91,14 @@ class Seen(NamedTuple):
         They count from the last step that counts before, else from the end of the attempt before; for the first attempt
         from its start. An attempt without such a step cost all its time.
         """
-        found, spans, since = [], self.spans, None
+        seconds, spans, since = [], self.spans, None
         for attempt in self.attempts:
             begun, ended = attempt.get("begun"), attempt.get("ended")
             own = [span for span in spans if begun and begun < span[1] <= (ended or math.inf)]
             first, last = (own[0][0], own[-1][1]) if own else (ended, ended)
-            found.append(max(0.0, first - (since or begun)) if begun and first else None)
+            seconds.append(max(0.0, first - (since or begun)) if begun and first else None)
             since = last or since
-        return found
+        return seconds
 
     @property
     def effective(self) -> tuple[float, float] | None:
@@ -117,11 +117,11 @@ def read_run(folder: Path, records: list[dict] | None = None) -> Seen:
         ConfigError: if there is no log of a run, or a line of it is damaged.
     """
     try:
-        found = objects_of(folder / "metrics.jsonl", {"step": int}) if records is None else records
+        log = objects_of(folder / "metrics.jsonl", {"step": int}) if records is None else records
         args = dict(yaml.safe_load((folder / "args.yaml").read_text("utf-8")))
     except (OSError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(f"{folder} is not the output directory of a run that has begun to train: {error}") from error
-    return Seen(folder, found, args, read_status(folder), of_this_run(read_attempts(folder)))
+    return Seen(folder, log, args, read_status(folder), of_this_run(read_attempts(folder)))
 
 
 def objects_of(file: Path, kinds: dict[str, Any]) -> list[dict]:
@@ -133,8 +133,8 @@ def objects_of(file: Path, kinds: dict[str, Any]) -> list[dict]:
     for number, row in enumerate(rows, start=1):
         lacking = [name for name in kinds if not (isinstance(row, dict) and isinstance(row.get(name), kinds[name]))]
         if lacking:
-            said = f"{file}, line {number} ({json.dumps(row):.60}) has no {' and no '.join(lacking)}"
-            raise ConfigError(f"{said}, as a line of a run has; remove it")
+            problem = f"{file}, line {number} ({json.dumps(row):.60}) has no {' and no '.join(lacking)}"
+            raise ConfigError(f"{problem}, as a line of a run has; remove it")
     return rows
 
 
@@ -272,7 +272,7 @@ def panels(runs: Sequence[Seen]) -> Html:
     if find_spec("matplotlib") is None:
         return element("p", "There are no curves, since matplotlib is not installed.")
     drawn = {title: draw_curves(runs, values) for title, values in (PANELS | of_sources | own).items()}
-    titles = {name: (said := spoken(name))[:1].upper() + said[1:] for name in own}  # rougeL keeps its L
+    titles = {name: (words := spoken(name))[:1].upper() + words[1:] for name in own}  # rougeL keeps its L
     shown = [element("div", element("h3", titles.get(title, title)), svg) for title, svg in drawn.items() if svg]
     return element("div", *shown, class_="panels") if shown else element("p", "Curves begin with the second log line.")
 

@@ -48,8 +48,8 @@ class Samples:
 
 def expected(row: dict[str, Any]) -> Any:
     """Return what the rewards may compare an answer with: the other columns of a row, or the value of the only one."""
-    found = {k: v for k, v in row.items() if k not in ("prompt", *SETTINGS) and v is not None}
-    return next(iter(found.values()), None) if len(found) < 2 else found
+    columns = {k: v for k, v in row.items() if k not in ("prompt", *SETTINGS) and v is not None}
+    return next(iter(columns.values()), None) if len(columns) < 2 else columns
 
 
 def as_line(row: dict[str, Any]) -> str:

@@ -76,15 +76,15 @@ class TextArgs(StreamArgs):
     )
 
     def source_problems(self) -> list[str]:
-        found = super().source_problems()
+        problems = super().source_problems()
         named = {"train_files": {*self.train_files}, "validation_files": {*self.validation_files}}
         for name in ("validation_files",) if self.pretokenize else named:
-            with collecting_errors(found, f"--{name} "):
+            with collecting_errors(problems, f"--{name} "):
                 named[name] |= self.files_here(name)
         train, validation = ({*map(os.path.realpath, files)} for files in named.values())
         if both := sorted(train & validation):
-            found.append(f"--train_files and --validation_files both name {both[0]}; remove it from one")
-        return found
+            problems.append(f"--train_files and --validation_files both name {both[0]}; remove it from one")
+        return problems
 
     def files_here(self, name: str) -> set[str]:
         """Find the files on this machine that an argument names, also those in folders."""
@@ -150,11 +150,11 @@ class TextArgs(StreamArgs):
 
     def text_datasets(self, training: bool) -> list[cache.HubDataset]:
         """List the datasets of the Hub that are read for validation and, with `training`, for training."""
-        found, parts = [], [(self.validated, self.validation_dataset_files), (self.train_files, self.dataset_files)]
+        on_hub, parts = [], [(self.validated, self.validation_dataset_files), (self.train_files, self.dataset_files)]
         for files, pattern in parts if training else parts[:1]:
             dataset = cache.HubDataset(self.dataset_name, files=pattern, revision=self.dataset_revision, streamed=True)
-            found += hub_files(files) if files else [dataset]
-        return found
+            on_hub += hub_files(files) if files else [dataset]
+        return on_hub
 
 
 @dataclass
@@ -170,12 +170,12 @@ class MixedTextArgs(MixtureArgs, TextArgs):
     @property
     def sources(self) -> list[Any]:
         """Arguments of each source. What one of them holds out, none trains on; and each has its folder of tokens."""
-        found = super().sources
-        share = max((one.share_heldout for one in found), default=0.0)
-        for one in found if self.mixture else ():
+        sources = super().sources
+        share = max((one.share_heldout for one in sources), default=0.0)
+        for one in sources if self.mixture else ():
             one.of_others = share
             one.pretokenize = self.pretokenize and os.path.join(self.pretokenize, one.source_name)
-        return found
+        return sources
 
     @property
     def is_finite(self) -> bool:
@@ -244,8 +244,8 @@ def prefix_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     whole, text = (tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (True, False))
     if not text:  # a tokenizer without this letter may write nothing
         return [token for token in whole if token != tokenizer.eos_token_id]
-    places = range(len(whole) - len(text) + 1)
-    return next((whole[:place] for place in places if whole[place : place + len(text)] == text), [])
+    begins = range(len(whole) - len(text) + 1)
+    return next((whole[:begin] for begin in begins if whole[begin : begin + len(text)] == text), [])
 
 
 @dataclass
@@ -305,8 +305,8 @@ class TextShards:
         """Return each text's token ids (int32); None gives none. No text is truncated, whatever the tokenizer did last."""
         eos = [self.tokenizer.eos_token_id]
         # The `_fast` version leaves out the offsets of the tokens in the text, which are not needed.
-        found = self.backend.encode_batch_fast([text or "" for text in texts], add_special_tokens=False)
-        ids = zip(texts, found, strict=True)
+        encodings = self.backend.encode_batch_fast([text or "" for text in texts], add_special_tokens=False)
+        ids = zip(texts, encodings, strict=True)
         return [np.array([] if text is None else self.prefix + one.ids + eos, dtype=np.int32) for text, one in ids]
 
 
@@ -320,11 +320,11 @@ class ValidationRows(NamedTuple):
     def note_of_controls(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """Note for the end of a line: how many of the documents hold control tokens; "" if none does."""
         controls = Controls(tokenizer, [])
-        found = [name for text in self.texts if (name := controls.first_in(text))]
-        if not found:
+        tokens = [name for text in self.texts if (name := controls.first_in(text))]
+        if not tokens:
             return ""
-        said = f"; {len(found):,} of their {len(self.texts):,} documents hold control tokens, such as {found[0]!r}"
-        return f"{said}, which the tokenizer reads as such, in training too"
+        note = f"; {len(tokens):,} of their {len(self.texts):,} documents hold control tokens, such as {tokens[0]!r}"
+        return f"{note}, which the tokenizer reads as such, in training too"
 
     def measures(self, loss: float) -> dict[str, float]:
         """Return the loss in nats per token, the perplexity, and bits per byte, which can be compared across tokenizers."""

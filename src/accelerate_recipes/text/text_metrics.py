@@ -37,22 +37,22 @@ class GenerationArgs:
     )
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
+        problems = super().problems(world_size)
         if self.generation_num_beams == 1 and self.generation_length_penalty != 1:
-            found.append(
+            problems.append(
                 f"--generation_length_penalty {self.generation_length_penalty} has no effect with "
                 "--generation_num_beams 1; set it to 1, or search with more beams"
             )
         for name in self.metrics:
             if name not in METRIC_VALUES:
-                found.append(f"--metrics {name}: there is no such metric; known are {', '.join(METRIC_VALUES)}")
+                problems.append(f"--metrics {name}: there is no such metric; known are {', '.join(METRIC_VALUES)}")
         measured = ["loss", *self.measured]
         if self.metric_for_best_model and self.metric_for_best_model not in measured:
-            found.append(
+            problems.append(
                 f"--metric_for_best_model {self.metric_for_best_model}: the evaluation gives {', '.join(measured)}; "
                 "choose one of them, or add to --metrics"
             )
-        return found
+        return problems
 
     @property
     def measured(self) -> list[str]:
@@ -93,9 +93,9 @@ class TextMetrics:
         rows = list(zip(predictions, references, sources, strict=True))
         results = [self.compute(*([value] for value in row)) for row in rows]
         ranked = sorted(range(len(rows)), key=lambda i: results[i][name])
-        places = [round(n * (len(ranked) - 1) / (NUM_EXAMPLES - 1)) for n in reversed(range(NUM_EXAMPLES))]
+        ranks = [round(n * (len(ranked) - 1) / (NUM_EXAMPLES - 1)) for n in reversed(range(NUM_EXAMPLES))]
         lines = [f"Held-out pairs, from the best {name} to the worst:"]
-        for i in dict.fromkeys(ranked[place] for place in places):
+        for i in dict.fromkeys(ranked[rank] for rank in ranks):
             text, right, source = rows[i]
             lines.append(f"  {results[i][name]:5.1f}  {source!r}\n      ->  {text!r}\n  target  {right[0]!r}")
         return lines

@@ -79,17 +79,17 @@ class PairArgs(RowsArgs):
             self.dataset_name = ""
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size) + cache.folder_problems("eval_dataset_name", self.eval_dataset_name)
+        problems = super().problems(world_size) + cache.folder_problems("eval_dataset_name", self.eval_dataset_name)
         if self.train_files and self.eval_split and not self.eval_dataset_name:
-            found.append(
+            problems.append(
                 f"--eval_split {self.eval_split} names a split of a dataset, but there are --train_files; give "
                 "--eval_dataset_name, or --eval_files instead"
             )
         if self.eval_dataset_name and not self.eval_split:
-            found.append(f"--eval_dataset_name {self.eval_dataset_name} needs --eval_split, such as test")
+            problems.append(f"--eval_dataset_name {self.eval_dataset_name} needs --eval_split, such as test")
         if self.eval_files and self.eval_split:
-            found.append(f"--eval_files and --eval_split {self.eval_split} both say what to evaluate on; remove one")
-        return found
+            problems.append(f"--eval_files and --eval_split {self.eval_split} both say what to evaluate on; remove one")
+        return problems
 
     def settle(self, saved: Mapping[str, Any]) -> list[str]:
         if self.task_prefix is None:
@@ -101,14 +101,14 @@ class PairArgs(RowsArgs):
     @property
     def row_datasets(self) -> list[cache.HubDataset]:
         config, revision = self.dataset_config, self.dataset_revision
-        found = []
+        on_hub = []
         if self.dataset_name:
-            found = [cache.HubDataset(self.dataset_name, self.dataset_files, config, (self.train_split,), revision)]
+            on_hub = [cache.HubDataset(self.dataset_name, self.dataset_files, config, (self.train_split,), revision)]
         if self.eval_dataset_name:
-            found.append(cache.HubDataset(self.eval_dataset_name, splits=(self.eval_split,)))
+            on_hub.append(cache.HubDataset(self.eval_dataset_name, splits=(self.eval_split,)))
         elif self.eval_split:
-            found.append(cache.HubDataset(self.dataset_name, "", config, (self.eval_split,), revision))
-        return found
+            on_hub.append(cache.HubDataset(self.dataset_name, "", config, (self.eval_split,), revision))
+        return on_hub
 
     @property
     def origins(self) -> dict[str, str]:
@@ -202,8 +202,8 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
         for name, chosen in {"train": is_good & ~is_heldout, "heldout": is_good & is_heldout}.items():
             if not chosen.any():
                 remedy = is_good.any() and len(rows) == 1 and other_share(hashes[is_good].tolist(), args.heldout_share)
-                said = f"none of {is_good.sum()} pairs of texts is left for {name}"
-                raise ConfigError(f"{said}; {remedy}" if remedy else said)
+                problem = f"none of {is_good.sum()} pairs of texts is left for {name}"
+                raise ConfigError(f"{problem}; {remedy}" if remedy else problem)
             pairs = whole.select(np.flatnonzero(chosen))
             cut_at = {f"truncated_{side}s": sum(pairs[f"{side}_is_cut"][:]) for side in ("source", "target")}
             facts[name] = {"pairs": len(pairs)} | cut_at
@@ -262,8 +262,8 @@ def with_paths(rows: "datasets.Dataset", columns: Collection[str]) -> "datasets.
         )
         if head:
             how = {"head": head, "column": column}
-            found = rows.map(at_path, fn_kwargs=how, features=datasets.Features(rows.features | {column: kind}))
-            rows = found if found.data.column(column).null_count < len(rows) else rows
+            extended = rows.map(at_path, fn_kwargs=how, features=datasets.Features(rows.features | {column: kind}))
+            rows = extended if extended.data.column(column).null_count < len(rows) else rows
     return rows
 
 

@@ -61,9 +61,9 @@ class TokenShards:
 
     def read(self, shard: int, first: int, stride: int, on_retry: Callable[[], None]) -> Iterator[int]:
         file, wanted = shard_file(self.folder, shard, "tokens"), self.entries[shard]["checksum"]
-        if (found := checksum_once(file)) != wanted:
+        if (actual := checksum_once(file)) != wanted:
             raise DataError(
-                f"{file} is damaged: its checksum is {found} instead of {wanted}; remove {file.with_suffix('.json')}, and "
+                f"{file} is damaged: its checksum is {actual} instead of {wanted}; remove {file.with_suffix('.json')}, and "
                 "--pretokenize makes it again"
             )
         return iter(range(first, self.entries[shard]["documents"], stride))
@@ -171,17 +171,17 @@ def pretokenize(args: TextArgs, tokenizer: PreTrainedTokenizerBase, rank: int, w
             wait_for(shard_file(folder, shard, "json"))
         for leftover in folder.glob("*.partial-*") if rank == 0 else ():  # files of killed attempts
             leftover.unlink()
-    found = TokenShards(folder)
-    is_known = bool(here) and all(entry["text"] for entry in found.entries)
+    tokenized = TokenShards(folder)
+    is_known = bool(here) and all(entry["text"] for entry in tokenized.entries)
     check_key(folder, key if is_known else asked | key)
     if is_known:
-        if len(here) != len(found.shards):
+        if len(here) != len(tokenized.shards):
             raise ConfigError(
-                f"{folder} was tokenised from {len(found.shards)} files, now there are {len(here)}; give --pretokenize "
+                f"{folder} was tokenised from {len(tokenized.shards)} files, now there are {len(here)}; give --pretokenize "
                 "another folder"
             )
         check_text(folder, here)
-    return found
+    return tokenized
 
 
 def wait_for(file: Path) -> None:
@@ -220,8 +220,8 @@ def tokenize_missing(folder: Path, source: TextShards, dtype: str, rank: int, wo
             start = time.perf_counter()
             entry = tokenize_shard(folder, source, shard, dtype)
             speed = entry["tokens"] / (time.perf_counter() - start)
-            said = f"Tokenised {source.shards[shard]}: {entry['documents']:,} documents, {speed:,.0f} tokens/s"
-            print(said, flush=True)
+            line = f"Tokenised {source.shards[shard]}: {entry['documents']:,} documents, {speed:,.0f} tokens/s"
+            print(line, flush=True)
 
 
 def tokenize_shard(folder: Path, source: TextShards, shard: int, dtype: str) -> dict:
