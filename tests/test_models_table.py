@@ -281,8 +281,8 @@ def test_experts_are_balanced_in_pretraining(name):
     attention, _ = choose("auto", config, torch.float32, True)
     model = made(transformers.AutoModelForCausalLM, config, attn_implementation=attention)
     batch = toy.batch_of(1)
-    losses = [losses.next_token_loss(model.train(mode), batch).item() for mode in (True, False)]
-    assert (losses[0] > losses[1]) == (name not in NOT_BALANCED)
+    trained, evaluated = (losses.next_token_loss(model.train(mode), batch).item() for mode in (True, False))
+    assert (trained > evaluated) == (name not in NOT_BALANCED)
 
 
 def test_upstream_still_has_other_names():

@@ -207,7 +207,7 @@ def rng_state() -> dict[str, Any]:
     kind, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys), *rest),
+        "numpy": (kind, keys.tolist(), *rest),  # no tensor: each step keeps a state, which `plan` would count
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
@@ -216,7 +216,7 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: dict[str, Any]) -> None:
     kind, keys, *rest = state["numpy"]
     random.setstate(state["python"])
-    np.random.set_state((kind, keys.numpy(), *rest))
+    np.random.set_state((kind, np.asarray(keys), *rest))  # earlier checkpoints hold a tensor
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

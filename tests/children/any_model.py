@@ -28,6 +28,8 @@ from accelerate_recipes.run import start
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 NEW_TOKENS = 5
 
+requirements = toy.requirements
+
 
 @dataclass
 class Args(toy.Args):
@@ -70,4 +72,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     faults.arm()
-    run_recipe(main, Args, toy.requirements)
+    run_recipe(main, Args, requirements)
